@@ -1,0 +1,374 @@
+"""BaseEngine: the contract between workers and backends, and the one driver that every backend shares.
+
+A backend subclasses `BaseEngine` and says only what differs: how a model is built, run, reduced and read out. What a
+step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from .batch import PackedBatch
+from .capabilities import Capabilities
+from .checkpoint.state import Piece, RestoredState, load_state, save_state
+from .config import EngineConfig, ModelConfig, OptimConfig
+from .errors import ConfigError, NonFiniteError
+from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutputs
+from .optim import check_optim, learning_rate
+from .residency import PARTS, Part, Residency, Where
+from .step import Collected, MicroBatch, Objective, plan_step
+from .topology import Topology
+
+Mode = Literal["train", "eval"]
+Adapters = Literal["folded", "only"]
+
+
+class BaseEngine(ABC):
+    """A sharded model with an optimizer, driven by packed batches.
+
+    Every public method is collective: all ranks of the engine call it, in the same order.
+
+    Args:
+        model: which model.
+        engine: layout, precision, budgets.
+        optim: None builds an engine that only infers.
+        total_steps: of the whole run; needed by schedules that end.
+        ranks: the global ranks that make up this engine; all by default.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    topology: Topology
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None = None,
+        total_steps: int | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.model_config, self.config, self.optim_config = model, engine, optim
+        self.total_steps = total_steps
+        self.step = 0
+        """Optimizer steps made, skipped ones left out."""
+        self._ranks = ranks
+        self._mode: Mode | None = None
+        self._residency = Residency(self._move)
+        self._finite = True
+
+    # ---- what a backend implements -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check_model(self) -> None:
+        """Refuse a model or a layout that cannot work, from configs alone: no weight is read.
+
+        Raises:
+            ModelError, TopologyError, CapabilityError: name the setting and the way out.
+        """
+
+    @abstractmethod
+    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
+        """Process groups of the layout."""
+
+    @abstractmethod
+    def _build_model(self) -> None:
+        """Model, sharded, with its weights."""
+
+    @abstractmethod
+    def _build_optimizer(self, optim: OptimConfig) -> None:
+        """Optimizer over the trainable parameters; norms and biases undecayed (`optim.is_decayed`)."""
+
+    @abstractmethod
+    def forward_step(self, micro_batch: MicroBatch, request: HeadRequest) -> tuple[TokenOutputs, Tensor | None]:
+        """Run the model on one micro-batch.
+
+        Returns:
+            outputs over the whole documents of the micro-batch, zero where `request.mask` is false, and a router's
+            balancing loss (before its coefficient) or None.
+        """
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Backward pass of one micro-batch; gradients add up over ranks, by the last micro-batch at the latest."""
+
+    @abstractmethod
+    def _reduce_and_clip(self, max_norm: float | None) -> float:
+        """Finish gradient reduction and clip in place.
+
+        Returns:
+            the 2-norm of the whole gradient before clipping, equal on all ranks. A non-finite norm clips nothing.
+        """
+
+    @abstractmethod
+    def _optimizer_step(self, lr: float) -> None:
+        """Update the parameters with this learning rate."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    @abstractmethod
+    def _set_training(self, training: bool) -> None:
+        """Dropout and the like on or off."""
+
+    @abstractmethod
+    def _move(self, part: Part, where: Where) -> None:
+        """Move parameters, gradients or optimizer state between device and host."""
+
+    @abstractmethod
+    def _pieces(self) -> Iterator[Piece]:
+        """This rank's boxes of parameters and moments, as views into live memory, under Hugging Face names.
+
+        Saving reads them and loading writes them. Each box of a tensor is written by one rank (`Piece.owned`).
+        """
+
+    @abstractmethod
+    def _optimizer_scalars(self) -> dict[str, Any]:
+        """JSON-able optimizer state that is no tensor: step counts by parameter."""
+
+    @abstractmethod
+    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
+        """Take back what `_optimizer_scalars` gave, after `_pieces` have been filled."""
+
+    @abstractmethod
+    def _save_model_files(self, folder: Path) -> None:
+        """Config, generation config and tokenizer of the model. Called on the first rank."""
+
+    @abstractmethod
+    def named_weights(self, *, adapters: Adapters = "folded") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """Stream full tensors under Hugging Face names, one at a time, on every rank.
+
+        Args:
+            adapters: `folded` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
+        """
+
+    @abstractmethod
+    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of what `named_weights` yields, in its order. Not collective."""
+
+    @abstractmethod
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the base model alone: the reference policy for free."""
+
+    @property
+    @abstractmethod
+    def attention_ratio(self) -> float:
+        """Cost of attending to one earlier token, for `microbatch.balance`."""
+
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], objective: Objective, *, backward: bool) -> None:
+        """Forward and, unless told not to, backward of every micro-batch. A pipeline schedule overrides this."""
+        for micro_batch in micro_batches:
+            outputs, aux = self.forward_step(micro_batch, objective.request(micro_batch))
+            loss = objective(micro_batch, outputs, aux)
+            if backward:
+                self._backward(loss, micro_batch)
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def initialize(self) -> Self:
+        """Check everything that can be checked, then build. An error of one rank is raised on all."""
+        self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        if self.optim_config is not None:
+            check_optim(self.optim_config, self.total_steps)
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.topology = self._build_topology(self._ranks)
+        self._together(self._check_model)
+        self._together(self._build_model)
+        if self.optim_config is not None:
+            self._build_optimizer(self.optim_config)
+        return self
+
+    def _together(self, build: Any) -> None:
+        error: Exception | None = None
+        try:
+            build()
+        except Exception as e:  # whatever it is, the other ranks must not wait for this one
+            error = e
+        self.topology.agree(error)
+
+    def close(self) -> None:
+        """Free process groups and memory."""
+        self.topology.close()
+
+    # ---- modes and residency -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def train_mode(self) -> Iterator[Self]:
+        """State on the device and dropout on. Keeps both over several calls."""
+        with self._entered("train"):
+            yield self
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[Self]:
+        """Parameters on the device, dropout off, no gradients."""
+        with self._entered("eval"), torch.no_grad():
+            yield self
+
+    @contextmanager
+    def _entered(self, mode: Mode) -> Iterator[None]:
+        if self._mode == mode:
+            yield
+            return
+        if self._mode is not None:
+            raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the first before entering the second")
+        parts: tuple[Part, ...] = PARTS if mode == "train" else ("params",)
+        with self._residency.on_device(parts):
+            self._mode = mode
+            self._set_training(mode == "train")
+            try:
+                yield
+            finally:
+                self._mode = None
+                self._set_training(False)
+
+    def to(self, place: str, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        """Move state to `device` or `host`. A mode brings it to the device and back."""
+        chosen = {"params": params, "grads": grads, "optimizer": optimizer}
+        self._residency.to(place, tuple(part for part in PARTS if chosen[part]))
+
+    # ---- the driver ----------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: PackedBatch, loss: Loss) -> StepResult:
+        """One optimizer step on a global batch.
+
+        Args:
+            batch: this rank's data-parallel share, the same on its context-parallel peers.
+            loss: what to minimise.
+
+        Raises:
+            NonFiniteError: under `engine.non_finite=raise`; the parameters are untouched.
+            BatchError: nothing to learn from, or a sequence over the budget.
+        """
+        with self.train_mode():
+            self.zero_grad()
+            result = self.forward_backward(batch, loss)
+            return self.optimizer_step(result)
+
+    def forward_backward(
+        self,
+        batch: PackedBatch,
+        loss: Loss,
+        *,
+        total_weights: Mapping[str, float] | None = None,
+        forward_only: bool = False,
+    ) -> StepResult:
+        """Loss of a global batch, and its gradient added to what is there.
+
+        Args:
+            batch: this rank's data-parallel share.
+            loss: what to minimise.
+            total_weights: the weights to divide by, when several calls make one step: those of all their batches.
+            forward_only: no gradient: an evaluation, dropout off.
+        """
+        budget, setting = self.config.micro_batch.max_tokens, "engine.micro_batch.max_tokens"
+        if forward_only:
+            budget, setting = self._infer_budget()
+        plan = plan_step(
+            self.topology, batch, loss, budget, ratio=self.attention_ratio, setting=setting, total_weights=total_weights
+        )
+        objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
+        with self.eval_mode() if forward_only else self.train_mode():
+            micro_batches = plan.micro_batches(batch, self.topology.device)
+            self._run_micro_batches(micro_batches, objective, backward=not forward_only)
+        result = objective.finish(self.topology)
+        if not forward_only:
+            self._finite = self._finite and math.isfinite(result.loss)
+        return result
+
+    def infer_batch(
+        self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Per-token outputs without gradients, dropout off.
+
+        Args:
+            batch: this rank's data-parallel share.
+            outputs: which numbers.
+            tokens: `[T]` bool, of which tokens; by default those with a label, or all when only values are asked for.
+
+        Returns:
+            name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
+        """
+        budget, setting = self._infer_budget()
+        plan = plan_step(self.topology, batch, None, budget, ratio=self.attention_ratio, setting=setting)
+        collected = Collected(batch, outputs, tokens)
+        with self.eval_mode():
+            for micro_batch, part in zip(plan.micro_batches(batch, self.topology.device), plan.parts, strict=True):
+                found, _ = self.forward_step(micro_batch, collected.request(micro_batch, part))
+                if part:
+                    collected.add(part, found)
+        return collected.result()
+
+    def optimizer_step(self, result: StepResult | None = None) -> StepResult:
+        """Clip and step the optimizer and the schedule, or leave both out when something is not finite.
+
+        Args:
+            result: of `forward_backward`, to be completed.
+        """
+        if self.optim_config is None:
+            raise ConfigError("this engine was built without optim: it can infer, not train")
+        result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
+        with self._residency.on_device(PARTS):
+            norm = self._reduce_and_clip(self.optim_config.clip_grad_norm)
+            lr = learning_rate(self.step, self.optim_config, self.total_steps)
+            # Both numbers are global, so every rank decides alike.
+            finite, self._finite = self._finite and math.isfinite(norm), True
+            if finite:
+                self._optimizer_step(lr)
+                self.lr_step()
+                return replace(result, grad_norm=norm, lr=lr)
+            self.zero_grad()
+        if self.config.non_finite == "raise":
+            raise NonFiniteError(
+                f"step {self.step + 1}: loss {result.loss:g}, gradient norm {norm:g}; the parameters are as before. Look at "
+                "the data and the learning rate, or set engine.non_finite=skip to leave such steps out"
+            )
+        return replace(result, grad_norm=norm, lr=lr, skipped=True)
+
+    def lr_step(self) -> None:
+        """Advance the schedule by one step."""
+        self.step += 1
+
+    def _infer_budget(self) -> tuple[int, str]:
+        sizes = self.config.micro_batch
+        if sizes.infer_max_tokens is not None:
+            return sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+        return 2 * sizes.max_tokens, "engine.micro_batch.infer_max_tokens (unset: twice max_tokens)"
+
+    def _aux_coef(self) -> float:
+        return self.model_config.router_aux_loss_coef or 0.0
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write `root/step-XXXXXXXX` atomically: model, optimizer, schedule, random state of every rank.
+
+        Args:
+            root: folder of all checkpoints of a run.
+            step: its number.
+            extra: JSON-able state of the trainer and the loader.
+
+        Returns:
+            the folder.
+        """
+        with self._residency.on_device(("params", "optimizer")):
+            return save_state(self, Path(root), step, extra or {})
+
+    def load_checkpoint(self, folder: Path | str) -> RestoredState:
+        """Take over a checkpoint of any layout: each rank reads the slices it needs.
+
+        Raises:
+            CheckpointError: incomplete, damaged, or of another model; nothing has been changed then, unless the damage
+                shows only while reading.
+        """
+        with self._residency.on_device(("params", "optimizer")):
+            return load_state(self, Path(folder))

@@ -1,0 +1,79 @@
+"""What a backend can do, checked against what is asked for before a weight is read. Imports no torch."""
+
+from dataclasses import dataclass
+
+from .config import EngineConfig, ModelConfig
+from .errors import CapabilityError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend supports.
+
+    Args:
+        axes: the names of `engine.parallel` that may be more than 1 (or true).
+        heads: values of `model.head`.
+        lora: adapters.
+        recompute: values of `engine.recompute`.
+        compile: `engine.compile`.
+        offload_params: values of `engine.offload.params`.
+        offload_optimizer: values of `engine.offload.optimizer`.
+        precisions: (params, compute) pairs; reduce may be either of them or float32.
+        optimizers: values of `optim.name`.
+    """
+
+    axes: frozenset[str]
+    heads: frozenset[str]
+    lora: bool
+    recompute: frozenset[str]
+    compile: bool
+    offload_params: frozenset[str]
+    offload_optimizer: frozenset[str]
+    precisions: frozenset[tuple[str, str]]
+    optimizers: frozenset[str]
+
+    def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
+        """Refuse what this backend does not have.
+
+        Raises:
+            CapabilityError: names the setting, its value and what the backend has instead.
+        """
+        p = engine.parallel
+        asked = {
+            "dp_replicate": p.dp_replicate > 1,
+            "dp_shard": (p.dp_shard or 1) > 1,
+            "cp": p.cp > 1,
+            "tp": p.tp > 1,
+            "tp_sequence": p.tp_sequence,
+            "pp": p.pp > 1,
+            "vpp": p.vpp > 1,
+            "ep": p.ep > 1,
+            "etp": p.etp > 1,
+        }
+        for axis, wanted in asked.items():
+            if wanted and axis not in self.axes:
+                have = ", ".join(sorted(self.axes))
+                raise CapabilityError(
+                    f"engine.parallel.{axis}={getattr(p, axis)}: backend {engine.backend!r} has the axes {have}; use one of "
+                    "those, or another engine.backend"
+                )
+        self._one_of(engine, "model.head", model.head, self.heads)
+        self._one_of(engine, "engine.recompute", engine.recompute, self.recompute)
+        self._one_of(engine, "engine.offload.params", engine.offload.params, self.offload_params)
+        self._one_of(engine, "engine.offload.optimizer", engine.offload.optimizer, self.offload_optimizer)
+        if optimizer is not None:
+            self._one_of(engine, "optim.name", optimizer, self.optimizers)
+        if model.lora.rank > 0 and not self.lora:
+            raise CapabilityError(f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} has no adapters; set it to 0")
+        if engine.compile and not self.compile:
+            raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} cannot compile; set it to false")
+        pair = (engine.precision.params, engine.precision.compute)
+        if pair not in self.precisions:
+            have = "; ".join(f"{a} and {b}" for a, b in sorted(self.precisions))
+            raise CapabilityError(
+                f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} has {have}"
+            )
+
+    def _one_of(self, engine: EngineConfig, setting: str, value: str, allowed: frozenset[str]) -> None:
+        if value not in allowed:
+            raise CapabilityError(f"{setting}={value}: backend {engine.backend!r} has {', '.join(sorted(allowed))}")

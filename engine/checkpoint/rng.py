@@ -1,0 +1,47 @@
+"""Random state of a process as JSON, so that a resumed run draws what the uninterrupted one would have."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """State of torch's, NumPy's and Python's generators."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Take back what `rng_state` gave."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def seed_all(*parts: int) -> None:
+    """Seed all generators from several numbers, each combination differently."""
+    entropy = np.random.SeedSequence(list(parts)).generate_state(3, dtype=np.uint32)
+    torch.manual_seed(int(entropy[0]))
+    np.random.seed(int(entropy[1]))
+    random.seed(int(entropy[2]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

@@ -1,0 +1,217 @@
+"""An engine's state to a checkpoint folder and back, by boxes. Knows no backend."""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..boxes import Box, intersect
+from ..errors import CheckpointError
+from .folder import FORMAT, Manifest, commit, merge_index, new_temporary
+from .rng import restore_rng, rng_state, seed_all
+from .tensorfile import DTYPES, TensorFolder, TensorWriter, checksum
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A box of a global tensor that this rank holds.
+
+    Args:
+        kind: value, exp_avg or exp_avg_sq.
+        name: the tensor's Hugging Face name.
+        shape: the tensor's global shape.
+        offset: where the box begins.
+        data: a view into live memory; loading writes into it.
+        owned: whether this rank writes the box when saving; another rank holds the same one otherwise.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: Tensor
+    owned: bool = True
+
+    @property
+    def box(self) -> Box:
+        """In the global tensor."""
+        return Box(self.offset, tuple(self.data.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredState:
+    """What a loaded checkpoint says beside tensors.
+
+    Args:
+        step: its number.
+        extra: the trainer's and loader's state.
+        same_layout: the same ranks in the same grid: random state was restored too, and the run continues to the bit.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    same_layout: bool
+
+
+def save_state(engine: "BaseEngine", root: Path, step: int, extra: Mapping[str, Any]) -> Path:
+    """Write a checkpoint. Collective; see `BaseEngine.save_checkpoint`."""
+    topology = engine.topology
+    made = _on_main(engine, lambda: str(new_temporary(root, step)))
+    temporary = Path(made)
+    error: Exception | None = None
+    index: dict[str, Any] = {}
+    file = f"rank-{topology.rank:05d}.safetensors"
+    try:
+        index = _write_rank(temporary / file, engine._pieces())
+        if topology.is_main:
+            (temporary / "model").mkdir()
+            engine._save_model_files(temporary / "model")
+    except Exception as e:  # disk full, a broken tensor: the other ranks must hear of it
+        error = e
+    try:
+        topology.agree(error)
+        parts = topology.exchange((index, rng_state(), (temporary / file).stat().st_size))
+
+        def finish() -> str:
+            manifest = {
+                "format": FORMAT,
+                "step": step,
+                "backend": engine.config.backend,
+                "parallel": asdict(topology.parallel),
+                "world_size": topology.size,
+                "engine": asdict(engine.config),
+                "model": asdict(engine.model_config),
+                "files": {f"rank-{r:05d}.safetensors": size for r, (_, _, size) in enumerate(parts)},
+                "schedule": {"step": engine.step},
+                "optimizer": engine._optimizer_scalars() if engine.optim_config is not None else None,
+                "ranks": [{"rng": rng} for _, rng, _ in parts],
+                "extra": dict(extra),
+                "tensors": merge_index([index for index, _, _ in parts]),
+            }
+            return str(commit(temporary, step, manifest))
+
+        return Path(_on_main(engine, finish))
+    except Exception:
+        if topology.is_main:
+            with suppress(OSError):
+                shutil.rmtree(temporary)
+        raise
+
+
+def _on_main(engine: "BaseEngine", do: Callable[[], str]) -> str:
+    """Run on the first rank; its result, or its error, on all."""
+    result, error = "", None
+    if engine.topology.is_main:
+        try:
+            result = do()
+        except Exception as e:
+            error = e
+    engine.topology.agree(error)
+    return str(engine.topology.exchange(result)[0])
+
+
+def _write_rank(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    owned = [p for p in pieces if p.owned and p.data.numel()]
+    keys = [f"{p.kind}/{p.name}@{'.'.join(map(str, p.offset))}" for p in owned]
+    index: dict[str, Any] = {}
+    with TensorWriter(path, {k: (p.data.dtype, p.data.shape) for k, p in zip(keys, owned, strict=True)}) as writer:
+        for key, piece in zip(keys, owned, strict=True):
+            digest = writer.write(key, piece.data)
+            entry = index.setdefault(piece.name, {"shape": list(piece.shape), "kinds": {}})
+            kind = entry["kinds"].setdefault(piece.kind, {"dtype": DTYPES[piece.data.dtype], "boxes": []})
+            kind["boxes"].append(
+                {
+                    "offset": list(piece.offset),
+                    "length": list(piece.data.shape),
+                    "file": path.name,
+                    "key": key,
+                    "xxh3": digest,
+                }
+            )
+    return index
+
+
+def load_state(engine: "BaseEngine", folder: Path) -> RestoredState:
+    """Take over a checkpoint. Collective; see `BaseEngine.load_checkpoint`."""
+    topology = engine.topology
+    error: Exception | None = None
+    manifest: Manifest | None = None
+    try:
+        manifest = Manifest.read(folder)
+        pieces = list(engine._pieces())
+        _check_pieces(manifest, pieces)
+        if engine.optim_config is not None and manifest.data["optimizer"] is None:
+            raise CheckpointError(f"{folder} was saved without an optimizer; start from its exported weights instead")
+    except Exception as e:
+        error = e
+    # Nothing has been changed so far; from here on all ranks go on together.
+    topology.agree(error)
+    assert manifest is not None
+    try:
+        fill_from_checkpoint(manifest, pieces)
+        if engine.optim_config is not None:
+            engine._restore_optimizer(manifest.data["optimizer"])
+    except Exception as e:
+        error = e
+    topology.agree(error)
+    engine.step = manifest.data["schedule"]["step"]
+    same = manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel)
+    if same:
+        restore_rng(manifest.data["ranks"][topology.rank]["rng"])
+    else:
+        seed_all(engine.config.seed, topology.rank, engine.step)
+    return RestoredState(step=manifest.data["step"], extra=manifest.data["extra"], same_layout=same)
+
+
+def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
+    tensors = manifest.data["tensors"]
+    for piece in pieces:
+        entry = tensors.get(piece.name)
+        if entry is None or piece.kind not in entry["kinds"]:
+            raise CheckpointError(
+                f"{manifest.folder} has no {piece.kind} of {piece.name}; it is a checkpoint of another model, of other "
+                "adapters, or of another head"
+            )
+        if tuple(entry["shape"]) != piece.shape:
+            raise CheckpointError(
+                f"{piece.name} is {list(piece.shape)} in the model and {entry['shape']} in {manifest.folder}; it is a "
+                "checkpoint of another model"
+            )
+
+
+def fill_from_checkpoint(manifest: Manifest, pieces: Iterable[Piece]) -> None:
+    """Write a checkpoint's numbers into views, checking every box that is touched.
+
+    Raises:
+        CheckpointError: a checksum differs, or a part is not covered.
+    """
+    files = TensorFolder(manifest.folder)
+    kinds: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.name not in kinds:
+            kinds = {piece.name: manifest.kinds(piece.name)}
+        filled = 0
+        for stored in kinds[piece.name][piece.kind].boxes:
+            shared = intersect(piece.box, stored.box)
+            if shared is None:
+                continue
+            # The whole box is read even for a part of it: its checksum is over all of its bytes.
+            source = files.read(stored.file, stored.key, tuple(slice(0, n) for n in stored.box.length))
+            if checksum(source) != stored.xxh3:
+                raise CheckpointError(
+                    f"{manifest.folder / stored.file}: the bytes of {stored.key} do not match their checksum; the file is damaged"
+                )
+            with torch.no_grad():
+                target = piece.data[shared.within(piece.offset)] if piece.offset else piece.data
+                target.copy_(source[shared.within(stored.box.offset)] if piece.offset else source)
+            filled += shared.volume
+        if filled != piece.box.volume:
+            raise CheckpointError(f"{manifest.folder} covers {filled} of the {piece.box.volume} elements of {piece.name}")

@@ -1,0 +1,123 @@
+"""Every setting of an engine, in one vocabulary for all backends. Imports no torch.
+
+A field's `help` metadata is its line in `--help` and in the configuration reference. Durations are in steps, sizes in
+tokens unless the name says otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+Place = Literal["none", "host", "disk"]
+Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
+NonFinitePolicy = Literal["raise", "skip"]
+Recompute = Literal["none", "full", "selective"]
+
+
+def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None) -> Any:
+    """A dataclass field with its help line. `factory` serves nested and mutable defaults."""
+    metadata = {"help": help}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Off while `rank` is 0."""
+
+    rank: int = setting(0, "rank of the adapters; 0 trains the model itself")
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank")
+    dropout: float = setting(0.0, "dropout on the input of the adapters while training")
+    targets: tuple[str, ...] = setting(
+        ("all-linear",), "names of the linear layers that get an adapter; all-linear is every one but the head"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, how its weights come to be, and what its head returns."""
+
+    path: str = setting("", "folder with config.json, tokenizer and safetensors, or a Hugging Face name")
+    init: Literal["weights", "random"] = setting("weights", "read the weights, or draw them from the config and the seed")
+    head: Literal["lm", "value"] = setting("lm", "lm: a distribution over tokens; value: one number per token")
+    lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
+    router_aux_loss_coef: float | None = setting(
+        None, "weight of a mixture-of-experts router's balancing loss; null follows the model's own config"
+    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with the model folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes share a model and its data; the product of the axes is the number of processes."""
+
+    dp_replicate: int = setting(1, "data-parallel replicas, each with a full set of (sharded) parameters")
+    dp_shard: int | None = setting(None, "data-parallel ranks that share one set of parameters; null: what is left")
+    cp: int = setting(1, "context parallel: ranks that share every sequence by Ulysses all-to-alls")
+    tp: int = setting(1, "tensor parallel: ranks that share every matrix")
+    tp_sequence: bool = setting(False, "with tp: norms and dropouts hold only their part of the sequence")
+    pp: int = setting(1, "pipeline parallel: ranks that hold successive layers")
+    vpp: int = setting(1, "with pp: interleaved chunks of layers on each rank")
+    ep: int = setting(1, "expert parallel: ranks that share the experts of a mixture")
+    etp: int = setting(1, "tensor parallel inside an expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    params: DType = setting("float32", "stored parameters and optimizer state")
+    compute: DType = setting("float32", "matrix products and activations")
+    reduce: DType = setting("float32", "gradient reduction between ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchConfig:
+    """Token budgets: hard bounds on the packed length of one forward pass, over all of its context-parallel ranks."""
+
+    max_tokens: int = setting(8192, "tokens in a training micro-batch, at most")
+    infer_max_tokens: int | None = setting(None, "tokens in an inference micro-batch; null: twice max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where state rests. Parameters stream to the device layer by layer; moments come for the optimizer's step."""
+
+    params: Place = setting("none", "resting place of the sharded parameters and gradients")
+    optimizer: Place = setting("none", "resting place of the optimizer's moments between steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What runs the model, and how."""
+
+    backend: str = setting("fsdp", "name of the engine; see `drivetrain backends`")
+    parallel: ParallelConfig = setting(factory=ParallelConfig, help="parallel layout")
+    precision: PrecisionConfig = setting(factory=PrecisionConfig, help="number formats")
+    micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
+    recompute: Recompute = setting("none", "activations that the backward pass computes again instead of keeping")
+    compile: bool = setting(False, "torch.compile each layer")
+    offload: OffloadConfig = setting(factory=OffloadConfig, help="state that rests outside the device")
+    non_finite: NonFinitePolicy = setting("raise", "a NaN or infinite loss or gradient: stop, or skip that step")
+    seed: int = setting(0, "seed of random weights, new heads and adapters, and dropout")
+    deterministic: bool = setting(False, "ask torch for deterministic kernels; an operation without one fails")
+    options: Any = setting(None, "settings that only this backend has")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule; norms and biases are never decayed."""
+
+    name: Literal["adamw", "sgd"] = setting("adamw", "adamw (Loshchilov & Hutter 2019), or sgd without momentum")
+    lr: float = setting(1e-5, "peak learning rate")
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay of AdamW's first and second moment")
+    eps: float = setting(1e-8, "AdamW's term against division by zero")
+    weight_decay: float = setting(0.0, "decoupled weight decay of matrices and embeddings")
+    clip_grad_norm: float | None = setting(1.0, "largest norm of the whole gradient; null: no clipping")
+    schedule: Schedule = setting("constant", "shape of the learning rate after warm-up")
+    warmup_steps: int = setting(0, "steps of linear warm-up")
+    warmup_ratio: float = setting(0.0, "warm-up as a share of all steps; used when warmup_steps is 0")
+    min_lr_ratio: float = setting(0.0, "lowest learning rate as a share of lr")
+    decay_ratio: float = setting(0.2, "wsd only: share of all steps in the final decay")

@@ -1,0 +1,254 @@
+"""FSDPEngine: FSDP2 and Ulysses over any decoder of transformers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer
+
+from ..base import Adapters, BaseEngine
+from ..capabilities import Capabilities
+from ..checkpoint.state import Piece
+from ..config import OptimConfig
+from ..errors import ConfigError
+from ..microbatch import attention_ratio
+from ..objective import HeadRequest, TokenOutputs, labelled
+from ..ops.attention import PackedContext
+from ..ops.norm import sum_of_squares
+from ..ops.ulysses import gather_tokens, slice_tokens
+from ..residency import Part, Where
+from ..step import MicroBatch
+from ..topology import Topology, init_distributed
+from .build import Built, build, check_config, read_config
+from .load import seed_ranks
+from .lora import adapters_disabled
+from .optimizer import ShardOptimizer
+from .options import FSDPOptions
+from .state import stream_weights, tensor_pieces, value_pieces, weight_shapes
+
+
+class FSDPEngine(BaseEngine):
+    """Parameters sharded by FSDP2 over dp_shard x cp, replicated over dp_replicate; sequences shared over cp."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        axes=frozenset({"dp_replicate", "dp_shard", "cp"}),
+        heads=frozenset({"lm", "value"}),
+        lora=True,
+        recompute=frozenset({"none", "full", "selective"}),
+        compile=True,
+        offload_params=frozenset({"none", "host"}),
+        offload_optimizer=frozenset({"none", "host"}),
+        precisions=frozenset(
+            {
+                ("float32", "float32"),
+                ("float32", "bfloat16"),
+                ("bfloat16", "bfloat16"),
+                ("float64", "float64"),
+            }
+        ),
+        optimizers=frozenset({"adamw", "sgd"}),
+    )
+
+    _built: Built
+    _optimizer: ShardOptimizer | None = None
+
+    @property
+    def options(self) -> FSDPOptions:
+        """`engine.options`, or its defaults."""
+        return self.config.options if isinstance(self.config.options, FSDPOptions) else FSDPOptions()
+
+    @property
+    def attention_ratio(self) -> float:
+        """Cost of attending to one earlier token."""
+        return attention_ratio(self._hf_config.hidden_size)
+
+    # ---- build ---------------------------------------------------------------------------------------------------
+
+    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
+        return Topology.build(self.config.parallel, init_distributed(), ranks)
+
+    def _check_model(self) -> None:
+        self._hf_config = read_config(self.model_config)
+        check_config(self._hf_config, self.model_config, self.config, self.options)
+
+    def _build_model(self) -> None:
+        self._built = build(
+            self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef()
+        )
+        self._root = self._built.root
+        seed_ranks(self.config.seed, self.topology.rank)
+
+    def _build_optimizer(self, optim: OptimConfig) -> None:
+        on_host = self.config.offload.optimizer == "host"
+        self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
+
+    def _aux_coef(self) -> float:
+        asked = self.model_config.router_aux_loss_coef
+        if asked is None and getattr(self._hf_config, "output_router_logits", False):
+            asked = getattr(self._hf_config, "router_aux_loss_coef", 0.0)
+        return asked or 0.0
+
+    # ---- step ----------------------------------------------------------------------------------------------------
+
+    def forward_step(self, micro_batch: MicroBatch, request: HeadRequest) -> tuple[TokenOutputs, Tensor | None]:
+        """See `BaseEngine.forward_step`."""
+        if request.outputs.values != (self._root.score is not None):
+            raise ConfigError(
+                f"{', '.join(request.outputs.names)} asked of a model with model.head={self.model_config.head}; a value head "
+                "returns values, a language-model head log_probs and entropy"
+            )
+        batch, group = micro_batch.batch, self.topology.cp
+        tokens = batch.num_tokens
+        mask = request.mask if request.outputs.values else request.mask & labelled(batch)
+        ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
+        bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
+        filler = -tokens % self.topology.parallel.cp
+        padded_mask, expected = mask, request.expected
+        if filler:
+            # One more document, seen by nobody, makes the slices equal.
+            ids, labels = _extend(ids, filler), _extend(labels, filler)
+            positions = torch.cat([positions, torch.arange(filler, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
+            padded_mask = _extend(mask, filler)
+            expected = None if expected is None else {k: _extend(v, filler) for k, v in expected.items()}
+            bounds = (*bounds, tokens + filler)
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + filler])])
+        context = PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group)
+        selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
+        size = (tokens + filler) // self.topology.parallel.cp
+        found = self._root(
+            slice_tokens(ids, group),
+            slice_tokens(positions, group),
+            context,
+            selected,
+            slice_tokens(labels, group)[selected].clamp_min(0),
+            request.outputs,
+            None if expected is None else {k: slice_tokens(v, group)[selected] for k, v in expected.items()},
+            0 if micro_batch.filler else max(0, min(size, tokens - self.topology.cp_rank * size)),
+        )
+        aux = found.pop("router_aux", None)
+        whole = {
+            name: gather_tokens(value.new_zeros(size).index_put((selected,), value), group)[:tokens]
+            for name, value in found.items()
+        }
+        return TokenOutputs(mask=mask, **whole), aux
+
+    def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last.
+        sync = micro_batch.is_last or self.options.reduce_each_micro_batch
+        self._fsdp.set_requires_gradient_sync(sync)
+        loss.backward()
+
+    def _reduce_and_clip(self, max_norm: float | None) -> float:
+        assert self._optimizer is not None
+        grads = self._optimizer.gradients()
+        total = sum_of_squares(grads, self.topology.device)
+        # Replicas hold equal gradients; only the shards of one of them add up.
+        dist.all_reduce(total, group=self.topology.shard)
+        norm = float(total.sqrt())
+        if max_norm is not None and norm > max_norm and norm < float("inf"):
+            # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
+            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+        return norm
+
+    def _optimizer_step(self, lr: float) -> None:
+        assert self._optimizer is not None
+        self._optimizer.step(lr)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._root.parameters():
+            parameter.grad = None
+
+    @property
+    def _fsdp(self) -> FSDPModule:
+        assert isinstance(self._root, FSDPModule)
+        return self._root
+
+    # ---- modes, residency, adapters ------------------------------------------------------------------------------
+
+    def _set_training(self, training: bool) -> None:
+        self._root.train(training)
+
+    def _move(self, part: Part, where: Where) -> None:
+        target = self.topology.device if where == "device" else torch.device("cpu")
+        if part == "optimizer":
+            if self._optimizer is not None:
+                self._optimizer.to(target)
+            return
+        if self.config.offload.params == "host":
+            raise ConfigError("engine.offload.params=host: parameters rest on the host already; leave out to(params=True)")
+        if part == "grads" and any(p.grad is not None and p.grad.device != p.device for p in self._root.parameters()):
+            raise ConfigError("gradients are where their parameters are; move both: to(..., params=True, grads=True)")
+        if part == "params":
+            self._root.to(target)
+            if self._optimizer is not None:
+                self._optimizer.rebind()
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the base model alone."""
+        return adapters_disabled(self._root) if self._built.adapters is not None else nullcontext()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def _pieces(self) -> Iterator[Piece]:
+        trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
+        adapters = self._built.adapters is not None
+        for piece in value_pieces(self._root, self._built.layout, self.topology):
+            # The base of adapters is frozen, and comes back from model.path or the seed.
+            if not adapters or piece.name.startswith("base_model.model.") or piece.name.startswith("score."):
+                yield piece
+        if self._optimizer is None:
+            return
+        parameters = dict(self._root.named_parameters())
+        for name in sorted(trainable):
+            for kind, local in self._optimizer.moments(name).items():
+                yield from tensor_pieces(kind, name, parameters[name], local, self._built.layout, self.topology)
+
+    def _optimizer_scalars(self) -> dict[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.scalars()
+
+    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
+        assert self._optimizer is not None
+        self._optimizer.restore(scalars)
+
+    def _save_model_files(self, folder: Path) -> None:
+        self._built.root.lm.config.save_pretrained(folder)
+        lm: Any = self._built.root.lm
+        if lm.can_generate() and self.model_config.head == "lm":
+            lm.generation_config.save_pretrained(folder)
+        if self._built.adapters is not None:
+            self._built.adapters.save_pretrained(folder)
+        source = Path(self.model_config.path)
+        if not source.is_dir() or (source / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(
+                self.model_config.path, trust_remote_code=self.model_config.trust_remote_code
+            ).save_pretrained(folder)
+
+    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `BaseEngine.weight_shapes`."""
+        return weight_shapes(self._root, self._built.layout, only_adapters=adapters == "only")
+
+    @contextmanager
+    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """See `BaseEngine.named_weights`."""
+        with self._residency.on_device(("params",)):
+            stream = stream_weights(self._root, self._built.layout, only_adapters=adapters == "only")
+            yield stream
+            # A rank that stopped early still takes part in the gathers that the others are waiting in.
+            for _ in stream:
+                pass
+
+    def close(self) -> None:
+        """Free process groups and memory."""
+        self._optimizer = None
+        del self._built, self._root
+        super().close()
+
+
+def _extend(x: Tensor, tokens: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(tokens)])

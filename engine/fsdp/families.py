@@ -1,0 +1,150 @@
+"""Which model families packed attention is exact for, which it is not, and how to find out about the others.
+
+`EXACT` lists the families that the tests compare with plain Hugging Face, document by document. A family in neither list
+is tried at tiny size before its weights are read: same config, small sizes, packed against one document at a time.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ..batch_convert import from_lists
+from ..errors import ModelError
+from ..ops.attention import PackedContext
+from ..ops.linear_head import LogitTransform
+from .attention import IMPLEMENTATION
+
+EXACT = frozenset(
+    {
+        "apertus",
+        "cohere2",
+        "deepseek_v3",
+        "ernie4_5",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "hunyuan_v1_dense",
+        "llama",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    }
+)
+
+REFUSED = {
+    "qwen3_next": "its linear-attention layers carry state across document borders",
+    "qwen3_5": "its linear-attention layers carry state across document borders",
+    "qwen3_5_text": "its linear-attention layers carry state across document borders",
+    "bamba": "its state-space layers carry state across document borders",
+    "llama4": "its chunked attention counts positions of the whole packed sequence",
+    "llama4_text": "its chunked attention counts positions of the whole packed sequence",
+}
+
+TINY_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """What the family does to its logits, read from its config."""
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):
+        scale = config.logit_scale
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
+    """Refuse a family that packed attention would be wrong for.
+
+    Raises:
+        ModelError: known to be wrong, seen to be wrong at tiny size, or impossible to try.
+    """
+    family = config.model_type
+    if family in REFUSED:
+        raise ModelError(f"model family {family!r} cannot run on packed sequences: {REFUSED[family]}; use another model")
+    if family in EXACT or allow_unverified:
+        return
+    try:
+        difference = packed_difference(tiny_config(config))
+    except Exception as e:
+        raise ModelError(
+            f"model family {family!r} is not among the verified ones, and trying it at tiny size failed "
+            f"({type(e).__name__}: {e}); engine.options.allow_unverified_family=true runs it at your own risk"
+        ) from e
+    if difference > 1e-4:
+        raise ModelError(
+            f"model family {family!r} gives other logits for packed documents than for each alone (off by {difference:.1e} at "
+            "tiny size); it cannot run on packed sequences, use another model"
+        )
+
+
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same family and switches at tiny size."""
+    sizes = {k: v for k, v in TINY_SIZES.items() if getattr(config, k, None) is not None}
+    kept = {
+        k: v
+        for k, v in config.to_dict().items()
+        if isinstance(v, str | bool | float) and k not in ("model_type", "dtype", "transformers_version")
+    }
+    tiny: PreTrainedConfig = AutoConfig.for_model(config.model_type, **{**kept, **sizes})
+    return tiny
+
+
+def packed_difference(config: PreTrainedConfig) -> float:
+    """Largest difference between the logits of packed documents and of each alone, relative to the largest logit.
+
+    The packed side computes logits as our head does (backbone, output weight, `logit_transform`), so that a family with a
+    transform of its own is found out too.
+    """
+    documents = [list(range(3, 3 + n)) for n in (5, 21, 1, 13)]
+    batch = from_lists(documents)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        alone = torch.cat([model(input_ids=torch.tensor([d]), use_cache=False).logits[0] for d in documents])
+        model.set_attn_implementation(IMPLEMENTATION)
+        context = PackedContext(bounds=batch.bounds, cu_seqlens=batch.cu_seqlens)
+        hidden = model.get_decoder()(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, packed=context
+        ).last_hidden_state[0]
+        transform = logit_transform(config)
+        packed = model.get_output_embeddings()(hidden) * transform.scale
+        if transform.softcap is not None:
+            packed = torch.tanh(packed / transform.softcap) * transform.softcap
+    return float((packed - alone).abs().max() / alone.abs().max())

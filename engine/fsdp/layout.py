@@ -1,0 +1,110 @@
+"""Which tensors on disk a parameter in memory is made of.
+
+transformers 5 holds a mixture's experts fused (`experts.gate_up_proj [E, 2I, H]`) and stores them apart
+(`experts.3.up_proj.weight [I, H]`); some families rename. The rules are transformers' own conversion mapping, read as data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+
+from ..boxes import Box, whole
+from ..errors import ModelError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A tensor on disk, and where it stands in a parameter.
+
+    Args:
+        name: on disk.
+        shape: on disk.
+        box: in the parameter.
+        dropped: leading axes of the box, of length 1, that the tensor on disk does not have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dropped: int = 0
+
+
+class DiskLayout:
+    """The mapping of one model.
+
+    Args:
+        model: on any device; its family decides.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Prefix changes cannot be told from a bare model: what transformers saves does not carry them either.
+        transforms = [
+            t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)
+        ]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._back = [t.reverse_transform() for t in reversed(transforms) if isinstance(t, WeightRenaming)]
+        self._forward: list[WeightTransform] = [
+            t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)
+        ]
+
+    def segments(self, name: str, shape: Sequence[int]) -> list[Segment]:
+        """The tensors on disk behind a parameter.
+
+        Args:
+            name: of the parameter in a plain transformers model.
+            shape: its global shape.
+
+        Raises:
+            ModelError: the family stores it in a way that has no rule here.
+        """
+        for converter in self._converters:
+            target = converter.target_patterns[0]
+            if name.endswith(target):
+                return self._fused(name, tuple(shape), converter, target)
+        return [Segment(self._rename(name), tuple(shape), whole(shape))]
+
+    def canonical(self, disk_name: str) -> str:
+        """The name that `segments` would give to a tensor that a folder calls `disk_name`."""
+        name = disk_name
+        for renaming in self._forward:
+            name, _ = renaming.rename_source_key(name)
+        return self._rename(name)
+
+    def _rename(self, name: str) -> str:
+        for renaming in self._back:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def _fused(
+        self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str
+    ) -> list[Segment]:
+        operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
+        sources = list(converter.source_patterns)
+        known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        if len(converter.target_patterns) != 1 or operations not in known or (len(operations) == 1 and len(sources) != 1):
+            steps = ", ".join(op.__name__ for op, _ in operations)
+            raise ModelError(f"{name} is stored by {steps} of {sources}; drivetrain has no rule for that family yet")
+        if shape[1] % len(sources):
+            raise ModelError(f"{name} has {shape[1]} rows, which its {len(sources)} parts on disk do not divide")
+        rows, rest = shape[1] // len(sources), shape[2:]
+        stem = name[: -len(target)]
+        return [
+            Segment(
+                self._rename(stem + pattern.replace("*", str(expert))),
+                (rows, *rest),
+                Box((expert, part * rows, *(0,) * len(rest)), (1, rows, *rest)),
+                dropped=1,
+            )
+            for expert in range(shape[0])
+            for part, pattern in enumerate(sources)
+        ]

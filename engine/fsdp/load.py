@@ -1,0 +1,183 @@
+"""Weights into a sharded model: slices read from safetensors, or drawn from the seed. Never a whole model in one process."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..boxes import Box
+from ..checkpoint.rng import seed_all
+from ..checkpoint.state import Piece
+from ..checkpoint.tensorfile import TensorFolder
+from ..errors import CheckpointError, ModelError
+from .layout import DiskLayout
+from .lora import init_adapter
+from .names import hf_name
+from .shard import local_box
+
+
+class WeightFolder:
+    """The tensors of a Hugging Face folder, under canonical names.
+
+    Args:
+        folder: with `model.safetensors`, or an index and its shards.
+        layout: of the model that is to be loaded.
+
+    Raises:
+        ModelError: no safetensors files.
+    """
+
+    def __init__(self, folder: Path, layout: DiskLayout) -> None:
+        self.folder = folder
+        self._files = TensorFolder(folder)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            stored: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (folder / "model.safetensors").is_file():
+            stored = dict.fromkeys(self._files.keys("model.safetensors"), "model.safetensors")
+        else:
+            raise ModelError(
+                f"model.path={folder} has neither model.safetensors nor model.safetensors.index.json; convert its weights to "
+                "safetensors, or set model.init=random"
+            )
+        for file in sorted(set(stored.values())):
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
+        self._where = {layout.canonical(key): (file, key) for key, file in stored.items()}
+
+    def find(self, name: str, prefix: str) -> tuple[str, str] | None:
+        """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
+        return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))
+
+    def fill(self, piece: Piece, at: tuple[str, str]) -> None:
+        """Read the slice that a piece needs.
+
+        Raises:
+            ModelError: the tensor has another shape.
+        """
+        file, key = at
+        try:
+            shape = self._files.shape(file, key)
+        except CheckpointError as e:
+            raise ModelError(str(e)) from e
+        if shape != piece.shape:
+            raise ModelError(
+                f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} by config.json; they do not belong together"
+            )
+        box = Box(piece.offset, tuple(piece.data.shape))
+        with torch.no_grad():
+            piece.data.copy_(self._files.read(file, key, box.within((0,) * len(shape))))
+
+
+def load_weights(
+    pieces: Iterable[Piece], weights: WeightFolder, prefix: str, optional: Callable[[str], bool]
+) -> set[str]:
+    """Fill this rank's pieces from a folder.
+
+    Args:
+        pieces: boxes of values, as views.
+        weights: the folder.
+        prefix: of the backbone's names.
+        optional: whether a tensor may be missing: a new head, a new adapter.
+
+    Returns:
+        names of the optional tensors that were missing.
+
+    Raises:
+        ModelError: tensors are missing.
+    """
+    missing, fresh = [], set()
+    for piece in pieces:
+        at = weights.find(piece.name, prefix)
+        if at is not None:
+            weights.fill(piece, at)
+        elif optional(piece.name):
+            fresh.add(piece.name)
+        else:
+            missing.append(piece.name)
+    if missing:
+        raise ModelError(
+            f"model.path={weights.folder} lacks {len(missing)} tensors that config.json asks for, {', '.join(missing[:3])} "
+            "among them; the folder and the config do not belong together"
+        )
+    return fresh
+
+
+def draw_weights(
+    root: nn.Module,
+    twin: nn.Module,
+    lm: PreTrainedModel,
+    seed: int,
+    wanted: Callable[[str], bool],
+) -> None:
+    """Random weights that depend on the seed and on names alone: equal in every layout and on every engine.
+
+    One module at a time is made whole on the CPU, initialised by the family's own `_init_weights`, and cut.
+
+    Args:
+        root: the sharded model.
+        twin: the same model, unsharded, on the meta device.
+        lm: the transformers model inside `twin`, for its `_init_weights`.
+        seed: `engine.seed`.
+        wanted: whether to draw a parameter, by its name in `root`.
+    """
+    targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    with torch.random.fork_rng(devices=[]):
+        for module_name, module in twin.named_modules():
+            own = [*module.named_parameters(recurse=False), *_persistent_buffers(module)]
+            names = {n: f"{module_name}.{n}" if module_name else n for n, _ in own}
+            chosen = [n for n, _ in own if names[n] in targets and wanted(names[n])]
+            if not chosen:
+                continue
+            meta = {n: t for n, t in own if t.is_meta}
+            for n, t in meta.items():
+                real = torch.zeros(t.shape, dtype=t.dtype)
+                _set(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
+            digest = hashlib.sha256(hf_name(f"{module_name}.").name.encode()).digest()
+            seed_torch(seed, digest)
+            if ".lora_" in names[chosen[0]]:
+                for n in chosen:
+                    init_adapter(names[n], getattr(module, n))
+            else:
+                lm._init_weights(module)
+            for n in chosen:
+                _copy_shard(targets[names[n]], getattr(module, n))
+            for n, t in meta.items():
+                _set(module, n, t)
+
+
+def seed_torch(seed: int, digest: bytes) -> None:
+    """Seed torch's CPU generator from a seed and a name's digest."""
+    torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(digest + str(seed).encode()).digest()[:7], "big"))
+
+
+def seed_ranks(seed: int, rank: int) -> None:
+    """Seed dropout: each rank differently, so that they do not drop alike."""
+    seed_all(seed, rank)
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set
+    ]
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, nn.Parameter):
+        module._parameters[name] = value
+    else:
+        module._buffers[name] = value
+
+
+def _copy_shard(target: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        box, local = local_box(target)
+        if local.numel():
+            local.copy_(source[box.within((0,) * source.dim())] if source.dim() else source)
+
+

@@ -1,0 +1,120 @@
+"""LoRA through peft: adapters injected in place before the model is sharded, saved in peft's own format.
+
+peft's injection leaves the transformers model as it is, but for the adapted layers; no wrapper changes names or forward.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..config import LoraConfig
+from ..errors import ModelError
+
+
+def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLoraConfig:
+    """Our settings as peft's, with target modules spelled out.
+
+    Raises:
+        ModelError: a target matches no linear layer of the model.
+    """
+    head = model.get_output_embeddings()
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    if lora.targets == ("all-linear",):
+        targets = sorted({n.rpartition(".")[2] for n in linears})
+    else:
+        names = {n.rpartition(".")[2] for n in linears}
+        unknown = [t for t in lora.targets if t not in names]
+        if unknown:
+            raise ModelError(
+                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__}; it has "
+                f"{', '.join(sorted(names))}"
+            )
+        targets = list(lora.targets)
+    return PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def add_adapters(model: PreTrainedModel, config: PeftLoraConfig) -> None:
+    """Put adapters into a model on the meta device; only they are trainable afterwards."""
+    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for part in (module.lora_A, module.lora_B):
+                part.to(model.dtype)
+
+
+def init_adapter(name: str, value: Tensor) -> None:
+    """Initial values of one adapter matrix: A as a linear layer's, B zero (arXiv:2106.09685, section 4.1)."""
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+    else:
+        nn.init.zeros_(value)
+
+
+@contextmanager
+def adapters_disabled(root: nn.Module) -> Iterator[None]:
+    """Run the adapted layers without their adapters, then with them again."""
+    layers = [m for m in root.modules() if isinstance(m, LoraLayer)]
+    # peft's own switch freezes the adapters with it; what trains before must train after.
+    trainable = [p for p in root.parameters() if p.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def folded(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """A base weight with its adapter added, in float32 on the way.
+
+    Args:
+        layer: the `LoraLayer`.
+        base: its weight, in the shape it is stored.
+        lora_a: `[rank, in]`.
+        lora_b: `[out, rank]`.
+    """
+    delta = lora_b.float() @ lora_a.float() * layer.scaling["default"]
+    if layer.fan_in_fan_out:
+        delta = delta.T
+    return (base.float() + delta).to(base.dtype)
+
+
+def adapted_layers(root: nn.Module) -> dict[str, Any]:
+    """Module name -> `LoraLayer`."""
+    return {name: m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
+
+
+def wants_adapters(lora: LoraConfig) -> bool:
+    """Whether adapters are asked for.
+
+    Raises:
+        ModelError: a setting is out of range.
+    """
+    if lora.rank < 0:
+        raise ModelError(f"model.lora.rank={lora.rank}; it is a rank, or 0 for no adapters")
+    if not 0 <= lora.dropout < 1:
+        raise ModelError(f"model.lora.dropout={lora.dropout}; it is a probability below 1")
+    return lora.rank > 0
+
+

@@ -1,0 +1,114 @@
+"""The optimizer over this rank's shards, as plain tensors.
+
+Parameters are DTensors; the update is elementwise, so it needs no DTensor arithmetic. Views of the shards, sharing their
+memory, make one fused kernel of it and keep the state plain for checkpoints.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..config import OptimConfig
+from ..optim import is_decayed
+from .names import hf_name
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardOptimizer:
+    """AdamW or SGD over the trainable shards of a model.
+
+    Args:
+        root: the sharded model.
+        optim: settings; the learning rate comes with every step.
+        on_host: moments rest on the host and visit the device for the update.
+    """
+
+    def __init__(self, root: nn.Module, optim: OptimConfig, *, on_host: bool) -> None:
+        self._root, self._on_host = root, on_host
+        self._views: dict[str, nn.Parameter] = {}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in root.named_parameters():
+            if parameter.requires_grad:
+                view = self._views[name] = nn.Parameter(_local(parameter), requires_grad=True)
+                groups[is_decayed(hf_name(name).name, parameter.dim())].append(view)
+        settings: list[dict[str, Any]] = [
+            {"params": views, "weight_decay": optim.weight_decay if decayed else 0.0}
+            for decayed, views in groups.items()
+            if views
+        ]
+        self._moments = MOMENTS if optim.name == "adamw" else ()
+        if optim.name == "adamw":
+            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+            )
+            for view in self._views.values():
+                # Made now, not by the first step, so that a checkpoint can be taken over before one.
+                self._optimizer.state[view] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=view.device),
+                    "exp_avg": torch.zeros_like(view, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(view, requires_grad=False),
+                }
+        else:
+            self._optimizer = torch.optim.SGD(settings, lr=optim.lr, fused=True)
+        if on_host:
+            self.to(torch.device("cpu"))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's parts of all gradients, sharing memory with them."""
+        grads = []
+        for name, parameter in self._root.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                grad = self._views[name].grad = _local(parameter.grad)
+                grads.append(grad)
+        return [g for g in grads if g.numel()]
+
+    def step(self, lr: float) -> None:
+        """Update the shards from their gradients."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self.gradients()
+        if self._on_host:
+            self.to(next(iter(self._views.values())).device)
+        self._optimizer.step()
+        if self._on_host:
+            self.to(torch.device("cpu"))
+        for view in self._views.values():
+            view.grad = None
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """The moments of a parameter's shard, by kind."""
+        state = self._optimizer.state[self._views[name]]
+        return {kind: state[kind] for kind in self._moments}
+
+    def scalars(self) -> dict[str, Any]:
+        """Step counts by Hugging Face name. They differ where a parameter had no gradient in some step."""
+        if not self._moments:
+            return {}
+        return {"step": {hf_name(n).name: float(self._optimizer.state[v]["step"]) for n, v in self._views.items()}}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        """Take back `scalars`."""
+        for name, view in self._views.items():
+            if self._moments:
+                self._optimizer.state[view]["step"].fill_(scalars["step"][hf_name(name).name])
+
+    def to(self, device: torch.device) -> None:
+        """Move the moments."""
+        for view in self._views.values():
+            state = self._optimizer.state[view]
+            for kind in self._moments:
+                state[kind] = state[kind].to(device, non_blocking=device.type == "cuda")
+
+    def rebind(self) -> None:
+        """Follow the shards to the memory they were moved to."""
+        parameters = dict(self._root.named_parameters())
+        for name, view in self._views.items():
+            view.data = _local(parameters[name])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,143 @@
+"""The one module that FSDP wraps: backbone and head together, so that the root's gathered parameters serve both.
+
+Axes: T tokens of the packed sequence (this rank's slice under context parallelism), S tokens whose output is asked for,
+H hidden size, E experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from ..errors import ModelError
+from ..objective import OutputRequest
+from ..ops.attention import PackedContext
+from ..ops.linear_head import LogitTransform, linear_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """What a balancing loss needs to know of a mixture of experts."""
+
+    experts: int
+    per_token: int
+
+
+class PackedModel(nn.Module):
+    """A transformers decoder and the head of `model.head`.
+
+    Args:
+        lm: a causal language model, on the meta device; adapters, if any, are already inside.
+        value_head: replace the language-model head by one number per token.
+        transform: of the logits.
+        router: of a mixture of experts whose balancing loss is wanted.
+    """
+
+    def __init__(
+        self, lm: PreTrainedModel, *, value_head: bool, transform: LogitTransform, router: RouterSettings | None
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        self.transform = transform
+        self.router = router
+        self.score: nn.Linear | None = None
+        if value_head:
+            lm.set_output_embeddings(nn.Identity())
+            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PackedContext,
+        selected: Tensor,
+        targets: Tensor,
+        outputs: OutputRequest,
+        expected: Mapping[str, Tensor] | None,
+        real_tokens: int,
+    ) -> dict[str, Tensor]:
+        """Outputs of the selected tokens.
+
+        Args:
+            input_ids: `[T]`.
+            position_ids: `[T]` or `[A, T]`.
+            context: document borders of the whole sequence.
+            selected: `[S]` int64, positions in this slice.
+            targets: `[S]` int64 labels.
+            outputs: which numbers.
+            expected: gradients `[S]` that will arrive, by output name.
+            real_tokens: of this slice, without the engine's own filler.
+
+        Returns:
+            output name -> `[S]`, and `router_aux` (a scalar) where a balancing loss is wanted.
+        """
+        router = {} if self.router is None else {"output_router_logits": True}
+        result = self.lm.get_decoder()(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(-2),
+            use_cache=False,
+            packed=context,
+            **router,
+        )
+        found = self._head(result.last_hidden_state[0].index_select(0, selected), targets, outputs, expected)
+        if self.router is not None:
+            found["router_aux"] = balancing_loss(result.router_logits, self.router, real_tokens, context.cp_group)
+        return found
+
+    def _head(
+        self, hidden_sh: Tensor, targets: Tensor, outputs: OutputRequest, expected: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        if self.score is not None:
+            return {"values": self.score(hidden_sh)[:, 0].float()}
+        head = self.lm.get_output_embeddings()
+        log_probs, entropy = linear_head(
+            hidden_sh,
+            head.weight,
+            targets,
+            bias_v=getattr(head, "bias", None),
+            transform=self.transform,
+            temperature=outputs.temperature,
+            entropy=outputs.entropy,
+            expected=expected,
+        )
+        found = {"log_probs": log_probs} if outputs.log_probs else {}
+        if entropy is not None:
+            found["entropy"] = entropy
+        return found
+
+
+def balancing_loss(
+    logits: tuple[Tensor, ...], router: RouterSettings, real_tokens: int, group: ProcessGroup | None
+) -> Tensor:
+    """Load-balancing loss of one packed micro-batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
+
+    As in transformers: E times the sum over experts of (share of tokens routed to it) x (mean router probability), the
+    means taken over the tokens of all layers together.
+
+    Args:
+        logits: for each layer `[T, E]`.
+        router: sizes.
+        real_tokens: the first tokens of this slice; what follows is filler.
+        group: context-parallel ranks; the means are over all of their tokens.
+    """
+    if not logits:
+        raise ModelError("a router loss is asked for, but this family's model returns no router logits")
+    all_te = torch.cat([layer.reshape(-1, layer.shape[-1])[:real_tokens] for layer in logits]).float()
+    probabilities = all_te.softmax(-1)
+    chosen = torch.topk(probabilities, router.per_token, dim=-1).indices
+    counts_e = torch.bincount(chosen.flatten(), minlength=router.experts).to(probabilities.dtype)
+    sums_e = probabilities.sum(0)
+    tokens = torch.tensor(float(len(all_te)), device=all_te.device)
+    if group is not None:
+        dist.all_reduce(counts_e, group=group)
+        dist.all_reduce(tokens, group=group)
+        # Peers' probabilities enter as constants: each rank's backward pass is its own part of the whole gradient.
+        whole_e = sums_e.detach().clone()
+        dist.all_reduce(whole_e, group=group)
+        sums_e = sums_e + (whole_e - sums_e.detach())
+    tokens = tokens.clamp_min(1.0)
+    return router.experts * (counts_e / tokens * (sums_e / tokens)).sum()

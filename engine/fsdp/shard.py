@@ -1,0 +1,72 @@
+"""FSDP2 applied to the root module, and the boxes that a rank then holds."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..boxes import Box, whole
+from ..config import EngineConfig
+from ..errors import ModelError
+from ..topology import Topology
+from .options import FSDPOptions
+
+
+def build_mesh(topology: Topology) -> DeviceMesh:
+    """The mesh that parameters are sharded over: dp_shard x cp, replicated over dp_replicate if there are several."""
+    kind = topology.device.type
+    if topology.replicate is None:
+        return DeviceMesh.from_group(topology.shard, kind, mesh_dim_names=("shard",))
+    grid = torch.tensor(topology.ranks).view(topology.parallel.dp_replicate, -1)
+    return DeviceMesh.from_group(
+        [topology.replicate, topology.shard], kind, mesh=grid, mesh_dim_names=("replicate", "shard")
+    )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a transformers decoder.
+
+    Raises:
+        ModelError: it has none that transformers marks as such.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its layers cannot be told apart")
+    return layers
+
+
+def shard(root: nn.Module, mesh: DeviceMesh, config: EngineConfig, options: FSDPOptions) -> None:
+    """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once."""
+    precision = config.precision
+    compute = getattr(torch, precision.compute) if precision.compute != precision.params else None
+    reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    offload = OffloadPolicy()
+    if config.offload.params == "host":
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for layer in decoder_layers(root):
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=options.reshard_after_forward,
+        )
+    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
+    """The part of a parameter that this rank holds, and the local tensor, sharing memory."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape), tensor.detach()
+    local = tensor.to_local().detach()
+    length, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # Past the end of a tensor that has fewer rows than there are ranks, torch reports an offset at its end.
+    return Box(tuple(offset), tuple(length)), local

@@ -1,0 +1,130 @@
+"""What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..boxes import intersect, whole
+from ..checkpoint.state import Piece
+from ..topology import Topology
+from .layout import DiskLayout, Segment
+from .lora import adapted_layers, folded
+from .names import HFName, hf_name
+from .shard import local_box
+
+
+def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to the weights."""
+    for prefix, module in root.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def segments_of(layout: DiskLayout, name: HFName, tensor: Tensor) -> list[Segment]:
+    """Tensors on disk behind a parameter; adapters and new heads stand for themselves."""
+    if name.adapter or name.name.startswith("score."):
+        return [Segment(name.name, tuple(tensor.shape), whole(tensor.shape))]
+    return layout.segments(name.name, tensor.shape)
+
+
+def value_pieces(root: nn.Module, layout: DiskLayout, topology: Topology) -> Iterator[Piece]:
+    """Boxes of all parameters and persistent buffers."""
+    for name, parameter in root.named_parameters():
+        yield from tensor_pieces("value", name, parameter, local_box(parameter)[1], layout, topology)
+    for name, value in persistent_buffers(root):
+        yield from tensor_pieces("value", name, value, value, layout, topology)
+
+
+def tensor_pieces(
+    kind: str, name: str, like: Tensor, local: Tensor, layout: DiskLayout, topology: Topology
+) -> Iterator[Piece]:
+    """The boxes of one local tensor.
+
+    Args:
+        kind: value, exp_avg or exp_avg_sq.
+        name: of the parameter in the root module.
+        like: the parameter, whose sharding the tensor has.
+        local: this rank's part.
+        layout: of the model.
+        topology: whose replicas share the writing.
+    """
+    box, _ = local_box(like)
+    if not local.numel():
+        return
+    for number, segment in enumerate(segments_of(layout, hf_name(name), like)):
+        shared = intersect(box, segment.box)
+        if shared is None:
+            continue
+        view = local[shared.within(box.offset)] if box.offset else local
+        for _ in range(segment.dropped):
+            view = view.select(0, 0)
+        offset = tuple(a - b for a, b in zip(shared.offset, segment.box.offset, strict=True))[segment.dropped :]
+        yield Piece(
+            kind=kind,
+            name=segment.name,
+            shape=segment.shape,
+            offset=offset,
+            data=view,
+            owned=_owned(like, hash_of(segment.name) + number, topology),
+        )
+
+
+def hash_of(name: str) -> int:
+    """A number that spreads names evenly, the same in every process."""
+    return sum(name.encode())
+
+
+def _owned(like: Tensor, number: int, topology: Topology) -> bool:
+    if not isinstance(like, DTensor):
+        return topology.is_main
+    replicas = topology.parallel.dp_replicate
+    if replicas == 1:
+        return True
+    # Replicas hold the same box; they take turns, so that none writes everything.
+    return number % replicas == topology.rank // (topology.size // replicas)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A whole parameter, gathered. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def stream_weights(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, one parameter in memory at a time. Collective.
+
+    Args:
+        root: the sharded model.
+        layout: of its family.
+        only_adapters: adapters alone; otherwise they are added into the weights they adapt.
+    """
+    adapted = adapted_layers(root)
+    for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]:
+        where = hf_name(name)
+        if where.adapter != only_adapters:
+            continue
+        value = full(tensor.detach())
+        owner = name.removesuffix(".base_layer.weight")
+        if owner in adapted and owner != name:
+            layer = adapted[owner]
+            value = folded(
+                layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
+            )
+        for segment in segments_of(layout, where, tensor):
+            part = value[segment.box.within((0,) * value.dim())] if value.dim() else value
+            for _ in range(segment.dropped):
+                part = part.select(0, 0)
+            yield segment.name, part
+
+
+def weight_shapes(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes that `stream_weights` will yield, in its order."""
+    return {
+        segment.name: (tensor.dtype, segment.shape)
+        for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
+        if hf_name(name).adapter == only_adapters
+        for segment in segments_of(layout, hf_name(name), tensor)
+    }

@@ -1,0 +1,205 @@
+"""Causal attention inside each document of a packed sequence, for CPU and CUDA.
+
+Axes: T packed tokens, N documents, H query heads, K key/value heads, D head size, E value head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from .ulysses import gather_heads, scatter_heads
+
+LARGEST_FLASH_HEAD = 256
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedContext:
+    """The borders of one packed sequence; one object per micro-batch, shared by all layers.
+
+    Args:
+        bounds: N + 1 borders on the host, over the whole sequence (also under context parallelism).
+        cu_seqlens: the same `[N + 1]` int32, on the device.
+        cp_group: the ranks that share this sequence; None for one.
+    """
+
+    bounds: tuple[int, ...]
+    cu_seqlens: Tensor
+    cp_group: ProcessGroup | None = None
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """Block masks by window, made once for all layers."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(end - start for start, end in pairwise(self.bounds))
+
+
+def packed_attention(
+    query_thd: Tensor,
+    key_tkd: Tensor,
+    value_tke: Tensor,
+    context: PackedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
+    """Causal attention, document by document; under context parallelism over all of its ranks.
+
+    Args:
+        query_thd: `[T, H, D]`; under context parallelism this rank's slice of the tokens, with all heads.
+        key_tkd: `[T, K, D]`, K dividing H.
+        value_tke: `[T, K, E]`.
+        context: borders and group.
+        scale: logits are `scale * q k`.
+        window: a token sees itself and the `window - 1` tokens before it.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
+        sinks_h: `[H]` logits of one more, valueless key (gpt-oss).
+
+    Returns:
+        `[T, H, E]`, sliced like the query.
+    """
+    group = context.cp_group
+    if group is None:
+        return _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
+    query_thd, key_tkd, value_tke = gather_heads(query_thd, key_tkd, value_tke, group)
+    if sinks_h is not None:
+        sinks_h = sinks_h.tensor_split(group.size())[group.rank()]
+    out_the = _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
+    return scatter_heads(out_the, group)
+
+
+def _local(
+    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    plain = softcap is None and sinks is None
+    if q.device.type == "cuda":
+        small = q.shape[-1] == v.shape[-1] and q.shape[-1] <= LARGEST_FLASH_HEAD
+        if plain and small and q.dtype in (torch.bfloat16, torch.float16):
+            return varlen(q, k, v, context, scale, window)
+        # Flex kernels want head sizes of at least 16 and powers of two; others take the plain path below.
+        if q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128, 256) and v.shape[-1] == q.shape[-1]:
+            return flex(q, k, v, context, scale, window, softcap, sinks)
+    return by_document(q, k, v, context.bounds, scale, window, softcap, sinks)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None) -> Tensor:
+    """FlashAttention's variable-length kernel: CUDA, 16-bit, no soft cap, no sinks."""
+    cu, longest = context.cu_seqlens, context.longest
+    # Inclusive reach to the left and right; a window counts the token itself.
+    reach = (-1 if window is None else window - 1, 0)
+    out: Tensor = varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out
+
+
+@cache
+def _flex_kernel(device_type: str) -> Any:
+    # The CPU has no trained flex kernel: eager flex is its reference, slow and exact.
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """FlexAttention with a block mask of the documents: soft caps, sinks and windows on CUDA."""
+    mask = context.masks.get(window)
+    if mask is None:
+        mask = context.masks[window] = _block_mask(context, window, q.device)
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out, lse = _flex_kernel(q.device.type)(
+        *heads_first,
+        score_mod=None if softcap is None else cap,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+    if sinks is not None:
+        # A sink adds exp(sink) to the softmax's denominator: the output shrinks by 1 / (1 + exp(sink - lse)).
+        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None]).unsqueeze(-1).to(out.dtype)
+    result: Tensor = out[0].transpose(0, 1)
+    return result
+
+
+def _block_mask(context: PackedContext, window: int | None, device: torch.device) -> BlockMask:
+    tokens = context.bounds[-1]
+    lengths = context.cu_seqlens.diff()
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (document[i] == document[j]) & (j <= i)
+        return seen if window is None else seen & (i - j < window)
+
+    return create_block_mask(visible, None, None, tokens, tokens, device=str(device))
+
+
+@torch.compiler.disable
+def by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One attention call per document: the CPU path, and the reference of the kernels."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    sizes = [end - start for start, end in pairwise(bounds)]
+    pieces = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+    if softcap is None and sinks is None:
+        outs = [_sdpa(a, b, c, scale, window) for a, b, c in pieces]
+    else:
+        outs = [_explicit(a, b, c, scale, window, softcap, sinks) for a, b, c in pieces]
+    return torch.cat(outs, 2)[0].transpose(0, 1)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    length = q.shape[2]
+    windowed = window is not None and window < length
+    mask = _visible(length, window, q.device) if windowed else None
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=not windowed and length > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        weights = scores.softmax(-1, dtype=accurate)
+    else:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1, dtype=accurate)[..., :-1]
+    return weights.to(v.dtype) @ v

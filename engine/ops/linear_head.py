@@ -1,0 +1,232 @@
+"""Log-probabilities and entropy of a language-model head, without the logits of all tokens at once.
+
+Logits exist for one chunk of tokens at a time. Between forward and backward only the hidden states, the weight and one
+or two numbers a token are kept; the backward pass computes a chunk's logits again - or not at all, where the gradient
+that will arrive is known beforehand, as it is for every loss that is linear in its outputs.
+
+Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+SMALLEST_CHUNK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What a family does between the matrix product and the softmax.
+
+    Args:
+        scale: factor on the logits (Granite's 1 / logits_scaling, Cohere's logit_scale).
+        softcap: then `softcap * tanh(logits / softcap)` (Gemma 2).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+PLAIN = LogitTransform()
+
+
+def chunk_tokens(vocabulary: int, device_type: str) -> int:
+    """C: as many tokens as fit the device's chunk budget in float32 logits."""
+    return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+
+
+def linear_head(
+    hidden_th: Tensor,
+    weight_vh: Tensor,
+    targets_t: Tensor,
+    *,
+    bias_v: Tensor | None = None,
+    transform: LogitTransform = PLAIN,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    expected: Mapping[str, Tensor] | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each token's target and, when asked for, the entropy of its distribution.
+
+    Args:
+        hidden_th: `[T, H]`.
+        weight_vh: `[V, H]`.
+        targets_t: `[T]` int64 in [0, V).
+        bias_v: `[V]`.
+        transform: of the logits.
+        temperature: logits are divided by it, last.
+        entropy: compute the entropy too.
+        expected: the gradients by "log_probs" and "entropy" `[T]` that the backward pass will bring. They only save work:
+            when others arrive, the right gradient is computed from those.
+        chunk: C; by default from `chunk_tokens`.
+
+    Returns:
+        log-probabilities `[T]` and entropies `[T]` in nats (or None), float32 at least.
+    """
+    size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
+    settings = _Settings(transform, temperature, entropy, size)
+    promise = None
+    if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
+        promise = (expected.get("log_probs"), expected.get("entropy"))
+    log_probs, entropies = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, promise)
+    return log_probs, entropies if entropy else None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    transform: LogitTransform
+    temperature: float
+    entropy: bool
+    chunk: int
+
+
+_Gradients = tuple[Tensor | None, Tensor | None]
+
+
+def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
+    """A chunk's final logits and, under a soft cap, the derivative of the cap."""
+    z_cv = h_ch @ w_vh.T
+    z_cv = z_cv.to(torch.promote_types(z_cv.dtype, torch.float32))
+    if bias_v is not None:
+        z_cv += bias_v
+    if s.transform.scale != 1.0:
+        z_cv *= s.transform.scale
+    slope_cv = None
+    if s.transform.softcap is not None:
+        z_cv = z_cv.div_(s.transform.softcap).tanh_()
+        slope_cv = 1 - z_cv.square()
+        z_cv *= s.transform.softcap
+    if s.temperature != 1.0:
+        z_cv /= s.temperature
+    return z_cv, slope_cv
+
+
+class _Accumulator:
+    """Gradients by hidden states, weight and bias, chunk by chunk."""
+
+    def __init__(self, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, wanted: tuple[bool, bool, bool]) -> None:
+        self.h_th, self.w_vh = h_th, w_vh
+        self.hidden = torch.empty_like(h_th) if wanted[0] else None
+        # Partial sums in float32, so that 16-bit weights lose nothing over many chunks.
+        accurate = torch.promote_types(w_vh.dtype, torch.float32)
+        self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if wanted[1] else None
+        self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and wanted[2] else None
+
+    def add(self, part: slice, dz_cv: Tensor) -> None:
+        if self.bias is not None:
+            self.bias += dz_cv.sum(0)
+        dz_cv = dz_cv.to(self.h_th.dtype)
+        if self.hidden is not None:
+            torch.mm(dz_cv, self.w_vh, out=self.hidden[part])
+        if self.weight is not None:
+            if self.weight.dtype == dz_cv.dtype:
+                self.weight.addmm_(dz_cv.T, self.h_th[part])
+            else:
+                self.weight += dz_cv.T @ self.h_th[part]
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight = None if self.weight is None else self.weight.to(self.w_vh.dtype)
+        return self.hidden, weight, self.bias
+
+
+def _logit_gradient(
+    z_cv: Tensor,
+    slope_cv: Tensor | None,
+    lse_c1: Tensor,
+    targets_c1: Tensor,
+    entropy_c: Tensor | None,
+    gradients: _Gradients,
+    s: _Settings,
+) -> Tensor:
+    """The gradient by the matrix product's result, made in place of the logits.
+
+    With p = softmax(z), lp = log p[target] and e = -sum p log p:  d lp / dz = onehot - p  and  d e / dz = -p (log p + e).
+    """
+    g_lp, g_ent = gradients
+    z_cv -= lse_c1
+    if g_ent is None:
+        d_cv = z_cv.exp_()
+        if g_lp is None:
+            return d_cv.zero_()
+        d_cv *= -g_lp[:, None]
+    else:
+        assert entropy_c is not None
+        p_cv = z_cv.exp()
+        d_cv = z_cv.add_(entropy_c[:, None]).mul_(-g_ent[:, None])
+        if g_lp is not None:
+            d_cv -= g_lp[:, None]
+        d_cv *= p_cv
+    if g_lp is not None:
+        d_cv.scatter_add_(1, targets_c1, g_lp[:, None])
+    if s.temperature != 1.0:
+        d_cv /= s.temperature
+    if slope_cv is not None:
+        d_cv *= slope_cv
+    if s.transform.scale != 1.0:
+        d_cv *= s.transform.scale
+    return d_cv
+
+
+class _LinearHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, targets_t: Tensor, s: _Settings, promise: _Gradients | None
+    ) -> tuple[Tensor, Tensor]:
+        accurate = torch.promote_types(h_th.dtype, torch.float32)
+        tokens = len(h_th)
+        log_probs = torch.empty(tokens, dtype=accurate, device=h_th.device)
+        entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
+        lse = torch.empty_like(log_probs)
+        wanted = ctx.needs_input_grad[:3]
+        early = _Accumulator(h_th, w_vh, bias_v, wanted) if promise is not None and any(wanted) else None
+        for start in range(0, tokens, s.chunk):
+            part = slice(start, start + s.chunk)
+            z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
+            targets_c1 = targets_t[part, None]
+            lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
+            log_probs[part] = (z_cv.gather(1, targets_c1) - lse_c1)[:, 0]
+            lse[part] = lse_c1[:, 0]
+            if s.entropy:
+                p_cv = (z_cv - lse_c1).exp_()
+                entropies[part] = lse_c1[:, 0] - torch.linalg.vecdot(p_cv, z_cv)
+            if early is not None and promise is not None:
+                mine = tuple(None if g is None else g[part].to(accurate) for g in promise)
+                entropy_c = entropies[part] if s.entropy else None
+                early.add(part, _logit_gradient(z_cv, slope_cv, lse_c1, targets_c1, entropy_c, mine, s))  # type: ignore[arg-type]
+        ctx.settings, ctx.promise = s, promise
+        ctx.early = None if early is None else early.results()
+        ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        h_th, w_vh, bias_v, targets_t, lse, entropies = ctx.saved_tensors
+        s: _Settings = ctx.settings
+        g_lp, g_ent = grads[0], grads[1] if s.entropy else None
+        early, ctx.early = ctx.early, None
+        if early is not None and _kept(ctx.promise, (g_lp, g_ent)):
+            return *early, None, None, None
+        total = _Accumulator(h_th, w_vh, bias_v, ctx.needs_input_grad[:3])
+        for start in range(0, len(h_th), s.chunk):
+            part = slice(start, start + s.chunk)
+            z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
+            mine = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
+            entropy_c = entropies[part] if s.entropy else None
+            total.add(part, _logit_gradient(z_cv, slope_cv, lse[part, None], targets_t[part, None], entropy_c, mine, s))
+        return *total.results(), None, None, None
+
+
+def _kept(promise: _Gradients, arrived: _Gradients) -> bool:
+    """Whether the gradients that arrived are those that were promised, to the bit."""
+    for expected, got in zip(promise, arrived, strict=True):
+        if (expected is None) != (got is None):
+            return False
+        if expected is not None and got is not None and not torch.equal(expected.to(got.dtype), got):
+            return False
+    return True

@@ -1,0 +1,79 @@
+"""The all-to-alls of Ulysses context parallelism (Jacobs et al. 2023, arXiv:2309.14509).
+
+Outside attention each of C ranks holds a contiguous slice of the tokens and all heads; inside, all tokens and a slice of
+the heads. Axes: T tokens, H heads, D head size, C ranks.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class _AllToAll(torch.autograd.Function):
+    """Cut one axis into C parts, send part r to rank r, and join what arrives along another axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+        ctx.axes = (cut, join, group)
+        sent = torch.stack(x.chunk(group.size(), cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cut, join, group = ctx.axes
+        return _AllToAll.apply(grads[0], join, cut, group), None, None, None
+
+
+def gather_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """`[T/C, H, D]` -> `[T, H/C, D]` for query, key and value.
+
+    Fewer key/value heads than ranks are repeated to a number that C divides; query head j keeps its key/value head,
+    since both are cut in order.
+    """
+    size, heads = group.size(), k.shape[1]
+    if heads % size:
+        repeats = math.lcm(heads, size) // heads
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    return tuple(_AllToAll.apply(t, 1, 0, group) for t in (q, k, v))  # type: ignore[return-value]
+
+
+def scatter_heads(out: Tensor, group: ProcessGroup) -> Tensor:
+    """`[T, H/C, D]` -> `[T/C, H, D]`."""
+    result: Tensor = _AllToAll.apply(out, 0, 1, group)
+    return result
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All ranks' slices end to end; backward, this rank's slice of the gradient.
+
+    No sum over ranks: every rank computes the same loss from the same gathered values, so each rank's gradient of a
+    slice is already the whole one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[T/C, ...]` -> `[T, ...]` on every rank of the group; as it is without a group."""
+    result: Tensor = x if group is None else _GatherTokens.apply(x, group)
+    return result
+
+
+def slice_tokens(x: Tensor, group: ProcessGroup | None, axis: int = -1) -> Tensor:
+    """This rank's contiguous slice of a token axis."""
+    return x if group is None else x.chunk(group.size(), axis)[group.rank()]

@@ -1,0 +1,91 @@
+"""Learning-rate schedules and the rule of weight decay: one vocabulary that every backend translates. Imports no torch."""
+
+import math
+
+from .config import OptimConfig
+from .errors import ConfigError
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int | None) -> int:
+    """Steps of linear warm-up.
+
+    Raises:
+        ConfigError: `warmup_ratio` is given without a number of steps to take it of, or a value is out of range.
+    """
+    if not 0 <= optim.warmup_ratio <= 1:
+        raise ConfigError(f"optim.warmup_ratio={optim.warmup_ratio}; it is a share of all steps, from 0 to 1")
+    if optim.warmup_steps < 0:
+        raise ConfigError(f"optim.warmup_steps={optim.warmup_steps}; it is a number of steps, 0 or more")
+    if optim.warmup_steps or not optim.warmup_ratio:
+        return optim.warmup_steps
+    if total_steps is None:
+        raise ConfigError(f"optim.warmup_ratio={optim.warmup_ratio} needs a known number of steps; set optim.warmup_steps")
+    return math.ceil(optim.warmup_ratio * total_steps)
+
+
+def check_optim(optim: OptimConfig, total_steps: int | None) -> None:
+    """Refuse settings that no step could be made with.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if optim.schedule in ("linear", "cosine", "wsd") and total_steps is None:
+        raise ConfigError(f"optim.schedule={optim.schedule} needs a known number of steps; use constant or inverse_sqrt")
+    for name, value, low, high in (
+        ("lr", optim.lr, 0, math.inf),
+        ("eps", optim.eps, 0, math.inf),
+        ("weight_decay", optim.weight_decay, 0, math.inf),
+        ("min_lr_ratio", optim.min_lr_ratio, 0, 1),
+        ("decay_ratio", optim.decay_ratio, 0, 1),
+        ("betas", optim.betas[0], 0, 1),
+        ("betas", optim.betas[1], 0, 1),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
+    if optim.clip_grad_norm is not None and optim.clip_grad_norm <= 0:
+        raise ConfigError(f"optim.clip_grad_norm={optim.clip_grad_norm}; use a positive norm, or null for no clipping")
+    warmup_steps(optim, total_steps)
+
+
+def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> float:
+    """Learning rate of a step.
+
+    Warm-up climbs linearly and reaches the peak at its last step. Then: `constant`; `linear` and `cosine` (Loshchilov &
+    Hutter 2017, arXiv:1608.03983) fall to `min_lr_ratio` at step `total_steps`; `inverse_sqrt` falls with the root of
+    the step (Vaswani et al. 2017, arXiv:1706.03762); `wsd` stays until the last `decay_ratio` of all steps and falls
+    linearly (Hu et al. 2024, arXiv:2404.06395).
+
+    Args:
+        step: from 0.
+        optim: the settings.
+        total_steps: of the whole run; None where no schedule needs it.
+    """
+    warmup = warmup_steps(optim, total_steps)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    low = optim.min_lr_ratio
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "inverse_sqrt":
+        return optim.lr * max(low, math.sqrt(max(warmup, 1) / (step + 1)))
+    if total_steps is None:
+        raise ConfigError(f"optim.schedule={optim.schedule} needs a known number of steps; use constant or inverse_sqrt")
+    if optim.schedule == "wsd":
+        start = max(warmup, math.floor(total_steps * (1 - optim.decay_ratio)))
+        progress = _progress(step, start, total_steps)
+        return optim.lr * (1 - (1 - low) * progress)
+    progress = _progress(step, warmup, total_steps)
+    if optim.schedule == "linear":
+        return optim.lr * (1 - (1 - low) * progress)
+    return optim.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    if step <= start:
+        return 0.0
+    return min(1.0, (step - start) / max(1, end - start))
+
+
+def is_decayed(name: str, dimensions: int) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, never to norms, biases and other vectors."""
+    return dimensions > 1 and not name.endswith("bias")

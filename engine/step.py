@@ -1,0 +1,288 @@
+"""One step's bookkeeping, the same for every backend: global weights, micro-batches, the loss's sums.
+
+Axes: T tokens of a micro-batch.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import PackedBatch
+from .batch_convert import unsupervised
+from .errors import BatchError, BudgetError, DrivetrainError, RemoteError
+from .microbatch import partition
+from .objective import (
+    HeadRequest,
+    Loss,
+    OutputRequest,
+    StepResult,
+    TokenOutputs,
+    combine,
+    expected_gradient,
+    labelled,
+)
+from .topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward pass.
+
+    Args:
+        batch: on the device; documents of this rank's share, or one unsupervised filler.
+        index: from 0.
+        count: micro-batches of this step, the same on every rank.
+        filler: this rank had no more documents, but others do, and collectives must pair up.
+    """
+
+    batch: PackedBatch
+    index: int
+    count: int
+    filler: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether gradients are complete after this one."""
+        return self.index == self.count - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """How a global batch is worked on.
+
+    Args:
+        parts: for each micro-batch of this rank its sequences; an empty one is filler.
+        weights: global weight of each term.
+        tokens: of the global batch.
+        sequences: of the global batch.
+        filled: micro-batches over all data-parallel ranks that are no filler.
+    """
+
+    parts: list[list[int]]
+    weights: Mapping[str, float]
+    tokens: int
+    sequences: int
+    filled: int
+
+    def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
+        """The micro-batches, in order; each is moved to the device when it is made."""
+        count = len(self.parts)
+        return [
+            MicroBatch(
+                batch=batch.select(part).to(device) if part else unsupervised(1, device),
+                index=i,
+                count=count,
+                filler=not part,
+            )
+            for i, part in enumerate(self.parts)
+        ]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank tells the others of its share."""
+
+    error: str | None
+    counts: bool
+    micro_batches: int
+    units: int
+    tokens: int
+    sequences: int
+    weights: dict[str, float]
+
+
+def plan_step(
+    topology: Topology,
+    batch: PackedBatch,
+    loss: Loss | None,
+    budget: int,
+    *,
+    ratio: float,
+    setting: str,
+    total_weights: Mapping[str, float] | None = None,
+) -> StepPlan:
+    """Agree on weights and on the number of micro-batches. Collective.
+
+    Args:
+        topology: of the engine.
+        batch: this rank's data-parallel share.
+        loss: whose weights are added up; None for inference.
+        budget: tokens of a micro-batch.
+        ratio: cost of attention, from `microbatch.attention_ratio`.
+        setting: the budget's name, for messages.
+        total_weights: used instead of the global batch's own, by a caller that accumulates over several batches.
+
+    Raises:
+        BudgetError: a sequence is over the budget.
+        BatchError: a term's global weight is zero.
+        RemoteError: another rank failed.
+    """
+    # Context-parallel ranks hold equal slices, so a budget that cp does not divide would be exceeded by its padding.
+    cp = topology.parallel.cp
+    bound = budget // cp * cp
+    error: Exception | None = None
+    weights: dict[str, float] = {}
+    count = 0
+    try:
+        count = len(_cut(batch, bound, 1, ratio, setting))
+        weights = {k: float(v) for k, v in loss.weights(batch).items()} if loss is not None else {}
+    except DrivetrainError as e:
+        error = e
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    mine = _Share(text, topology.is_output_rank, count, len(set(batch.groups())), batch.num_tokens, batch.num_sequences, weights)
+    shares: list[_Share] = topology.exchange(mine)
+    if error is not None:
+        raise error
+    for rank, share in zip(topology.ranks, shares, strict=True):
+        if share.error is not None:
+            raise RemoteError(f"rank {rank} failed: {share.error}")
+    most = max(share.micro_batches for share in shares)
+    counted = [share for share in shares if share.counts]
+    totals: Mapping[str, float] = {term: sum(share.weights[term] for share in counted) for term in weights}
+    sequences = sum(share.sequences for share in counted)
+    if total_weights is not None:
+        totals = total_weights
+    for term, weight in totals.items():
+        if not weight > 0:
+            names = ", ".join(batch.name_of(i) for i in range(min(batch.num_sequences, 8))) or "none on this rank"
+            raise BatchError(
+                f"the global batch has a weight of {weight:g} for the loss term {term!r}: none of its {sequences} sequences "
+                f"has anything to learn from ({names}{', ...' if batch.num_sequences > 8 else ''}); check the labels, or "
+                "leave such samples out"
+            )
+    parts = _cut(batch, bound, most, ratio, setting)
+    parts += [[] for _ in range(most - len(parts))]
+    return StepPlan(
+        parts=parts,
+        weights=totals,
+        tokens=sum(share.tokens for share in counted),
+        sequences=sequences,
+        filled=sum(min(most, share.units) for share in counted),
+    )
+
+
+def _cut(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
+    if budget < 1:
+        raise BudgetError(f"{setting}={budget} is less than one token for each context-parallel rank; raise it")
+    groups = None if batch.group_ids is None else batch.groups()
+    return partition(
+        batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting
+    )
+
+
+class Objective:
+    """Evaluates the loss on micro-batches, and keeps its sums."""
+
+    def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool) -> None:
+        self._loss, self._plan, self._aux_coef, self._backward = loss, plan, aux_coef, backward
+        self._terms: dict[str, list[Tensor]] = defaultdict(list)
+        self._metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._aux: list[Tensor] = []
+
+    def request(self, micro_batch: MicroBatch) -> HeadRequest:
+        """What the head is to compute for a micro-batch."""
+        batch = micro_batch.batch
+        if micro_batch.filler:
+            mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
+            return HeadRequest(outputs=self._loss.request, mask=mask)
+        mask = self._loss.tokens(batch)
+        expected = expected_gradient(self._loss, batch, mask, self._plan.weights) if self._backward else None
+        return HeadRequest(outputs=self._loss.request, mask=mask, expected=expected)
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        """This micro-batch's part of the global loss, a scalar to call backward on.
+
+        Args:
+            micro_batch: the documents.
+            outputs: of the whole documents.
+            aux: a router's balancing loss of this micro-batch, before its coefficient.
+        """
+        # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
+        # and its collectives meet those of the others.
+        total = torch.stack([value.sum() for value in outputs.present().values()]).sum() * 0.0
+        if not micro_batch.filler:
+            sums = self._loss(outputs, micro_batch.batch)
+            if set(sums.terms) != set(self._plan.weights):
+                raise BatchError(
+                    f"the loss returned the terms {sorted(sums.terms)}, but weighs {sorted(self._plan.weights)}; they must agree"
+                )
+            part = combine(sums, self._plan.weights)
+            total = part if part.requires_grad else total + part
+            for name, value in sums.terms.items():
+                self._terms[name].append(value.detach())
+            for name, pair in sums.metrics.items():
+                self._metrics[name].append(pair)
+        if aux is not None:
+            share = aux / self._plan.filled
+            total = total + (0.0 if micro_batch.filler else self._aux_coef) * share
+            if not micro_batch.filler:
+                self._aux.append(share.detach())
+        return total
+
+    def finish(self, topology: Topology) -> StepResult:
+        """Add the sums up over ranks. Collective."""
+        mine = {
+            "terms": {name: _total(values) for name, values in self._terms.items()},
+            "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
+            "aux": _total(self._aux) if self._aux else None,
+        }
+        found = topology.exchange((topology.is_output_rank, mine))
+        counted = [part for counts, part in found if counts]
+        terms = {
+            name: sum(part["terms"].get(name, 0.0) for part in counted) / weight
+            for name, weight in self._plan.weights.items()
+        }
+        loss = sum(terms.values())
+        if any(part["aux"] is not None for part in counted):
+            terms["router_aux"] = sum(part["aux"] or 0.0 for part in counted)
+        metrics: dict[str, float] = {}
+        for name in sorted({name for part in counted for name in part["metrics"]}):
+            pairs = [part["metrics"][name] for part in counted if name in part["metrics"]]
+            count = sum(c for _, c in pairs)
+            metrics[name] = sum(s for s, _ in pairs) / count if count else float("nan")
+        return StepResult(
+            loss=loss,
+            terms=terms,
+            metrics=metrics,
+            weights=dict(self._plan.weights),
+            tokens=self._plan.tokens,
+            sequences=self._plan.sequences,
+            micro_batches=len(self._plan.parts),
+        )
+
+
+def _total(values: Any) -> float:
+    return sum(float(v) for v in values)
+
+
+class Collected:
+    """Per-token outputs of an inference pass, put back where the caller's tokens stand."""
+
+    def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None) -> None:
+        self._batch, self._request = batch, request
+        # Values exist for every token; log-probabilities only where there is a label.
+        everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
+        only_values = request.names == ("values",)
+        self._mask = tokens if tokens is not None else everywhere if only_values else labelled(batch)
+        self._out: dict[str, Tensor] = {}
+
+    def request(self, micro_batch: MicroBatch, part: list[int]) -> HeadRequest:
+        """What the head is to compute for a part of the batch."""
+        mask = torch.zeros(1, dtype=torch.bool) if micro_batch.filler else self._mask[self._batch.token_index(part)]
+        return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
+
+    def add(self, part: list[int], outputs: TokenOutputs) -> None:
+        """Keep one micro-batch's outputs."""
+        where = self._batch.token_index(part)
+        for name, value in outputs.present().items():
+            if name not in self._out:
+                self._out[name] = value.new_zeros(self._batch.num_tokens, device=self._batch.device)
+            self._out[name][where] = value.to(self._batch.device)
+
+    def result(self) -> dict[str, Tensor]:
+        """Output name -> `[T]`, on the device of the caller's batch."""
+        return {name: self._out.get(name, torch.zeros(self._batch.num_tokens)) for name in self._request.names}

@@ -1,0 +1,201 @@
+"""Parallel sizes, ranks and process groups.
+
+The ranks of an engine form a grid `[dp_replicate, dp_shard, cp]`, context parallel fastest, so that the ranks that share
+a sequence are neighbours on one machine. Parameters are sharded over dp_shard x cp and replicated over dp_replicate.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroup
+
+from .config import ParallelConfig
+from .errors import RemoteError, TopologyError
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Fill in dp_shard, and check that the axes make the number of processes.
+
+    Raises:
+        TopologyError: they do not.
+    """
+    axes = {
+        "dp_replicate": parallel.dp_replicate,
+        "cp": parallel.cp,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        **({} if parallel.dp_shard is None else {"dp_shard": parallel.dp_shard}),
+    }
+    for name, size in (*axes.items(), ("vpp", parallel.vpp), ("ep", parallel.ep), ("etp", parallel.etp)):
+        if size < 1:
+            raise TopologyError(f"engine.parallel.{name}={size}; a size is at least 1")
+    product = 1
+    for size in axes.values():
+        product *= size
+    shown = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1 or name == "dp_shard") or "1"
+    if parallel.dp_shard is not None:
+        if product != world_size:
+            raise TopologyError(
+                f"engine.parallel asks for {product} processes ({shown}), but {world_size} run; start {product}, or leave "
+                "dp_shard unset to have it inferred"
+            )
+        return parallel
+    if world_size % product:
+        raise TopologyError(
+            f"engine.parallel ({shown}) needs a multiple of {product} processes, but {world_size} run; start a multiple, or "
+            "make the layout smaller"
+        )
+    return replace(parallel, dp_shard=world_size // product)
+
+
+def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
+    """Start the default process group from torchrun's variables, or a group of one without them.
+
+    Returns:
+        this process's device.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    bound = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1, device_id=bound)
+    return device
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Topology:
+    """Where this process stands in an engine's grid, and the groups it talks in.
+
+    Args:
+        parallel: resolved sizes.
+        ranks: global ranks of the engine, in grid order.
+        device: of this process.
+        rank: this process's place in `ranks`.
+        dp_rank: which share of the batch it works on.
+        dp_size: number of shares.
+        cp_rank: which slice of the sequence it holds.
+        world: all ranks of the engine.
+        host: the same ranks over gloo, for objects and errors, whatever the device.
+        shard: the ranks among which parameters are sharded.
+        replicate: the ranks that hold the same shard; None for one.
+        cp: the ranks that share sequences; None for one.
+    """
+
+    parallel: ParallelConfig
+    ranks: tuple[int, ...]
+    device: torch.device
+    rank: int
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    world: ProcessGroup
+    host: ProcessGroup
+    shard: ProcessGroup
+    replicate: ProcessGroup | None
+    cp: ProcessGroup | None
+
+    @classmethod
+    def build(
+        cls,
+        parallel: ParallelConfig,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    ) -> Self:
+        """Make the groups of an engine. Collective over `ranks` alone, not over the whole job.
+
+        Raises:
+            TopologyError: no default process group, this process is not in `ranks`, or the sizes do not fit.
+        """
+        if not dist.is_initialized():
+            raise TopologyError("no default process group; call drivetrain.engine.topology.init_distributed() first")
+        members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        if dist.get_rank() not in members:
+            raise TopologyError(f"rank {dist.get_rank()} is not among the engine's ranks {members}")
+        sizes = resolve_parallel(parallel, len(members))
+        assert sizes.dp_shard is not None
+        rank = members.index(dist.get_rank())
+        grid = torch.tensor(members).view(sizes.dp_replicate, sizes.dp_shard, sizes.cp)
+        flat = torch.arange(len(members)).view_as(grid)
+        replica, shard, cp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+
+        def group(of: Sequence[int], backend: str | None = None) -> ProcessGroup:
+            # Local synchronisation: only members meet here. The default makes every process of the job take part in
+            # every group, and an engine on a subset of the ranks would wait for the others for ever.
+            made = dist.new_group(sorted(of), timeout=timeout, backend=backend, use_local_synchronization=True)
+            assert isinstance(made, ProcessGroup)
+            return made
+
+        return cls(
+            parallel=sizes,
+            ranks=members,
+            device=device,
+            rank=rank,
+            dp_rank=replica * sizes.dp_shard + shard,
+            dp_size=sizes.dp_replicate * sizes.dp_shard,
+            cp_rank=cp_rank,
+            world=group(members),
+            host=group(members, "gloo"),
+            shard=group(grid[replica].flatten().tolist()),
+            replicate=group(grid[:, shard, cp_rank].tolist()) if sizes.dp_replicate > 1 else None,
+            cp=group(grid[replica, shard].tolist()) if sizes.cp > 1 else None,
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of processes of the engine."""
+        return len(self.ranks)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank answers for its data-parallel share: the first of its context-parallel ranks."""
+        return self.cp_rank == 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the engine's first rank."""
+        return self.rank == 0
+
+    def agree(self, error: Exception | None) -> None:
+        """Make an error of one rank everybody's. Collective; call it where ranks may part.
+
+        Raises:
+            the rank's own error where it has one, else `RemoteError` with the first failing rank's message.
+        """
+        found = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        first = next(((r, text) for r, text in enumerate(found) if text is not None), None)
+        if first is not None:
+            raise RemoteError(f"rank {self.ranks[first[0]]} failed: {first[1]}")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in grid order. Collective."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.host)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the engine."""
+        dist.barrier(group=self.host)
+
+    def close(self) -> None:
+        """Free the groups."""
+        for group in (self.world, self.host, self.shard, self.replicate, self.cp):
+            if group is not None:
+                dist.destroy_process_group(group)
