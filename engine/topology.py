@@ -135,11 +135,7 @@ class Topology:
         replica, shard, cp_rank = (int(x) for x in (flat == rank).nonzero()[0])
 
         def group(of: Sequence[int], backend: str | None = None) -> ProcessGroup:
-            # Local synchronisation: only members meet here. The default makes every process of the job take part in
-            # every group, and an engine on a subset of the ranks would wait for the others for ever.
-            made = dist.new_group(sorted(of), timeout=timeout, backend=backend, use_local_synchronization=True)
-            assert isinstance(made, ProcessGroup)
-            return made
+            return _POOL.take(_Key(tuple(sorted(of)), backend, timeout))
 
         return cls(
             parallel=sizes,
@@ -195,7 +191,48 @@ class Topology:
         dist.barrier(group=self.host)
 
     def close(self) -> None:
-        """Free the groups."""
+        """Free the groups, for the next engine on the same ranks."""
         for group in (self.world, self.host, self.shard, self.replicate, self.cp):
             if group is not None:
-                dist.destroy_process_group(group)
+                _POOL.give_back(group)
+
+
+@dataclass(frozen=True)
+class _Key:
+    ranks: tuple[int, ...]
+    backend: str | None
+    timeout: datetime.timedelta
+
+
+class _Pool:
+    """Process groups, made when none of the kind is free.
+
+    Groups are not destroyed while the default group lives: torch names a group that only its members make after its
+    ranks, and a second one of the same name would meet the first one's addresses in the store and hang.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Key, list[ProcessGroup]] = {}
+        self._keys: dict[ProcessGroup, _Key] = {}
+        self._default: ProcessGroup | None = None
+
+    def take(self, key: _Key) -> ProcessGroup:
+        if self._default is not dist.group.WORLD:
+            # The default group was destroyed, and all others with it.
+            self._free, self._keys, self._default = {}, {}, dist.group.WORLD
+        free = self._free.setdefault(key, [])
+        if free:
+            return free.pop()
+        # Local synchronisation: only members meet here. The default makes every process of the job take part in every
+        # group, and an engine on a subset of the ranks would wait for the others for ever.
+        made = dist.new_group(list(key.ranks), timeout=key.timeout, backend=key.backend, use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup)
+        self._keys[made] = key
+        return made
+
+    def give_back(self, group: ProcessGroup) -> None:
+        if self._default is dist.group.WORLD:
+            self._free[self._keys[group]].append(group)
+
+
+_POOL = _Pool()

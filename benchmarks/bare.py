@@ -1,0 +1,103 @@
+"""Hand-written training loops to compare the engine with: as fast as plain PyTorch gets on a packed batch, and no abstraction.
+
+Packed documents, one SDPA call per document, the head on supervised tokens only, fused AdamW, clipping. Three ways to use
+two processes: none, an all-reduce of flat gradients, FSDP2.
+"""
+
+import copy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from drivetrain.engine.batch import IGNORE, PackedBatch
+
+Sharding = Literal["none", "replicate", "shard"]
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sizes: list[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One causal SDPA call for each document."""
+    assert sizes is not None
+    parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
+    outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts]
+    return torch.cat(outs, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("bare_segments", segment_attention)
+
+
+@dataclass
+class BareLoop:
+    """One model and its optimizer."""
+
+    config: PreTrainedConfig
+    sharding: Sharding
+    lr: float
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(self.config), attn_implementation="bare_segments", dtype=torch.float32
+        ).train()
+        if self.sharding == "shard":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
+
+    def step(self, batch: PackedBatch, total: float) -> float:
+        """One optimizer step on this rank's share; `total` supervised tokens over all ranks."""
+        sizes = [end - start for start, end in pairwise(batch.bounds)]
+        self.optimizer.zero_grad()
+        if self.sharding == "shard":
+            # The head's weight is gathered by the root's hook, so the head must run inside the root's forward.
+            logits = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                sizes=sizes,
+                logits_to_keep=(batch.labels != IGNORE).nonzero()[:, 0],
+            ).logits[0]
+        else:
+            hidden = self.model.model(
+                input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, sizes=sizes
+            ).last_hidden_state[0]
+            logits = self.model.lm_head(hidden[batch.labels != IGNORE])
+        loss = F.cross_entropy(logits, batch.labels[batch.labels != IGNORE], reduction="sum") / total
+        if self.sharding == "shard":
+            (loss * dist.get_world_size()).backward()
+        else:
+            loss.backward()
+        if self.sharding == "replicate":
+            flat = torch.cat([p.grad.reshape(-1) for p in self.model.parameters()])
+            dist.all_reduce(flat)
+            at = 0
+            for p in self.model.parameters():
+                p.grad = flat[at : at + p.numel()].view_as(p)
+                at += p.numel()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if dist.get_world_size() > 1:
+            loss = loss.detach().clone()
+            dist.all_reduce(loss)
+        return loss.item() + 0.0 * float(norm)

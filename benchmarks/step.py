@@ -1,0 +1,134 @@
+"""The engine's step against a bare loop on the same packed batches: tokens per CPU second, side by side in one run.
+
+    python -m benchmarks.step --layout none          one process
+    torchrun --nproc-per-node 2 -m benchmarks.step --layout replicate | shard
+
+Bare, engine and bare again take turns on every batch; the ratio is the median over batches of engine's over bare's, and
+the spread that of the second bare loop over the first.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.bare import BareLoop
+from drivetrain.engine.batch import PackedBatch
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.microbatch import balance
+from drivetrain.engine.registry import engine_class
+from drivetrain.engine.topology import init_distributed
+from drivetrain.workers.losses.sft import SFTLoss
+
+EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
+
+
+def model_config() -> Qwen3Config:
+    """About 22 million parameters."""
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=10,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def documents(step: int) -> tuple[list[list[int]], list[list[bool]]]:
+    """16 documents of lognormal lengths from 16 to 1024, 2048 tokens in all; the first third of each is a prompt."""
+    g = torch.Generator().manual_seed(step)
+    drawn = torch.exp(torch.randn(EXAMPLES, generator=g) * 0.9 + math.log(110)).clamp(16, 1024)
+    lengths = (drawn * (TOKENS / drawn.sum())).int().clamp(16, 1024).tolist()
+    lengths[lengths.index(max(lengths))] += TOKENS - sum(lengths)
+    texts = [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    return texts, [[i >= n // 3 for i in range(n)] for n in lengths]
+
+
+def share(step: int, rank: int, size: int) -> tuple[PackedBatch, float]:
+    """This rank's documents, and the supervised tokens of all ranks."""
+    texts, supervised = documents(step)
+    mine = balance([len(t) for t in texts], size, ratio=1 / (12 * 384))[rank]
+    batch = from_lists([texts[i] for i in mine], supervised=[supervised[i] for i in mine])
+    return batch, float(sum(sum(s[1:]) for s in supervised))
+
+
+def main() -> None:
+    """Run and print one line of JSON on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layout", choices=("none", "replicate", "shard"), default="none")
+    parser.add_argument("--steps", type=int, default=16)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config, lr = model_config(), 1e-4
+    with tempfile.TemporaryDirectory() as folder:
+        path = [folder]
+        dist.broadcast_object_list(path)
+        if rank == 0:
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path[0])
+        dist.barrier()
+        engine = engine_class("fsdp")(
+            model=ModelConfig(path=path[0]),
+            engine=EngineConfig(
+                parallel=ParallelConfig(dp_replicate=world if args.layout == "replicate" else 1),
+                micro_batch=MicroBatchConfig(max_tokens=TOKENS),
+            ),
+            optim=OptimConfig(lr=lr, betas=(0.9, 0.999)),
+        ).initialize()
+        dist.barrier()
+    bare, again = BareLoop(config, args.layout, lr), BareLoop(config, args.layout, lr)
+    loss, rows = SFTLoss(), []
+    with engine.train_mode():
+        for step in range(-2, args.steps):
+            batch, total = share(step + 2, rank, world)
+            seconds, losses = [], []
+            for run in (
+                lambda b=batch, t=total: bare.step(b, t),
+                lambda b=batch: engine.train_batch(b, loss).loss,
+                lambda b=batch, t=total: again.step(b, t),
+            ):
+                dist.barrier()
+                start = time.process_time()
+                losses.append(run())
+                spent = torch.tensor(time.process_time() - start)
+                dist.all_reduce(spent)
+                seconds.append(float(spent))
+            assert abs(losses[1] - losses[0]) < 1e-4 * losses[0], f"the loops do not train the same model: {losses}"
+            if step >= 0:
+                rows.append(seconds)
+    if rank == 0:
+        print(
+            json.dumps(
+                {
+                    "layout": args.layout,
+                    "processes": world,
+                    "parameters": sum(p.numel() for p in again.model.parameters()),
+                    "steps": len(rows),
+                    "bare_tokens_per_cpu_s": round(statistics.median(TOKENS / r[0] for r in rows), 1),
+                    "engine_tokens_per_cpu_s": round(statistics.median(TOKENS / r[1] for r in rows), 1),
+                    "ratio": round(statistics.median((r[0] + r[2]) / 2 / r[1] for r in rows), 3),
+                    "bare_against_bare": round(statistics.median(r[0] / r[2] for r in rows), 3),
+                    "spread": [round(min(r[0] / r[2] for r in rows), 3), round(max(r[0] / r[2] for r in rows), 3)],
+                }
+            ),
+            flush=True,
+        )
+    engine.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`torchrun --nproc-per-node N -m drivetrain.engine.conformance BACKEND [parallel.cp=2 ...]`."""
+
+import argparse
+import sys
+from dataclasses import fields, replace
+
+import torch.distributed as dist
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..registry import spec_of
+from ..topology import init_distributed
+from .checks import CHECKS, bench
+
+
+def parse_layout(words: list[str]) -> ParallelConfig:
+    """`cp=2 dp_replicate=2` as a layout.
+
+    Raises:
+        ConfigError: an unknown axis.
+    """
+    layout = ParallelConfig()
+    known = {f.name for f in fields(ParallelConfig)}
+    for word in words:
+        axis, _, value = word.partition("=")
+        if axis not in known or not value.isdigit():
+            raise ConfigError(f"{word!r} is no axis with a size; the axes are {', '.join(sorted(known))}")
+        layout = replace(layout, **{axis: int(value)})
+    return layout
+
+
+def main() -> int:
+    """Run the checks; 0 when all hold."""
+    parser = argparse.ArgumentParser(prog="drivetrain conformance", description="Check a backend against the contract.")
+    parser.add_argument("backend")
+    parser.add_argument("layout", nargs="*", help="axes, e.g. cp=2 dp_replicate=2")
+    parser.add_argument("--family", default="qwen3", help="model family of the tiny model")
+    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run some checks only")
+    args = parser.parse_args()
+    spec_of(args.backend)
+    layout = parse_layout(args.layout)
+    init_distributed()
+    main_rank, failed = dist.get_rank() == 0, 0
+    with bench(args.backend, layout, args.family) as made:
+        for name in args.only or CHECKS:
+            error: str | None = None
+            try:
+                CHECKS[name](made)
+            except AssertionError as e:
+                error = str(e)
+            errors: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error)
+            first = next((f"rank {r}: {text}" for r, text in enumerate(errors) if text), None)
+            failed += first is not None
+            if main_rank:
+                print(f"{'FAIL' if first else 'ok':4}  {name:14} {first or ''}", flush=True)
+    if main_rank:
+        print(f"{len(args.only or CHECKS) - failed} checks hold, {failed} fail, on {dist.get_world_size()} processes")
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The independent reference: plain Hugging Face, one document at a time. No packing, no code of ours in the model.
+
+Axes: L tokens of one document.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ..config import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStep:
+    """What one step gave.
+
+    Args:
+        loss: mean negative log-likelihood of the supervised tokens.
+        grad_norm: 2-norm of the gradient, in float64.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+class Reference:
+    """Trains a model the slow, plain way.
+
+    Args:
+        folder: of the model.
+        optim: AdamW with a constant learning rate; norms and biases are not decayed.
+        dtype: of parameters and arithmetic.
+    """
+
+    def __init__(self, folder: Path | str, optim: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
+        self.optim = optim
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+        named = list(self.model.named_parameters())
+        decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
+        others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+        )
+
+    def step(self, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None) -> ReferenceStep:
+        """One AdamW step with clipping.
+
+        Args:
+            documents: token ids.
+            masks: for each token whether it is a target; all by default.
+        """
+        supervised = [torch.tensor(m[1:], dtype=torch.bool) for m in masks] if masks else [torch.ones(len(d) - 1).bool() for d in documents]
+        total = sum(int(m.sum()) for m in supervised)
+        loss = 0.0
+        for document, mask in zip(documents, supervised, strict=True):
+            if mask.any():
+                nll = -self.log_probs(document)[mask].sum() / total
+                nll.backward()
+                loss += nll.item()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+        if self.optim.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return ReferenceStep(loss=loss, grad_norm=norm)
+
+    def log_probs(self, document: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """`[L - 1]` log-probabilities of each next token."""
+        logits = self.logits(document)[:-1] / temperature
+        return -F.cross_entropy(logits, torch.tensor(document[1:], dtype=torch.long), reduction="none")
+
+    def logits(self, document: Sequence[int]) -> Tensor:
+        """`[L, V]` of one document."""
+        result: Tensor = self.model(input_ids=torch.tensor([list(document)]), use_cache=False).logits[0]
+        return result
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, in memory's form."""
+        return {n: p.detach() for n, p in self.model.named_parameters()}

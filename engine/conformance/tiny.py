@@ -1,0 +1,127 @@
+"""Tiny models of many families, built from config with a seed: what conformance, tests and parity run on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 256
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+_WINDOW: dict[str, Any] = {"sliding_window": 8}
+_ALTERNATING: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "residual_dropout": 0.0}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": _WINDOW,
+    "gemma": {},
+    "gemma2": {**_WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_ALTERNATING, "query_pre_attn_scalar": 16},
+    "qwen3_moe": _MOE,
+    "gpt_oss": {
+        **_MOE,
+        **_ALTERNATING,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v3": {
+        **_MOE,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+    },
+    "mixtral": {**_MOE, **_WINDOW},
+    "gemma4_text": _ALTERNATING,
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 48},
+    "phi3": _NO_DROPOUT,
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "smollm3": {},
+    "granite": {"logits_scaling": 4.0},
+    "glm4": {},
+    "glm4_moe": {
+        **_MOE,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "cohere2": {**_WINDOW, "logit_scale": 0.25},
+    "starcoder2": _NO_DROPOUT,
+    "gpt_neox": {},
+    "gpt2": {**_NO_DROPOUT, "n_embd": 64, "n_layer": 2, "n_head": 8},
+    "apertus": {},
+    "seed_oss": _NO_DROPOUT,
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "minimax_m2": _MOE,
+}
+"""Family -> config settings beside the shared tiny sizes."""
+
+MAIN_FAMILIES = tuple(FAMILIES)[:10]
+"""The families that are also compared under context parallelism."""
+
+
+def tiny_model_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """A family's config at tiny size."""
+    config: PreTrainedConfig = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **overrides})
+    return config
+
+
+def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A plain transformers model with weights away from their special initial values (zeros, ones)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Write a tiny model in Hugging Face format; the folder."""
+    tiny_model(tiny_model_config(family, **overrides), seed).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def tiny_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
+    """Random documents of 1 to `longest` tokens, the first of one token and the second the longest."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest, (count,), generator=g).tolist()
+    lengths[:2] = [1, longest]
+    return [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
