@@ -77,6 +77,17 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     return device
 
 
+def agree(error: Exception | None, group: ProcessGroup | None = None) -> None:
+    """`Topology.agree` over any group; the default one before there is an engine."""
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    first = next(((r, text) for r, text in enumerate(found) if text is not None), None)
+    if first is not None:
+        raise RemoteError(f"rank {first[0]} failed: {first[1]}")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Topology:
     """Where this process stands in an engine's grid, and the groups it talks in.
@@ -173,12 +184,7 @@ class Topology:
         Raises:
             the rank's own error where it has one, else `RemoteError` with the first failing rank's message.
         """
-        found = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        first = next(((r, text) for r, text in enumerate(found) if text is not None), None)
-        if first is not None:
-            raise RemoteError(f"rank {self.ranks[first[0]]} failed: {first[1]}")
+        agree(error, self.host)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in grid order. Collective."""

@@ -1,0 +1,1 @@
+"""Checks that any engine, ours or a third party's, runs against itself."""

@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "mixtral": {**_MOE, **_WINDOW},
-    "gemma4_text": _ALTERNATING,
+    "gemma4_text": {**_ALTERNATING, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 48},
     "phi3": _NO_DROPOUT,
     "olmo2": {},

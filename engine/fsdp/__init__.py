@@ -1,0 +1,1 @@
+"""FSDP2 and Ulysses over any decoder of transformers."""

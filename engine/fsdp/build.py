@@ -116,6 +116,8 @@ def build(
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
+    # Made on meta one by one, tied parameters came apart; FSDP must see one parameter, or it would train two.
+    lm.tie_weights()
     layout = DiskLayout(lm)
     adapters = None
     if wants_adapters(model.lora):

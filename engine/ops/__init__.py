@@ -1,0 +1,1 @@
+"""Arithmetic that engines share; torch only."""

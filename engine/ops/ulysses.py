@@ -60,7 +60,7 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        dist.all_gather(list(gathered.chunk(group.size())), x.contiguous(), group=group)
         return gathered
 
     @staticmethod

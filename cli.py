@@ -1,0 +1,55 @@
+"""The `drivetrain` command: hands over to the module that does the work, and imports nothing else."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+PACKAGE = __package__ or "drivetrain"
+
+COMMANDS = {
+    "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
+    "demo": "train, export and question a tiny model on an embedded task",
+    "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
+    "backends": "list the engines that can be named in engine.backend",
+}
+MODULES = {"sft": f"{PACKAGE}.trainers.sft", "conformance": f"{PACKAGE}.engine.conformance"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: drivetrain COMMAND ...\n")
+        print("\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items()))
+        return 0
+    command, rest = words[0], words[1:]
+    if command == "backends":
+        from .engine.registry import backends
+
+        print("\n".join(f"{name:12} {spec.engine}" for name, spec in backends().items()))
+        return 0
+    if command == "demo":
+        result: int = import_module(f"{PACKAGE}.trainers.demo").main(rest)
+        return result
+    if command in MODULES:
+        return _module(MODULES[command], rest)
+    print(f"error: unknown command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+def _module(module: str, words: list[str]) -> int:
+    nproc = "1"
+    if "--nproc" in words:
+        at = words.index("--nproc")
+        if at + 1 >= len(words) or not words[at + 1].isdigit():
+            print("error: --nproc needs a number of processes", file=sys.stderr)
+            return 2
+        nproc = words[at + 1]
+        del words[at : at + 2]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc] if nproc != "1" else []
+    return subprocess.run([sys.executable, *launcher, "-m", module, *words], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

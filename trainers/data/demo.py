@@ -1,0 +1,122 @@
+"""The embedded task: a tiny model learns to add. Data, tokenizer and untrained model, made from a seed.
+
+Every unordered pair of operands is either in the training data or held out, never both, so a held-out answer cannot have
+been memorised.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+DIGITS = "0123456789"
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
+LIMIT = 100
+"""Operands are below it."""
+HELD_OUT = 600
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def question(a: int, b: int) -> list[dict[str, str]]:
+    """The user's turn."""
+    return [{"role": "user", "content": f"{a}+{b}="}]
+
+
+def pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Operands to train on and held-out ones; (a, b) and (b, a) are always on the same side."""
+    unordered = [(a, b) for a in range(LIMIT) for b in range(a, LIMIT)]
+    random.Random(seed).shuffle(unordered)
+    held: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
+    for a, b in unordered:
+        both = [(a, b)] if a == b else [(a, b), (b, a)]
+        (held if len(held) < HELD_OUT else rest).extend(both)
+    return rest, held
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """`train.jsonl` and `eval.jsonl` in `messages` format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(("train", "eval"), pairs(seed), strict=True):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for a, b in part:
+                messages = [*question(a, b), {"role": "assistant", "content": str(a + b)}]
+                file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def make_tokenizer() -> Any:
+    """One token a character, and a chat template."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *DIGITS, "+", "="]
+    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
+    fast: Any = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=SPECIAL[2:],
+        padding_side="left",
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def write_model(folder: Path, seed: int) -> None:
+    """An untrained Qwen3-type model of 0.4 million parameters, with its tokenizer, in Hugging Face format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
+    """Share of exact answers by greedy generation, in plain transformers.
+
+    Args:
+        model_folder: Hugging Face format.
+        data: a jsonl file of `write_data`.
+        show: how many questions to print with their answers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    chats = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    prompts = [tokenizer.apply_chat_template(c[:1], tokenize=False, add_generation_prompt=True) for c in chats]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    for chat, answer in list(zip(chats, answers, strict=True))[:show]:
+        print(f"  {chat[0]['content']}{answer}{'' if answer == chat[1]['content'] else '   (wrong)'}")
+    return sum(answer == chat[1]["content"] for chat, answer in zip(chats, answers, strict=True)) / len(chats)
