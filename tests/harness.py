@@ -7,6 +7,7 @@ second instead of several.
 import importlib.util
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import sys
 import tempfile
@@ -60,13 +61,13 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
         try:
             while len(found) + len(failed) < nproc:
                 # When one rank failed, the others may wait for it in a collective: they get a moment, not the full time.
-                left = min(deadline - time.monotonic(), 5.0 if failed else TIMEOUT_S)
+                left = min(deadline - time.monotonic(), 5.0) if failed else deadline - time.monotonic()
                 try:
                     rank, value, error = results.get(timeout=max(left, 0.01))
                 except queue.Empty:
                     break
                 if error is None:
-                    found[rank] = value
+                    found[rank] = pickle.loads(value)
                 else:
                     failed[rank] = error
         finally:
@@ -101,7 +102,8 @@ def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, init: bool,
         if init:
             dist.barrier()
             dist.destroy_process_group()
-        results.put((rank, value, None))
+        # By value: tensors would travel as handles to memory of a process that is about to end.
+        results.put((rank, pickle.dumps(value), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         # Flush before leaving: a killed queue thread would lose the traceback.

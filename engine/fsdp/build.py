@@ -193,11 +193,17 @@ def fill(
     if model.init == "random":
         draw_weights(root, twin, twin_lm, engine.seed, lambda name: True)
         return
-    weights = WeightFolder(resolve_folder(model.path), layout)
     pieces: list[Piece] = [
         p for p in value_pieces(root, layout, topology) if not p.name.startswith("base_model.model.")
     ]
-    fresh = load_weights(pieces, weights, twin_lm.base_model_prefix, lambda name: name.startswith("score."))
+    error: Exception | None = None
+    fresh: set[str] = set()
+    try:
+        weights = WeightFolder(resolve_folder(model.path), layout)
+        fresh = load_weights(pieces, weights, twin_lm.base_model_prefix, lambda name: name.startswith("score."))
+    except Exception as e:  # a damaged file on one node: the others are about to wait for this rank
+        error = e
+    topology.agree(error)
     # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
     new = set().union(*topology.exchange(fresh))
     draw_weights(root, twin, twin_lm, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)

@@ -173,6 +173,8 @@ class FSDPEngine(BaseEngine):
 
     def _set_training(self, training: bool) -> None:
         self._root.train(training)
+        # Without a backward pass the root stays gathered: state would show whole tensors where shards are expected.
+        self._fsdp.reshard()
 
     def _move(self, part: Part, where: Where) -> None:
         target = self.topology.device if where == "device" else torch.device("cpu")

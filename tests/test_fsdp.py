@@ -1,0 +1,529 @@
+"""What the FSDP engine can do beside the contract: adapters, heads, memory, precision, mixtures, seeds, several engines."""
+
+import copy
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import Tensor
+
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.batch import PackedBatch
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.config import (
+    EngineConfig,
+    LoraConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
+from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
+from drivetrain.engine.export import export_hf
+from drivetrain.engine.fsdp.options import FSDPOptions
+from drivetrain.engine.microbatch import balance
+from drivetrain.engine.objective import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.registry import engine_class
+from drivetrain.workers.losses.sft import SFTLoss
+
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+
+
+def build(folder: Path | str, *, model: dict[str, Any] | None = None, optim: OptimConfig | None = OPTIM, ranks: Any = None, **engine: Any) -> BaseEngine:
+    config = EngineConfig(**{"micro_batch": MicroBatchConfig(max_tokens=128), **engine})
+    made = engine_class("fsdp")(model=ModelConfig(path=str(folder), **(model or {})), engine=config, optim=optim, ranks=ranks)
+    return made.initialize()
+
+
+def share(engine: BaseEngine, documents: list[list[int]]) -> PackedBatch:
+    mine = balance([len(d) for d in documents], engine.topology.dp_size)[engine.topology.dp_rank]
+    return from_lists([documents[i] for i in mine])
+
+
+def steps(engine: BaseEngine, count: int = 3) -> list[tuple[float, float]]:
+    found = []
+    for step in range(count):
+        result = engine.train_batch(share(engine, tiny_documents(8, seed=step)), SFTLoss())
+        assert result.grad_norm is not None
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def weights(engine: BaseEngine, **options: Any) -> dict[str, Tensor]:
+    with engine.named_weights(**options) as stream:
+        return {k: v.detach().clone() for k, v in stream}
+
+
+def close_to(got: list[tuple[float, float]], want: list[tuple[float, float]], loss: float = 1e-6, norm: float = 1e-5) -> None:
+    for (a, b), (c, d) in zip(got, want, strict=True):
+        assert abs(a - c) <= loss * abs(c), (got, want)
+        assert abs(b - d) <= norm * abs(d), (got, want)
+
+
+def reference_steps(folder: Path | str, count: int = 3) -> list[tuple[float, float]]:
+    reference = Reference(folder, OPTIM)
+    done = [reference.step(tiny_documents(8, seed=s)) for s in range(count)]
+    return [(d.loss, d.grad_norm) for d in done]
+
+
+# ---- settings that must change nothing -------------------------------------------------------------------------------
+
+SAME = [
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"offload": OffloadConfig(params="host")},
+    {"offload": OffloadConfig(optimizer="host")},
+    {"options": FSDPOptions(reshard_after_forward=False)},
+    {"options": FSDPOptions(reduce_each_micro_batch=True)},
+    {"precision": PrecisionConfig(params="float64", compute="float64", reduce="float64")},
+    {"deterministic": True},
+]
+
+
+def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, int]) -> list[list[tuple[float, float]]]:
+    found = []
+    for chosen in settings:
+        engine = build(folder, parallel=ParallelConfig(**axes), **chosen)
+        found.append(steps(engine))
+        engine.close()
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+@pytest.mark.parametrize("axes", [{}, {"cp": 2}])
+def test_memory_settings_change_no_number(axes: dict[str, int], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    want = reference_steps(folder)
+    for got in run_ranks(rank_same, 2, str(folder), SAME, axes)[0]:
+        close_to(got, want)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_layers_give_the_same_numbers(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    engine = build(folder, compile=True)
+    close_to(steps(engine, 1), reference_steps(folder, 1))
+    engine.close()
+
+
+def test_bfloat16_is_within_the_references_own_distance(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    exact = Reference(folder, OPTIM).step(tiny_documents(8, seed=0))
+    rough = Reference(folder, OPTIM, torch.bfloat16).step(tiny_documents(8, seed=0))
+    loss_bound = 4 * abs(rough.loss - exact.loss) / exact.loss + 1e-4
+    norm_bound = 4 * abs(rough.grad_norm - exact.grad_norm) / exact.grad_norm + 1e-3
+    for precision in (
+        PrecisionConfig(params="float32", compute="bfloat16", reduce="float32"),
+        PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32"),
+    ):
+        engine = build(folder, precision=precision)
+        (loss, norm), *_ = steps(engine, 1)
+        assert loss != exact.loss
+        assert abs(loss - exact.loss) / exact.loss < loss_bound
+        assert abs(norm - exact.grad_norm) / exact.grad_norm < norm_bound
+        assert {v.dtype for v in weights(engine).values()} == {getattr(torch, precision.params)}
+        engine.close()
+
+
+# ---- loading, seeds, ties --------------------------------------------------------------------------------------------
+
+
+def rank_ties(folder: str) -> tuple[list[str], list[tuple[float, float]]]:
+    engine = build(folder)
+    found = steps(engine)
+    names = list(weights(engine))
+    engine.close()
+    return names, found
+
+
+def test_tied_embeddings_train_as_one_parameter(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen2", tie_word_embeddings=True)
+    names, found = run_ranks(rank_ties, 2, str(folder))[0]
+    close_to(found, reference_steps(folder))
+    assert "lm_head.weight" not in names
+
+
+def test_sharded_files_are_read(tmp_path: Path, process_group: None) -> None:
+    one, many = (save_tiny_model(tmp_path / n, "qwen3_moe", shard_size=s) for n, s in (("one", "5GB"), ("many", "100KB")))
+    assert len(list(many.glob("*.safetensors"))) > 3
+    engines = [build(f, optim=None) for f in (one, many)]
+    a, b = (weights(e) for e in engines)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def rank_random(folder: str, axes: dict[str, int], model: dict[str, Any]) -> dict[str, Tensor]:
+    engine = build(folder, model={"init": "random", **model}, parallel=ParallelConfig(**axes), seed=7)
+    found = weights(engine)
+    if model:
+        found |= weights(engine, adapters="only")
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2"])
+def test_random_weights_depend_on_the_seed_alone(family: str, tmp_path: Path) -> None:
+    config = tiny_model_config(family, tie_word_embeddings=False)
+    config.save_pretrained(tmp_path)
+    one = run_ranks(rank_random, 1, str(tmp_path), {}, {})[0]
+    for nproc, axes in ((2, {}), (4, {"dp_replicate": 2})):
+        for other in run_ranks(rank_random, nproc, str(tmp_path), axes, {}):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[k], other[k]) for k in one)
+    # As the family itself would draw them: same spread, same zeros and ones.
+    plain = tiny_model(config)
+    with torch.no_grad():
+        for module in plain.modules():
+            plain._init_weights(module)
+    sizes = {n: float(p.std()) for n, p in plain.named_parameters() if p.dim() > 1 and n in one}
+    assert sizes
+    for name, spread in sizes.items():
+        assert float(one[name].std()) == pytest.approx(spread, rel=0.2), name
+    norms = [n for n in one if "norm" in n and n.endswith("weight")]
+    assert all(torch.equal(one[n], torch.ones_like(one[n])) for n in norms)
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, process_group: None) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up_proj" not in k}, file)
+    with pytest.raises(ModelError, match=r"lacks 1 tensors .*layers\.1\.mlp\.up_proj\.weight"):
+        build(folder)
+    save_file({**tensors, "model.norm.weight": torch.zeros(3)}, file)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is \[3\] .* but \[64\] by config.json"):
+        build(folder)
+    file.unlink()
+    with pytest.raises(ModelError, match="neither model.safetensors"):
+        build(folder)
+
+
+def rank_one_sees_no_file(folders: list[str]) -> str:
+    try:
+        build(folders[dist.get_rank()])
+    except (ModelError, RemoteError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing raised"
+
+
+def test_an_error_of_one_rank_is_everybodys(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "model.safetensors").unlink()
+    found = run_ranks(rank_one_sees_no_file, 2, [str(folder), str(broken)])
+    assert found[1].startswith("ModelError: ")
+    assert found[0].startswith("RemoteError: rank 1 failed: ModelError")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"parallel": ParallelConfig(tp=2)}, CapabilityError, r"engine.parallel.tp=2: backend 'fsdp' has the axes cp"),
+        ({"parallel": ParallelConfig(cp=2)}, TopologyError, r"needs a multiple of 2 processes, but 1 run"),
+        ({"parallel": ParallelConfig(dp_shard=3)}, TopologyError, r"asks for 3 processes .* but 1 run"),
+        ({"parallel": ParallelConfig(cp=0)}, TopologyError, r"engine.parallel.cp=0"),
+        ({"offload": OffloadConfig(params="disk")}, CapabilityError, r"engine.offload.params=disk"),
+        ({"precision": PrecisionConfig(params="bfloat16", compute="float32")}, CapabilityError, r"precision.params=bfloat16"),
+        ({"model": {"lora": LoraConfig(rank=4, targets=("nope",))}}, ModelError, r"targets names nope"),
+        ({"model": {"lora": LoraConfig(rank=-1)}}, ModelError, r"rank=-1"),
+        ({"model": {"router_aux_loss_coef": 0.1}}, ModelError, r"is no mixture of experts"),
+        ({"optim": OptimConfig(schedule="cosine")}, ConfigError, r"optim.schedule=cosine needs a known number of steps"),
+        ({"optim": OptimConfig(lr=-1.0)}, ConfigError, r"optim.lr=-1.0"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    with pytest.raises(error, match=message):
+        build(folder, **change)
+
+
+def rank_wrong_heads(folder: str) -> str:
+    with pytest.raises(TopologyError, match=r"cp=4 does not divide the 6 attention heads of llama .*use one of 1, 2, 3, 6"):
+        build(folder, parallel=ParallelConfig(cp=4))
+    return "refused"
+
+
+def test_heads_that_cp_does_not_divide_are_refused(tmp_path: Path) -> None:
+    # A config alone: the refusal comes before weights are looked for.
+    tiny_model_config("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
+    assert run_ranks(rank_wrong_heads, 4, str(tmp_path)) == ["refused"] * 4
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def peft_reference(folder: str | Path, adapter: str | Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+
+
+def rank_lora(folder: str, out: str, axes: dict[str, int]) -> dict[str, Any]:
+    lora = {"lora": LoraConfig(rank=3, alpha=12.0)}
+    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
+    export_hf(engine, f"{out}/start", adapters="only")
+    documents = tiny_documents(8, seed=0)
+    request = OutputRequest(log_probs=True)
+    base = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    found = steps(engine)
+    trained = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    with engine.disable_adapter():
+        again = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    saved = engine.save_checkpoint(f"{out}/checkpoints", 3)
+    more = steps(engine, 1)
+    engine.close()
+    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
+    engine.load_checkpoint(saved)
+    resumed = steps(engine, 1)
+    engine.load_checkpoint(saved)
+    export_hf(engine, f"{out}/adapter", adapters="only")
+    export_hf(engine, f"{out}/folded")
+    engine.close()
+    return {
+        "steps": found,
+        "disabled_equals_base": torch.equal(base, again),
+        "training_changed": not torch.equal(base, trained),
+        "resumed": more == resumed,
+    }
+
+
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {}), (2, {"cp": 2})])
+def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes)
+    assert all(f["disabled_equals_base"] and f["training_changed"] and f["resumed"] for f in found)
+    model = peft_reference(folder, tmp_path / "start")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    reference = Reference(folder, replace(OPTIM, lr=1e-2))
+    reference.model = model
+    reference.optimizer = torch.optim.AdamW(trainable, lr=1e-2, betas=OPTIM.betas, weight_decay=OPTIM.weight_decay)
+    want = [reference.step(tiny_documents(8, seed=s)) for s in range(3)]
+    close_to(found[0]["steps"], [(w.loss, w.grad_norm) for w in want])
+    documents = tiny_documents(4, seed=9)
+    exported = Reference(folder, OPTIM)
+    exported.model = peft_reference(folder, tmp_path / "adapter").eval()
+    merged = Reference(tmp_path / "folded", OPTIM)
+    plain = Reference(folder, OPTIM)
+    for document in documents[1:]:
+        want_lp = reference.log_probs(document)
+        torch.testing.assert_close(exported.log_probs(document), want_lp, rtol=0, atol=2e-4)
+        torch.testing.assert_close(merged.log_probs(document), want_lp, rtol=0, atol=2e-4)
+        assert (plain.log_probs(document) - want_lp).abs().max() > 1e-3
+    assert not (tmp_path / "folded" / "adapter_config.json").exists()
+
+
+# ---- value head, mixtures --------------------------------------------------------------------------------------------
+
+
+class SquaredValue:
+    """Mean squared distance of the last token's value to 1: what a reward model's loss looks at."""
+
+    request = OutputRequest(values=True)
+    linear = False
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
+        mask[batch.cu_seqlens[1:].long() - 1] = True
+        return mask
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        return {"value": float(batch.num_sequences)}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        assert outputs.values is not None
+        return LossSums(terms={"value": (outputs.values[outputs.mask] - 1).square().sum()})
+
+
+def rank_value(folder: str, family: str, axes: dict[str, int]) -> dict[str, Any]:
+    engine = build(folder, model={"head": "value"}, parallel=ParallelConfig(**axes))
+    documents = tiny_documents(8, seed=0)
+    batch = share(engine, documents)
+    score = weights(engine)["score.weight"]
+    values = engine.infer_batch(batch, OutputRequest(values=True))["values"]
+    result = engine.train_batch(batch, SquaredValue())
+    with pytest.raises(ConfigError, match="model.head=value"):
+        engine.infer_batch(batch, OutputRequest(log_probs=True))
+    after = weights(engine)
+    engine.close()
+    return {"score": score, "values": values, "batch": batch.bounds, "loss": result.loss, "norm": result.grad_norm, "names": list(after)}
+
+
+@pytest.mark.parametrize(("family", "nproc", "axes"), [("qwen3", 1, {}), ("gemma3_text", 2, {}), ("olmo2", 2, {"cp": 2})])
+def test_value_head(family: str, nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    folder = save_tiny_model(tmp_path / "model", family)
+    found = run_ranks(rank_value, nproc, str(folder), family, axes)
+    backbone = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    score = found[0]["score"].clone().requires_grad_()
+    assert "lm_head.weight" not in found[0]["names"]
+    documents = tiny_documents(8, seed=0)
+    values = [backbone(input_ids=torch.tensor([d]), use_cache=False).last_hidden_state[0] @ score[0] for d in documents]
+    loss = sum((v[-1] - 1) ** 2 for v in values) / len(documents)
+    loss.backward()
+    grads = [p.grad for p in [*backbone.parameters(), score] if p.grad is not None]
+    norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+    assert found[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert found[0]["norm"] == pytest.approx(norm, rel=1e-5)
+    if nproc == 1:
+        torch.testing.assert_close(found[0]["values"], torch.cat(values).detach(), rtol=1e-4, atol=1e-5)
+
+
+def rank_router(folder: str, axes: dict[str, int], coefficient: float) -> tuple[float, float, float]:
+    engine = build(folder, model={"router_aux_loss_coef": coefficient}, parallel=ParallelConfig(**axes), micro_batch=MicroBatchConfig(max_tokens=4096))
+    result = engine.train_batch(share(engine, tiny_documents(8, seed=0)), SFTLoss())
+    engine.close()
+    assert result.grad_norm is not None
+    return result.loss, result.terms["router_aux"], result.grad_norm
+
+
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"cp": 2}), (2, {})])
+def test_router_loss(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+    """One micro-batch a rank: the balancing loss is transformers' own over its tokens, averaged over micro-batches."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    loss, aux, norm = run_ranks(rank_router, nproc, str(folder), axes, 0.5)[0]
+    documents = tiny_documents(8, seed=0)
+    model: Any = Reference(folder, OPTIM).model
+    total = sum(len(d) - 1 for d in documents)
+    parts = balance([len(d) for d in documents], 1 if axes else nproc)
+    want_loss, want_aux = torch.zeros(()), torch.zeros(())
+    for part in parts:
+        logits: list[list[Tensor]] = [[], []]
+        for i in part:
+            ids = torch.tensor([documents[i]])
+            out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+            want_loss = want_loss + torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum") / total
+            for layer, value in enumerate(out.router_logits):
+                logits[layer].append(value)
+        want_aux = want_aux + load_balancing_loss_func(tuple(torch.cat(x) for x in logits), 4, 2) / len(parts)
+    (want_loss + 0.5 * want_aux).backward()
+    want_norm = float(torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm())
+    assert loss == pytest.approx(float(want_loss), rel=1e-6)
+    assert aux == pytest.approx(float(want_aux), rel=1e-6)
+    assert norm == pytest.approx(want_norm, rel=1e-5)
+    # Control: without the term in the objective the gradient is another one.
+    assert run_ranks(rank_router, nproc, str(folder), axes, 1e-9)[0][2] != pytest.approx(want_norm, rel=1e-4)
+
+
+# ---- several engines in one process ----------------------------------------------------------------------------------
+
+
+def rank_two_engines(folder: str) -> list[list[tuple[float, float]]]:
+    engines = [build(folder), build(folder, parallel=ParallelConfig(cp=2)), build(folder, parallel=ParallelConfig(dp_replicate=2))]
+    found: list[list[tuple[float, float]]] = [[] for _ in engines]
+    for step in range(3):
+        for engine, rows in zip(engines, found, strict=True):
+            result = engine.train_batch(share(engine, tiny_documents(8, seed=step)), SFTLoss())
+            rows.append((result.loss, result.grad_norm or 0.0))
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def test_engines_of_different_layouts_take_turns(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    want = reference_steps(folder)
+    for got in run_ranks(rank_two_engines, 2, str(folder))[0]:
+        close_to(got, want)
+
+
+def rank_subsets(folder: str) -> list[tuple[float, float]]:
+    ranks = (0, 1) if dist.get_rank() < 2 else (2, 3)
+    found = []
+    for _ in range(2):  # built twice: a second engine on the same ranks must not meet the first one's groups
+        engine = build(folder, ranks=ranks, parallel=ParallelConfig(cp=2) if ranks == (0, 1) else ParallelConfig())
+        found = steps(engine)
+        engine.close()
+    return found
+
+
+def test_engines_on_parts_of_the_ranks(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    want = reference_steps(folder)
+    for got in run_ranks(rank_subsets, 4, str(folder)):
+        close_to(got, want)
+
+
+def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    engine, twin = build(folder), build(folder)
+    engine.to("host")
+    assert engine._residency.where("params") == "host"
+    with engine.train_mode():
+        assert engine._residency.where("params") == "device"
+    assert engine._residency.where("params") == "host"
+    assert steps(engine) == steps(twin)
+    engine.to("device")
+    with pytest.raises(ConfigError, match="to\\('moon'\\)"):
+        engine.to("moon")
+
+
+def test_peak_memory_of_a_load_is_a_shard(tmp_path: Path) -> None:
+    """A model is never whole in one process: four ranks load it, each growing by far less than its size."""
+    config = copy.deepcopy(tiny_model_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=8192))
+    config.save_pretrained(tmp_path / "model")
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    size = sum(f.stat().st_size for f in (tmp_path / "model").glob("*.safetensors"))
+    assert size > 200e6
+    grown = run_ranks(rank_memory, 4, str(tmp_path / "model"))
+    assert max(grown) < 0.6 * size
+
+
+def rank_memory(folder: str) -> float:
+    # Warm up on a tiny model, so that what code and libraries take is not counted.
+    small = Path(folder).parent / "small"
+    if dist.get_rank() == 0:
+        save_tiny_model(small, "llama")
+    dist.barrier()
+    build(small, optim=None).close()
+    before = anonymous()
+    engine = build(folder, optim=None)
+    grown = anonymous() - before
+    engine.close()
+    return grown
+
+
+def anonymous() -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+def test_cuda_kernels_agree_with_the_reference(family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    exact = Reference(folder, OPTIM).step(tiny_documents(8, seed=0))
+    engine = build(folder, precision=PrecisionConfig(params="float32", compute="bfloat16", reduce="float32"))
+    (loss, norm), *_ = steps(engine, 1)
+    assert loss == pytest.approx(exact.loss, rel=5e-3)
+    assert norm == pytest.approx(exact.grad_norm, rel=3e-2)
+    engine.to("host")
+    assert all(p.device.type == "cpu" for p in engine._root.parameters())
+    engine.close()
+
+
+def test_repository_root_is_no_import_path() -> None:
+    done = subprocess.run(
+        ["python3", "-c", "import engine.config"], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert done.returncode != 0
+    assert "attempted relative import" in done.stderr
