@@ -285,9 +285,7 @@ class BaseEngine(ABC):
             self._finite = self._finite and math.isfinite(result.loss)
         return result
 
-    def infer_batch(
-        self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def infer_batch(self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Per-token outputs without gradients, dropout off.
 
         Args:

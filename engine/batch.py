@@ -5,7 +5,7 @@ Axes: T tokens, N sequences (documents), A position axes of multi-axis rope, M r
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -206,7 +206,7 @@ def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | 
     targets = input_ids if supervised is None else input_ids.masked_fill(~supervised, IGNORE)
     labels = torch.roll(targets, -1)
     # A document of no tokens has no last token, so an index of -1 must not wrap around.
-    labels[[end - 1 for start, end in zip(bounds, bounds[1:], strict=False) if end > start]] = IGNORE
+    labels[[end - 1 for start, end in pairwise(bounds) if end > start]] = IGNORE
     return labels
 
 
@@ -220,7 +220,7 @@ def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> tuple[int, ...]:
         raise BatchError(
             f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to the {len(input_ids)} tokens of input_ids"
         )
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         if end <= start:
             raise BatchError(f"cu_seqlens gives sequence {i} the tokens {start} to {end}; a sequence has at least one")
     return bounds
@@ -246,7 +246,9 @@ def _check(batch: PackedBatch) -> None:
                 f"media field {name!r} has {len(media.values)} rows, but its counts add up to {int(media.counts.sum())}"
             )
     if batch.group_ids is not None and (batch.group_ids.dtype != torch.int64 or batch.group_ids.shape != (count,)):
-        raise BatchError(f"group_ids is {tuple(batch.group_ids.shape)} {batch.group_ids.dtype}; it must be [{count}] torch.int64")
+        raise BatchError(
+            f"group_ids is {tuple(batch.group_ids.shape)} {batch.group_ids.dtype}; it must be [{count}] torch.int64"
+        )
     if batch.names is not None and len(batch.names) != count:
         raise BatchError(f"names has {len(batch.names)} entries for {count} sequences")
     _check_labels(batch)

@@ -4,7 +4,7 @@ Axes: B rows of a padded tensor, L padded length, T tokens, N sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -54,9 +54,7 @@ def from_lists(
         position_ids=_positions(bounds),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         labels=shift_labels(ids, bounds, mask),
-        token_fields={
-            k: _checked(_flat(v, torch.float32), v, sequences, k) for k, v in (token_fields or {}).items()
-        },
+        token_fields={k: _checked(_flat(v, torch.float32), v, sequences, k) for k, v in (token_fields or {}).items()},
         sequence_fields={k: torch.tensor(v, dtype=torch.float32) for k, v in (sequence_fields or {}).items()},
         media=media or {},
         group_ids=None if group_ids is None else torch.tensor(group_ids, dtype=torch.int64),
@@ -202,7 +200,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
     media: dict[str, MediaField] = {}
     special: dict[str, Tensor] = {}
     names: tuple[str, ...] | None = None
-    for key in data.keys():
+    for key in data.keys():  # iterating a TensorDict yields its rows
         value = data[key]
         if key in ("input_ids",) or str(key).startswith("media_rows/"):
             continue
@@ -264,7 +262,7 @@ def _checked(flat: Tensor, rows: Sequence[Sequence[float]], sequences: Sequence[
 
 
 def _positions(bounds: Sequence[int]) -> Tensor:
-    spans = [torch.arange(e - s) for s, e in zip(bounds, bounds[1:], strict=False)]
+    spans = [torch.arange(e - s) for s, e in pairwise(bounds)]
     return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 

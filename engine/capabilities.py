@@ -64,7 +64,9 @@ class Capabilities:
         if optimizer is not None:
             self._one_of(engine, "optim.name", optimizer, self.optimizers)
         if model.lora.rank > 0 and not self.lora:
-            raise CapabilityError(f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} has no adapters; set it to 0")
+            raise CapabilityError(
+                f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} has no adapters; set it to 0"
+            )
         if engine.compile and not self.compile:
             raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} cannot compile; set it to false")
         pair = (engine.precision.params, engine.precision.compute)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5 * 2**30
 
 
-def export_hf(engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "folded", shard_bytes: int = SHARD_BYTES) -> Path:
+def export_hf(
+    engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "folded", shard_bytes: int = SHARD_BYTES
+) -> Path:
     """Write weights, config and tokenizer as transformers (or, for adapters alone, peft) loads them. Collective.
 
     The folder appears complete or not at all; an existing one is replaced.
@@ -60,7 +62,9 @@ def export_hf(engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" 
             if len(plan) > 1:
                 index = {key: name for name, part in zip(names, plan, strict=True) for key in part}
                 total = sum(_size(*entry) for entry in shapes.values())
-                write_json(temporary / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+                write_json(
+                    temporary / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+                )
             engine._save_model_files(temporary)
             _only_what_belongs(temporary, adapters)
             _replace(temporary, final)

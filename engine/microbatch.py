@@ -40,9 +40,7 @@ def _units(lengths: Sequence[int], groups: Sequence[int] | None, ratio: float) -
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups if groups is not None else range(len(lengths))):
         members.setdefault(group, []).append(i)
-    units = [
-        _Unit(tuple(m), sum(lengths[i] for i in m), sum(cost(lengths[i], ratio) for i in m)) for m in members.values()
-    ]
+    units = [_Unit(tuple(m), sum(lengths[i] for i in m), sum(cost(lengths[i], ratio) for i in m)) for m in members.values()]
     # Heaviest first; ties by first member, so that the order never depends on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
 

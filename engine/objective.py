@@ -73,11 +73,15 @@ class LossSums:
 class Loss(Protocol):
     """A loss over packed documents. Implementations are pure: the same outputs and batch give the same sums."""
 
-    request: OutputRequest
-    """The outputs it needs."""
+    @property
+    def request(self) -> OutputRequest:
+        """The outputs it needs."""
+        ...
 
-    linear: bool
-    """Whether every term is linear in the outputs. The head then computes its gradient in the forward pass."""
+    @property
+    def linear(self) -> bool:
+        """Whether every term is linear in the outputs. The head then computes its gradient in the forward pass."""
+        ...
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """`[T]` bool: the tokens whose outputs it needs. The head runs on no other."""
@@ -154,14 +158,10 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
     """
     if not loss.linear:
         return None
-    zeros = {
-        name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in loss.request.names
-    }
+    zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in loss.request.names}
     with torch.enable_grad():
         total = combine(loss(TokenOutputs(mask=mask, **zeros), batch), weights)
     if not total.requires_grad:
         return None
     gradients = torch.autograd.grad(total, list(zeros.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(zeros[name]) if g is None else g for name, g in zip(zeros, gradients, strict=True)
-    }
+    return {name: torch.zeros_like(zeros[name]) if g is None else g for name, g in zip(zeros, gradients, strict=True)}

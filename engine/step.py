@@ -133,7 +133,9 @@ def plan_step(
     except DrivetrainError as e:
         error = e
     text = None if error is None else f"{type(error).__name__}: {error}"
-    mine = _Share(text, topology.is_output_rank, count, len(set(batch.groups())), batch.num_tokens, batch.num_sequences, weights)
+    mine = _Share(
+        text, topology.is_output_rank, count, len(set(batch.groups())), batch.num_tokens, batch.num_sequences, weights
+    )
     shares: list[_Share] = topology.exchange(mine)
     if error is not None:
         raise error
@@ -169,9 +171,7 @@ def _cut(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: 
     if budget < 1:
         raise BudgetError(f"{setting}={budget} is less than one token for each context-parallel rank; raise it")
     groups = None if batch.group_ids is None else batch.groups()
-    return partition(
-        batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting
-    )
+    return partition(batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting)
 
 
 class Objective:
@@ -233,8 +233,7 @@ class Objective:
         found = topology.exchange((topology.is_output_rank, mine))
         counted = [part for counts, part in found if counts]
         terms = {
-            name: sum(part["terms"].get(name, 0.0) for part in counted) / weight
-            for name, weight in self._plan.weights.items()
+            name: sum(part["terms"].get(name, 0.0) for part in counted) / weight for name, weight in self._plan.weights.items()
         }
         loss = sum(terms.values())
         if any(part["aux"] is not None for part in counted):

@@ -94,7 +94,8 @@ def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, init: bool,
             file_store = dist.FileStore(store, nproc)
             dist.init_process_group("gloo", store=file_store, rank=rank, world_size=nproc)
         spec = importlib.util.spec_from_file_location(f"ranks_{Path(where[0]).stem}", where[0])
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

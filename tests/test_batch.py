@@ -173,9 +173,9 @@ def test_padded_round_trip(lengths: list[int], seed: int, side: Any, extra: int)
 
 def test_padded_input_is_checked() -> None:
     ids = torch.arange(6).view(2, 3)
-    with pytest.raises(BatchError, match="row 0 .* has a hole"):
+    with pytest.raises(BatchError, match=r"row 0 .* has a hole"):
         from_padded(ids, torch.tensor([[1, 0, 1], [1, 1, 1]]))
-    with pytest.raises(BatchError, match="row 1 .* has no token"):
+    with pytest.raises(BatchError, match=r"row 1 .* has no token"):
         from_padded(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]))
     with pytest.raises(BatchError, match="both be"):
         from_padded(ids, torch.ones(2, 4))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import Tensor
 
 from drivetrain.engine.batch import PackedBatch
@@ -17,6 +16,7 @@ from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.objective import HeadRequest, StepResult, TokenOutputs
 from drivetrain.engine.registry import BackendSpec, register, unregister
 from drivetrain.engine.step import MicroBatch
+from harness import run_ranks
 
 LAYOUTS = [
     (1, {}),
@@ -30,14 +30,14 @@ LAYOUTS = [
 ]
 
 
-def rank_checks(axes: dict[str, int], names: list[str], family: str) -> None:
+def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
     with bench("fsdp", ParallelConfig(**axes), family) as made:
         for name in names:
             CHECKS[name](made)
 
 
 @pytest.mark.parametrize(("nproc", "axes"), LAYOUTS)
-def test_fsdp_conforms(nproc: int, axes: dict[str, int]) -> None:
+def test_fsdp_conforms(nproc: int, axes: dict[str, Any]) -> None:
     run_ranks(rank_checks, nproc, axes, list(CHECKS), "qwen3", timeout_s=200)
 
 
@@ -130,7 +130,7 @@ class IgnoresEmptyBatch(FSDPEngine):
         return super().forward_backward(batch, loss, **{**options, "total_weights": {"nll": 1.0}})
 
 
-BROKEN = {
+BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "reference": [NoGlobalWeight, OverstatesNorm, DoublesRate, KeepsGradients],
     "partition": [NoGlobalWeight],
     "shares": [NoGlobalWeight],

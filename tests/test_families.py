@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 
 from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -19,6 +18,7 @@ from drivetrain.engine.fsdp.families import EXACT, REFUSED, check_family, packed
 from drivetrain.engine.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
+from harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 
@@ -81,7 +81,7 @@ def test_main_families_under_context_parallelism(cp: int) -> None:
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_wrong_family_is_refused_with_the_reason(family: str) -> None:
-    config = tiny_model_config("llama")
+    config: Any = tiny_model_config("llama")
     config.model_type = family
     with pytest.raises(ModelError, match=REFUSED[family]):
         check_family(config, allow_unverified=True)
@@ -109,7 +109,11 @@ def test_reference_notices_a_leak_between_documents(tmp_path: Path, process_grou
     documents = tiny_documents(6, seed=0)
     batch = from_lists(documents)
     reference = Reference(folder, OPTIM)
-    leaky = reference.model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-                            attention_mask=torch.ones(1, 1, batch.num_tokens, batch.num_tokens).tril().log()).logits[0]
+    leaky = reference.model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        attention_mask=torch.ones(1, 1, batch.num_tokens, batch.num_tokens).tril().log(),
+    ).logits[0]
     alone = torch.cat([reference.logits(d) for d in documents])
     assert float((leaky - alone).abs().max()) > 1e-3

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
@@ -37,11 +36,19 @@ from drivetrain.engine.microbatch import balance
 from drivetrain.engine.objective import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
+from harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 
 
-def build(folder: Path | str, *, model: dict[str, Any] | None = None, optim: OptimConfig | None = OPTIM, ranks: Any = None, **engine: Any) -> BaseEngine:
+def build(
+    folder: Path | str,
+    *,
+    model: dict[str, Any] | None = None,
+    optim: OptimConfig | None = OPTIM,
+    ranks: Any = None,
+    **engine: Any,
+) -> BaseEngine:
     config = EngineConfig(**{"micro_batch": MicroBatchConfig(max_tokens=128), **engine})
     made = engine_class("fsdp")(model=ModelConfig(path=str(folder), **(model or {})), engine=config, optim=optim, ranks=ranks)
     return made.initialize()
@@ -92,7 +99,7 @@ SAME = [
 ]
 
 
-def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, int]) -> list[list[tuple[float, float]]]:
+def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, Any]) -> list[list[tuple[float, float]]]:
     found = []
     for chosen in settings:
         engine = build(folder, parallel=ParallelConfig(**axes), **chosen)
@@ -103,7 +110,7 @@ def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, int])
 
 
 @pytest.mark.parametrize("axes", [{}, {"cp": 2}])
-def test_memory_settings_change_no_number(axes: dict[str, int], tmp_path: Path) -> None:
+def test_memory_settings_change_no_number(axes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     want = reference_steps(folder)
     for got in run_ranks(rank_same, 2, str(folder), SAME, axes)[0]:
@@ -164,7 +171,7 @@ def test_sharded_files_are_read(tmp_path: Path, process_group: None) -> None:
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def rank_random(folder: str, axes: dict[str, int], model: dict[str, Any]) -> dict[str, Tensor]:
+def rank_random(folder: str, axes: dict[str, Any], model: dict[str, Any]) -> dict[str, Tensor]:
     engine = build(folder, model={"init": "random", **model}, parallel=ParallelConfig(**axes), seed=7)
     found = weights(engine)
     if model:
@@ -208,7 +215,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, process_group: 
     with pytest.raises(ModelError, match=r"model\.norm\.weight is \[3\] .* but \[64\] by config.json"):
         build(folder)
     file.unlink()
-    with pytest.raises(ModelError, match="neither model.safetensors"):
+    with pytest.raises(ModelError, match=r"neither model.safetensors"):
         build(folder)
 
 
@@ -246,7 +253,9 @@ def test_an_error_of_one_rank_is_everybodys(tmp_path: Path) -> None:
         ({"optim": OptimConfig(lr=-1.0)}, ConfigError, r"optim.lr=-1.0"),
     ],
 )
-def test_what_cannot_work_is_refused(change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, process_group: None) -> None:
+def test_what_cannot_work_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, process_group: None
+) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     with pytest.raises(error, match=message):
         build(folder, **change)
@@ -275,7 +284,7 @@ def peft_reference(folder: str | Path, adapter: str | Path) -> Any:
     return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
-def rank_lora(folder: str, out: str, axes: dict[str, int]) -> dict[str, Any]:
+def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
     lora = {"lora": LoraConfig(rank=3, alpha=12.0)}
     engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
     export_hf(engine, f"{out}/start", adapters="only")
@@ -305,7 +314,7 @@ def rank_lora(folder: str, out: str, axes: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {}), (2, {"cp": 2})])
-def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes)
     assert all(f["disabled_equals_base"] and f["training_changed"] and f["resumed"] for f in found)
@@ -351,22 +360,29 @@ class SquaredValue:
         return LossSums(terms={"value": (outputs.values[outputs.mask] - 1).square().sum()})
 
 
-def rank_value(folder: str, family: str, axes: dict[str, int]) -> dict[str, Any]:
+def rank_value(folder: str, family: str, axes: dict[str, Any]) -> dict[str, Any]:
     engine = build(folder, model={"head": "value"}, parallel=ParallelConfig(**axes))
     documents = tiny_documents(8, seed=0)
     batch = share(engine, documents)
     score = weights(engine)["score.weight"]
     values = engine.infer_batch(batch, OutputRequest(values=True))["values"]
     result = engine.train_batch(batch, SquaredValue())
-    with pytest.raises(ConfigError, match="model.head=value"):
+    with pytest.raises(ConfigError, match=r"model.head=value"):
         engine.infer_batch(batch, OutputRequest(log_probs=True))
     after = weights(engine)
     engine.close()
-    return {"score": score, "values": values, "batch": batch.bounds, "loss": result.loss, "norm": result.grad_norm, "names": list(after)}
+    return {
+        "score": score,
+        "values": values,
+        "batch": batch.bounds,
+        "loss": result.loss,
+        "norm": result.grad_norm,
+        "names": list(after),
+    }
 
 
 @pytest.mark.parametrize(("family", "nproc", "axes"), [("qwen3", 1, {}), ("gemma3_text", 2, {}), ("olmo2", 2, {"cp": 2})])
-def test_value_head(family: str, nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+def test_value_head(family: str, nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModel
 
     folder = save_tiny_model(tmp_path / "model", family)
@@ -386,8 +402,13 @@ def test_value_head(family: str, nproc: int, axes: dict[str, int], tmp_path: Pat
         torch.testing.assert_close(found[0]["values"], torch.cat(values).detach(), rtol=1e-4, atol=1e-5)
 
 
-def rank_router(folder: str, axes: dict[str, int], coefficient: float) -> tuple[float, float, float]:
-    engine = build(folder, model={"router_aux_loss_coef": coefficient}, parallel=ParallelConfig(**axes), micro_batch=MicroBatchConfig(max_tokens=4096))
+def rank_router(folder: str, axes: dict[str, Any], coefficient: float) -> tuple[float, float, float]:
+    engine = build(
+        folder,
+        model={"router_aux_loss_coef": coefficient},
+        parallel=ParallelConfig(**axes),
+        micro_batch=MicroBatchConfig(max_tokens=4096),
+    )
     result = engine.train_batch(share(engine, tiny_documents(8, seed=0)), SFTLoss())
     engine.close()
     assert result.grad_norm is not None
@@ -395,7 +416,7 @@ def rank_router(folder: str, axes: dict[str, int], coefficient: float) -> tuple[
 
 
 @pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"cp": 2}), (2, {})])
-def test_router_loss(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
+def test_router_loss(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     """One micro-batch a rank: the balancing loss is transformers' own over its tokens, averaged over micro-batches."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -414,7 +435,8 @@ def test_router_loss(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
             want_loss = want_loss + torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum") / total
             for layer, value in enumerate(out.router_logits):
                 logits[layer].append(value)
-        want_aux = want_aux + load_balancing_loss_func(tuple(torch.cat(x) for x in logits), 4, 2) / len(parts)
+        gates: Any = tuple(torch.cat(x) for x in logits)
+        want_aux = want_aux + load_balancing_loss_func(gates, 4, 2) / len(parts)
     (want_loss + 0.5 * want_aux).backward()
     want_norm = float(torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm())
     assert loss == pytest.approx(float(want_loss), rel=1e-6)
@@ -428,7 +450,11 @@ def test_router_loss(nproc: int, axes: dict[str, int], tmp_path: Path) -> None:
 
 
 def rank_two_engines(folder: str) -> list[list[tuple[float, float]]]:
-    engines = [build(folder), build(folder, parallel=ParallelConfig(cp=2)), build(folder, parallel=ParallelConfig(dp_replicate=2))]
+    engines = [
+        build(folder),
+        build(folder, parallel=ParallelConfig(cp=2)),
+        build(folder, parallel=ParallelConfig(dp_replicate=2)),
+    ]
     found: list[list[tuple[float, float]]] = [[] for _ in engines]
     for step in range(3):
         for engine, rows in zip(engines, found, strict=True):
@@ -479,7 +505,9 @@ def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: Non
 
 def test_peak_memory_of_a_load_is_a_shard(tmp_path: Path) -> None:
     """A model is never whole in one process: four ranks load it, each growing by far less than its size."""
-    config = copy.deepcopy(tiny_model_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=8192))
+    config = copy.deepcopy(
+        tiny_model_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, vocab_size=8192)
+    )
     config.save_pretrained(tmp_path / "model")
     tiny_model(config).save_pretrained(tmp_path / "model")
     size = sum(f.stat().st_size for f in (tmp_path / "model").glob("*.safetensors"))
@@ -517,13 +545,19 @@ def test_cuda_kernels_agree_with_the_reference(family: str, tmp_path: Path, proc
     assert loss == pytest.approx(exact.loss, rel=5e-3)
     assert norm == pytest.approx(exact.grad_norm, rel=3e-2)
     engine.to("host")
-    assert all(p.device.type == "cpu" for p in engine._root.parameters())
+    root: Any = engine._root  # type: ignore[attr-defined]
+    assert all(p.device.type == "cpu" for p in root.parameters())
     engine.close()
 
 
 def test_repository_root_is_no_import_path() -> None:
     done = subprocess.run(
-        ["python3", "-c", "import engine.config"], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, env={**os.environ}
+        ["python3", "-c", "import engine.config"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
     )
     assert done.returncode != 0
     assert "attempted relative import" in done.stderr

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from benchmarks.balance import imbalance, lengths, sorted_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance import imbalance, lengths, sorted_greedy
 from drivetrain.engine.errors import BudgetError
 from drivetrain.engine.microbatch import attention_ratio, balance, cost, partition
 
@@ -87,7 +87,10 @@ def test_balance_deals_everything_once(sizes: list[int], ranks: int, grouped: bo
     costs = [cost(n, RATIO) for n in sizes]
     if sizes:
         heaviest = max(sum(costs[i] for i in share) for share in shares)
-        bound = sum(costs) / ranks + max(sum(costs[j] for j in range(len(sizes)) if (groups or range(len(sizes)))[j] == g) for g in set(groups or range(len(sizes))))
+        bound = sum(costs) / ranks + max(
+            sum(costs[j] for j in range(len(sizes)) if (groups or range(len(sizes)))[j] == g)
+            for g in set(groups or range(len(sizes)))
+        )
         assert heaviest <= bound + 1e-6
 
 

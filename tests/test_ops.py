@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import Tensor
 
 from drivetrain.engine.ops import linear_head as head_module
@@ -13,11 +12,14 @@ from drivetrain.engine.ops.attention import PackedContext, by_document, flex, pa
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
 from drivetrain.engine.ops.ulysses import gather_tokens, slice_tokens
+from harness import run_ranks
 
 BOUNDS = (0, 1, 14, 15, 40)
 
 
-def plain_head(h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: LogitTransform, temperature: float) -> tuple[Tensor, Tensor]:
+def plain_head(
+    h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: LogitTransform, temperature: float
+) -> tuple[Tensor, Tensor]:
     z = h @ w.T
     z = (z if b is None else z + b) * t.scale
     if t.softcap is not None:
@@ -49,7 +51,15 @@ def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bia
         b = leaf["b"] if bias else None
         if ours:
             lp, ent = linear_head(
-                leaf["h"], leaf["w"], targets, bias_v=b, transform=transform, temperature=1.3, entropy=entropy, expected=expected, chunk=16
+                leaf["h"],
+                leaf["w"],
+                targets,
+                bias_v=b,
+                transform=transform,
+                temperature=1.3,
+                entropy=entropy,
+                expected=expected,
+                chunk=16,
             )
         else:
             lp, ent = plain_head(leaf["h"], leaf["w"], b, targets, transform, 1.3)
@@ -60,9 +70,14 @@ def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bia
 
 
 def test_linear_head_computes_logits_once_when_the_promise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[int] = []
     real = head_module._logits
-    monkeypatch.setattr(head_module, "_logits", lambda *a: calls.append(1) or real(*a))
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(head_module, "_logits", counted)
     h, w = torch.randn(32, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     y = torch.randint(0, 50, (32,))
     g = torch.full((32,), -0.5)
@@ -88,7 +103,9 @@ def test_linear_head_of_a_frozen_weight() -> None:
         assert linear_head(h, w, torch.zeros(9, dtype=torch.long), expected={"log_probs": torch.ones(9)})[0].shape == (9,)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """One document at a time, one head at a time, from the definition."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype)
     for start, end in itertools.pairwise(BOUNDS):
@@ -149,11 +166,11 @@ def rank_ulysses(heads: int, kv: int) -> float:
     full = [torch.randn(tokens, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads, kv, kv)]
     sinks = torch.randn(heads, dtype=torch.float64)
     weight = torch.randn(tokens, heads, 8, dtype=torch.float64)
-    want = packed_attention(*full, context(), scale=0.3, sinks_h=sinks)
+    want = packed_attention(full[0], full[1], full[2], context(), scale=0.3, sinks_h=sinks)
     grads = torch.autograd.grad((want * weight).sum(), full)
     mine = [slice_tokens(t, group, 0).detach().requires_grad_() for t in full]
     shared = PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), cp_group=group)
-    got = packed_attention(*mine, shared, scale=0.3, sinks_h=sinks)
+    got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
     # Through the gather that losses see: every rank computes the same loss of whole documents.
     mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
     off = [(got - slice_tokens(want, group, 0)).abs().max()]

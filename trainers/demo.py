@@ -49,10 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     after = _measured(*run, "answer", str(root / "run" / "hf"), str(root / "data" / "eval.jsonl"), "8")
 
     records = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in records if r.get("split") != "eval"]
     summary = {
         "accuracy_before": before,
         "accuracy_after": after,
-        "losses": [r["loss"] for r in records if r.get("split") != "eval"],
+        "losses": losses,
         "eval_loss": next((r["loss"] for r in reversed(records) if r.get("split") == "eval"), None),
         "seconds": round(time.monotonic() - start, 1),
         "export": str(root / "run" / "hf"),
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     (root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("4/4  done")
     print(f"     held-out accuracy  {before:.3f} before, {after:.3f} after")
-    print(f"     loss               {summary['losses'][0]:.4f} at the first step, {summary['losses'][-1]:.4f} at the last")
+    print(f"     loss               {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
     print(f"     model              {summary['export']}")
     print(f"     loss plot          {root / 'run' / 'loss.png'}")
     print(f"     summary            {root / 'summary.json'} ({summary['seconds']} s in all)")

@@ -64,7 +64,7 @@ class JSONL:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept))
         os.replace(temporary, path)
-        self._file = open(path, "a")
+        self._file = open(path, "a")  # closed by close()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a line. NaN, which JSON lacks, becomes null."""

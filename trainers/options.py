@@ -187,7 +187,7 @@ def _check_keys(layer: DictConfig, known: set[str]) -> None:
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in node:
         value = node._get_node(key)
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key!s}"
         if isinstance(value, DictConfig) and len(value):
             yield from _leaves(value, f"{name}.")
         else:
@@ -210,5 +210,3 @@ def fail(error: Exception) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
     return 1
-
-

@@ -13,6 +13,7 @@ from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import latest, sweep
 from ..engine.errors import CheckpointError, ConfigError, DrivetrainError, ModelError
 from ..engine.export import export_hf
+from ..engine.model_path import check_model_path
 from ..engine.registry import engine_class
 from ..engine.topology import agree, init_distributed
 from ..workers.losses.sft import SFTLoss
@@ -23,7 +24,7 @@ from .loop import train
 from .metrics import check_loggers, make_loggers, plot_loss
 from .options import SFTConfig, TrainerConfig, to_yaml
 
-log = logging.getLogger("drivetrain")
+log = logging.getLogger(__name__)
 
 
 def run_sft(config: SFTConfig) -> None:
@@ -32,7 +33,8 @@ def run_sft(config: SFTConfig) -> None:
     Raises:
         DrivetrainError: with the setting, the file or the row that is wrong; on every rank.
     """
-    logging.basicConfig(format="%(message)s", level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     check_run(config)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
@@ -97,12 +99,19 @@ def _run(config: SFTConfig) -> None:
             if part is not None
         ]
         main = engine.topology.is_main
-        loggers = (
-            make_loggers(config.trainer.loggers, output, steps, config.trainer.log_every, first - 1) if main else []
-        )
+        loggers = make_loggers(config.trainer.loggers, output, steps, config.trainer.log_every, first - 1) if main else []
         todo = range(first, steps + 1)
         if todo:
-            train(engine, SFTLoss(), loaders[0], loaders[1] if len(loaders) > 1 else None, config.trainer, loggers, steps=todo, cursor=cursor)
+            train(
+                engine,
+                SFTLoss(),
+                loaders[0],
+                loaders[1] if len(loaders) > 1 else None,
+                config.trainer,
+                loggers,
+                steps=todo,
+                cursor=cursor,
+            )
         else:
             log.info("step %d of %d is done already; nothing to train", first - 1, steps)
         for logger in loggers:
@@ -141,12 +150,7 @@ def load_tokenizer(config: SFTConfig) -> Any:
         ModelError: there is none.
     """
     path = config.model.path
-    if not path:
-        raise ConfigError("model.path is not set; give a folder with config.json, tokenizer and safetensors")
-    if not Path(path).is_dir() and path.count("/") != 1:
-        raise ModelError(f"model.path={path} is no folder; give a folder with config.json, or a Hugging Face name (org/name)")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"model.path={path} has no config.json; give a folder in Hugging Face format")
+    check_model_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as e:
@@ -194,6 +198,8 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, seed: int) -
     restored = engine.load_checkpoint(folder)
     cursor = Cursor.from_json(restored.extra["cursor"])
     if cursor.seed != seed:
-        raise CheckpointError(f"{folder} was saved with data.seed={cursor.seed}, not {seed}; use that seed, or trainer.resume=none")
+        raise CheckpointError(
+            f"{folder} was saved with data.seed={cursor.seed}, not {seed}; use that seed, or trainer.resume=none"
+        )
     log.info("resumed from %s%s", folder, "" if restored.same_layout else " (another layout: random state drawn anew)")
     return restored.step + 1, cursor

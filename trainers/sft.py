@@ -1,7 +1,7 @@
 """Supervised fine-tuning.
 
-    torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...
-    python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one process)
+torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...
+python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one process)
 """
 
 import sys

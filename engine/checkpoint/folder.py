@@ -128,9 +128,7 @@ class Manifest:
     def _box(self, b: Mapping[str, Any]) -> StoredBox:
         if b["file"] not in self.data["files"]:
             raise CheckpointError(f"{self.folder / MANIFEST} uses the file {b['file']!r}, which it does not list")
-        return StoredBox(
-            box=Box(tuple(b["offset"]), tuple(b["length"])), file=b["file"], key=b["key"], xxh3=b["xxh3"]
-        )
+        return StoredBox(box=Box(tuple(b["offset"]), tuple(b["length"])), file=b["file"], key=b["key"], xxh3=b["xxh3"])
 
 
 def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,7 +193,7 @@ def steps(root: Path) -> list[Path]:
 
 def latest(root: Path) -> tuple[Manifest | None, list[str]]:
     """The last complete checkpoint, and why later ones were passed over."""
-    skipped = []
+    skipped: list[str] = []
     for folder in reversed(steps(root)):
         try:
             return Manifest.read(folder), skipped

@@ -55,7 +55,7 @@ class TensorWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._expected = iter(entries.items())
-        self._file = open(path, "wb", buffering=0)
+        self._file = open(path, "wb", buffering=0)  # closed by __exit__
         self._put(struct.pack("<Q", len(text)) + text)
         self.size = 8 + len(text) + at
 
@@ -92,7 +92,8 @@ class TensorWriter:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(raw)
 
 
 def checksum(tensor: Tensor) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import fields, replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +26,8 @@ def parse_layout(words: list[str]) -> ParallelConfig:
         axis, _, value = word.partition("=")
         if axis not in known or not value.isdigit():
             raise ConfigError(f"{word!r} is no axis with a size; the axes are {', '.join(sorted(known))}")
-        layout = replace(layout, **{axis: int(value)})
+        sizes: dict[str, Any] = {axis: int(value)}
+        layout = replace(layout, **sizes)
     return layout
 
 

@@ -160,7 +160,9 @@ def check_reference(bench: Bench) -> None:
                 holds(off <= WEIGHT_BOUND, f"parameter {name} is off by {off:.1e} after five steps")
 
 
-def _gradient(bench: Bench, documents: Sequence[Sequence[int]], deal: Callable[[int, int], list[int]], max_tokens: int) -> tuple[float, float]:
+def _gradient(
+    bench: Bench, documents: Sequence[Sequence[int]], deal: Callable[[int, int], list[int]], max_tokens: int
+) -> tuple[float, float]:
     with bench.engine(max_tokens=max_tokens) as engine:
         mine = deal(engine.topology.dp_rank, engine.topology.dp_size)
         result = engine.train_batch(bench.pack(documents, mine), MeanNLL())
@@ -261,7 +263,10 @@ def check_infer(bench: Bench) -> None:
             got = found["log_probs"][start : end - 1]
             off = float((got - want).abs().max()) if len(want) else 0.0
             holds(off <= 1e-4, f"log-probabilities of document {i} are off by {off:.1e}")
-            holds(float(found["log_probs"][end - 1]) == 0.0, "the last token of a document has no next token, but a log-probability")
+            holds(
+                float(found["log_probs"][end - 1]) == 0.0,
+                "the last token of a document has no next token, but a log-probability",
+            )
             distribution = torch.log_softmax(reference.logits(documents[i])[:-1] / 0.7, -1)
             entropy = -(distribution.exp() * distribution).sum(-1).detach()
             off = float((found["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
@@ -334,7 +339,9 @@ def check_checkpoint(bench: Bench) -> None:
             holds(restored.extra == {"cursor": 6} and restored.step == 1, f"the trainer's state came back as {restored}")
             got = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             for step, (a, b) in enumerate(zip(got, want, strict=True)):
-                holds((a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr), f"step {step} after loading: {a}, expected {b}")
+                holds(
+                    (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr), f"step {step} after loading: {a}, expected {b}"
+                )
             resumed = weights_of(engine)
         holds(all(torch.equal(resumed[n], final[n]) for n in final), "parameters after resuming are not bit-equal")
         dist.barrier()

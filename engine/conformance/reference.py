@@ -58,7 +58,11 @@ class Reference:
             documents: token ids.
             masks: for each token whether it is a target; all by default.
         """
-        supervised = [torch.tensor(m[1:], dtype=torch.bool) for m in masks] if masks else [torch.ones(len(d) - 1).bool() for d in documents]
+        supervised = (
+            [torch.tensor(m[1:], dtype=torch.bool) for m in masks]
+            if masks
+            else [torch.ones(len(d) - 1).bool() for d in documents]
+        )
         total = sum(int(m.sum()) for m in supervised)
         loss = 0.0
         for document, mask in zip(documents, supervised, strict=True):

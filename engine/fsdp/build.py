@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..checkpoint.state import Piece
 from ..config import EngineConfig, ModelConfig
 from ..errors import ModelError, TopologyError
+from ..model_path import check_model_path
 from ..topology import Topology
 from .attention import IMPLEMENTATION
 from .families import check_family, logit_transform
@@ -48,13 +49,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ModelError: the folder or its config.json is missing or unreadable.
     """
-    if not model.path:
-        raise ModelError("model.path is not set; give a folder with config.json, tokenizer and safetensors")
-    folder = Path(model.path)
-    if not folder.is_dir() and (folder.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1):
-        raise ModelError(f"model.path={model.path} is no folder; give a folder with config.json, or a Hugging Face name (org/name)")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={model.path} has no config.json; give a folder in Hugging Face format")
+    check_model_path(model.path)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as e:
@@ -97,7 +92,9 @@ def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSetti
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
     if experts is None:
-        raise ModelError(f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it")
+        raise ModelError(
+            f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it"
+        )
     return RouterSettings(experts=experts, per_token=config.num_experts_per_tok)
 
 
@@ -193,9 +190,7 @@ def fill(
     if model.init == "random":
         draw_weights(root, twin, twin_lm, engine.seed, lambda name: True)
         return
-    pieces: list[Piece] = [
-        p for p in value_pieces(root, layout, topology) if not p.name.startswith("base_model.model.")
-    ]
+    pieces: list[Piece] = [p for p in value_pieces(root, layout, topology) if not p.name.startswith("base_model.model.")]
     error: Exception | None = None
     fresh: set[str] = set()
     try:

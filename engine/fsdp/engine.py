@@ -77,9 +77,7 @@ class FSDPEngine(BaseEngine):
         check_config(self._hf_config, self.model_config, self.config, self.options)
 
     def _build_model(self) -> None:
-        self._built = build(
-            self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef()
-        )
+        self._built = build(self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef())
         self._root = self._built.root
         seed_ranks(self.config.seed, self.topology.rank)
 

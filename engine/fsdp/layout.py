@@ -48,9 +48,7 @@ class DiskLayout:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Prefix changes cannot be told from a bare model: what transformers saves does not carry them either.
-        transforms = [
-            t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)
-        ]
+        transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._back = [t.reverse_transform() for t in reversed(transforms) if isinstance(t, WeightRenaming)]
         self._forward: list[WeightTransform] = [
@@ -85,9 +83,7 @@ class DiskLayout:
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def _fused(
-        self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str
-    ) -> list[Segment]:
+    def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[Segment]:
         operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
         sources = list(converter.source_patterns)
         known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

@@ -74,9 +74,7 @@ class WeightFolder:
             piece.data.copy_(self._files.read(file, key, box.within((0,) * len(shape))))
 
 
-def load_weights(
-    pieces: Iterable[Piece], weights: WeightFolder, prefix: str, optional: Callable[[str], bool]
-) -> set[str]:
+def load_weights(pieces: Iterable[Piece], weights: WeightFolder, prefix: str, optional: Callable[[str], bool]) -> set[str]:
     """Fill this rank's pieces from a folder.
 
     Args:
@@ -162,9 +160,7 @@ def seed_ranks(seed: int, rank: int) -> None:
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set
-    ]
+    return [(n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set]
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -179,5 +175,3 @@ def _copy_shard(target: Tensor, source: Tensor) -> None:
         box, local = local_box(target)
         if local.numel():
             local.copy_(source[box.within((0,) * source.dim())] if source.dim() else source)
-
-

@@ -116,5 +116,3 @@ def wants_adapters(lora: LoraConfig) -> bool:
     if not 0 <= lora.dropout < 1:
         raise ModelError(f"model.lora.dropout={lora.dropout}; it is a probability below 1")
     return lora.rank > 0
-
-

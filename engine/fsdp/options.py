@@ -12,9 +12,5 @@ class FSDPOptions:
     reshard_after_forward: bool = setting(
         True, "free a layer's gathered parameters after its forward pass; false trades memory for one gather less"
     )
-    reduce_each_micro_batch: bool = setting(
-        False, "reduce gradients after every micro-batch: less memory, more communication"
-    )
-    allow_unverified_family: bool = setting(
-        False, "run a model family for which packed attention could not be verified"
-    )
+    reduce_each_micro_batch: bool = setting(False, "reduce gradients after every micro-batch: less memory, more communication")
+    allow_unverified_family: bool = setting(False, "run a model family for which packed attention could not be verified")

@@ -110,9 +110,7 @@ class PackedModel(nn.Module):
         return found
 
 
-def balancing_loss(
-    logits: tuple[Tensor, ...], router: RouterSettings, real_tokens: int, group: ProcessGroup | None
-) -> Tensor:
+def balancing_loss(logits: tuple[Tensor, ...], router: RouterSettings, real_tokens: int, group: ProcessGroup | None) -> Tensor:
     """Load-balancing loss of one packed micro-batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
 
     As in transformers: E times the sum over experts of (share of tokens routed to it) x (mean router probability), the

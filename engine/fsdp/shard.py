@@ -21,9 +21,7 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     if topology.replicate is None:
         return DeviceMesh.from_group(topology.shard, kind, mesh_dim_names=("shard",))
     grid = torch.tensor(topology.ranks).view(topology.parallel.dp_replicate, -1)
-    return DeviceMesh.from_group(
-        [topology.replicate, topology.shard], kind, mesh=grid, mesh_dim_names=("replicate", "shard")
-    )
+    return DeviceMesh.from_group([topology.replicate, topology.shard], kind, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -32,7 +30,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     Raises:
         ModelError: it has none that transformers marks as such.
     """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its layers cannot be told apart")
     return layers

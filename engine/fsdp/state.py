@@ -120,7 +120,9 @@ def stream_weights(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) 
             yield segment.name, part
 
 
-def weight_shapes(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def weight_shapes(
+    root: nn.Module, layout: DiskLayout, *, only_adapters: bool
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Names, dtypes and shapes that `stream_weights` will yield, in its order."""
     return {
         segment.name: (tensor.dtype, segment.shape)

@@ -80,7 +80,14 @@ def packed_attention(
 
 
 def _local(
-    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     plain = softcap is None and sinks is None
     if q.device.type == "cuda":
@@ -98,10 +105,11 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float
     cu, longest = context.cu_seqlens, context.longest
     # Inclusive reach to the left and right; a window counts the token itself.
     reach = (-1 if window is None else window - 1, 0)
-    out: Tensor = varlen_attn(
+    out: Any = varlen_attn(
         q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out
+    result: Tensor = out
+    return result
 
 
 @cache
@@ -111,7 +119,14 @@ def _flex_kernel(device_type: str) -> Any:
 
 
 def flex(
-    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """FlexAttention with a block mask of the documents: soft caps, sinks and windows on CUDA."""
     mask = context.masks.get(window)
@@ -119,6 +134,7 @@ def flex(
         mask = context.masks[window] = _block_mask(context, window, q.device)
 
     def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert softcap is not None
         return torch.tanh(score / softcap) * softcap
 
     heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))

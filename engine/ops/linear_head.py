@@ -175,7 +175,13 @@ def _logit_gradient(
 class _LinearHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, targets_t: Tensor, s: _Settings, promise: _Gradients | None
+        ctx: Any,
+        h_th: Tensor,
+        w_vh: Tensor,
+        bias_v: Tensor | None,
+        targets_t: Tensor,
+        s: _Settings,
+        promise: _Gradients | None,
     ) -> tuple[Tensor, Tensor]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)

@@ -30,7 +30,9 @@ def encode_messages(tokenizer: Any, messages: Any, name: str) -> Sample:
         start = _render(tokenizer, messages[:i], name, prompt=True)
         end = _render(tokenizer, messages[: i + 1], name, prompt=False)
         if not end.startswith(start):
-            raise DataError(f"{name}: the chat template renders turn {i + 1} differently once it is answered; use prompt and completion")
+            raise DataError(
+                f"{name}: the chat template renders turn {i + 1} differently once it is answered; use prompt and completion"
+            )
         spans.append((len(start), len(end)))
     text = _render(tokenizer, messages, name, prompt=False)
     if not text.startswith(end):
@@ -66,7 +68,9 @@ def _check(messages: Any, name: str) -> None:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise DataError(f"{name}: message {i + 1} has no role or no content")
         if message["role"] not in ("system", "user", "assistant", "tool", "developer"):
-            raise DataError(f"{name}: message {i + 1} has the role {message['role']!r}; roles are system, user, assistant, tool")
+            raise DataError(
+                f"{name}: message {i + 1} has the role {message['role']!r}; roles are system, user, assistant, tool"
+            )
         if not isinstance(message["content"], str):
             raise DataError(f"{name}: the content of message {i + 1} is {type(message['content']).__name__}; it must be text")
     if not any(m["role"] == "assistant" for m in messages):

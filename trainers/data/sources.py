@@ -78,7 +78,9 @@ def _encode(path: str, tokenizer: Any, data: DataConfig) -> Iterator[Sample]:
             f"data file {path} has the columns {', '.join(sorted(columns))}; it needs messages, or prompt and completion"
         )
     if kind == "messages" and not tokenizer.chat_template:
-        raise DataError(f"data file {path} holds chats, but the model's tokenizer has no chat template; add one, or use prompt and completion")
+        raise DataError(
+            f"data file {path} holds chats, but the model's tokenizer has no chat template; add one, or use prompt and completion"
+        )
     for number, row in enumerate(rows, 1):
         name = f"{path}:{number}"
         if kind == "messages":

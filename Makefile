@@ -1,0 +1,45 @@
+# Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
+.PHONY: setup demo test check bench docs clean
+
+ifdef PYTHON
+PY := $(PYTHON)
+SETUP := .types/drivetrain
+export PYTHONPATH := $(CURDIR)/.types
+else
+PY := .venv/bin/python
+SETUP := setup
+endif
+
+NPROC ?= 2
+
+# The repository root is the package: a link gives it its name where it is not installed.
+.types/drivetrain:
+	mkdir -p .types && ln -sfn .. .types/drivetrain
+
+setup: .types/drivetrain
+	@bash .ci/setup
+
+demo: $(SETUP)
+	$(PY) -m drivetrain.cli demo --nproc $(NPROC)
+
+test: $(SETUP)
+	$(PY) -m pytest
+
+check: $(SETUP) .types/drivetrain
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	MYPYPATH=.types:tests $(PY) -m mypy -p drivetrain.engine -p drivetrain.trainers -p drivetrain.workers -m drivetrain.cli
+	MYPYPATH=.types:tests $(PY) -m mypy tests benchmarks
+	PYTHONPATH=.types $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+	$(PY) -m pytest tests/test_config.py -k "package_list"
+
+bench: $(SETUP)
+	$(PY) -m benchmarks
+
+docs: $(SETUP)
+	$(PY) -m docs.reference
+	$(PY) -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+clean:
+	rm -rf .venv .types build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

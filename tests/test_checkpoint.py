@@ -1,0 +1,339 @@
+"""Canonical checkpoints: any layout to any other, damage found, crashes survived, no path out of the folder."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.boxes import Box, covers, intersect, whole
+from drivetrain.engine.checkpoint.folder import MANIFEST, Manifest, commit, latest, new_temporary, rotate, steps, sweep
+from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
+from drivetrain.engine.checkpoint.tensorfile import TensorWriter
+from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import CheckpointError
+from drivetrain.engine.export import export_hf
+from drivetrain.engine.microbatch import balance
+from drivetrain.engine.registry import engine_class
+from drivetrain.workers.losses.sft import SFTLoss
+from harness import run_ranks
+
+OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2)
+
+
+def build(folder: str, axes: dict[str, Any]) -> BaseEngine:
+    return engine_class("fsdp")(
+        model=ModelConfig(path=folder), engine=EngineConfig(parallel=ParallelConfig(**axes)), optim=OPTIM, total_steps=20
+    ).initialize()
+
+
+def train(engine: BaseEngine, numbers: range) -> list[tuple[float, float | None, float | None]]:
+    found = []
+    for number in numbers:
+        documents = tiny_documents(8, seed=number)
+        mine = balance([len(d) for d in documents], engine.topology.dp_size)[engine.topology.dp_rank]
+        result = engine.train_batch(from_lists([documents[i] for i in mine]), SFTLoss())
+        found.append((result.loss, result.grad_norm, result.lr))
+    return found
+
+
+def stored(folder: Path) -> dict[tuple[str, str], Tensor]:
+    """Every tensor of a checkpoint, put together with safetensors alone."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    found = {}
+    for name, entry in manifest["tensors"].items():
+        for kind, part in entry["kinds"].items():
+            value = torch.full(entry["shape"], float("nan"))
+            for box in part["boxes"]:
+                with safe_open(str(folder / box["file"]), "pt") as file:
+                    where = tuple(slice(o, o + n) for o, n in zip(box["offset"], box["length"], strict=True))
+                    value[where] = file.get_tensor(box["key"])
+            found[name, kind] = value
+    return found
+
+
+def rank_save(folder: str, root: str, axes: dict[str, Any]) -> list[Any]:
+    engine = build(folder, axes)
+    train(engine, range(3))
+    engine.save_checkpoint(root, 3, {"cursor": 24})
+    after = train(engine, range(3, 6))
+    engine.close()
+    return after
+
+
+def rank_load(folder: str, checkpoint: str, root: str, axes: dict[str, Any]) -> tuple[list[Any], bool]:
+    engine = build(folder, axes)
+    train(engine, range(1))  # state that loading must replace
+    restored = engine.load_checkpoint(checkpoint)
+    assert restored.extra == {"cursor": 24}
+    engine.save_checkpoint(root, restored.step)
+    after = train(engine, range(3, 6))
+    engine.close()
+    return after, restored.same_layout
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_checkpoint_of_any_layout_is_resumed_by_any_other(family: str, tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", family, tie_word_embeddings=family == "qwen3"))
+    layouts: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (2, {"cp": 2}), (4, {"dp_replicate": 2})]
+    saved = {}
+    for i, (nproc, axes) in enumerate(layouts):
+        root = tmp_path / f"from{i}"
+        saved[i] = (root / "step-00000003", run_ranks(rank_save, nproc, folder, str(root), axes)[0])
+    for source, target in ((0, 1), (1, 1), (1, 3), (3, 0), (2, 1), (3, 3)):
+        checkpoint, want = saved[source]
+        nproc, axes = layouts[target]
+        root = tmp_path / f"to{source}{target}"
+        got, same = run_ranks(rank_load, nproc, folder, str(checkpoint), str(root), axes)[0]
+        assert same == (source == target)
+        before, after = stored(checkpoint), stored(root / "step-00000003")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+        if same:
+            assert got == want
+        for (loss, norm, lr), (want_loss, want_norm, want_lr) in zip(got, want, strict=True):
+            assert lr == want_lr
+            assert loss == pytest.approx(want_loss, rel=1e-6)
+            assert norm == pytest.approx(want_norm, rel=2e-5)
+
+
+def rank_control(folder: str, checkpoint: str) -> Any:
+    engine = build(folder, {})
+    engine.load_checkpoint(checkpoint)
+    optimizer: Any = engine._optimizer  # type: ignore[attr-defined]
+    for name in optimizer._views:
+        optimizer.moments(name)["exp_avg_sq"].mul_(4)
+    return train(engine, range(3, 6))
+
+
+def test_control_lost_moments_show(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "qwen3"))
+    want = run_ranks(rank_save, 1, folder, str(tmp_path), {})[0]
+    got = run_ranks(rank_control, 1, folder, str(tmp_path / "step-00000003"))[0]
+    assert got[0] == want[0]
+    assert got[2][1] != pytest.approx(want[2][1], rel=2e-5)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, process_group: None) -> tuple[BaseEngine, Path]:
+    folder = str(save_tiny_model(tmp_path / "model", "llama"))
+    engine = build(folder, {})
+    return engine, engine.save_checkpoint(tmp_path / "checkpoints", 5)
+
+
+def edit(folder: Path, change: Any) -> None:
+    data = json.loads((folder / MANIFEST).read_text())
+    change(data)
+    (folder / MANIFEST).write_text(json.dumps(data))
+
+
+def rename_file(data: Any, name: str) -> None:
+    data["files"][name] = data["files"].pop("rank-00000.safetensors")
+    for entry in data["tensors"].values():
+        for kind in entry["kinds"].values():
+            for box in kind["boxes"]:
+                box["file"] = name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format=99), "format 99"),
+        (lambda d: rename_file(d, "../escape.safetensors"), "not a plain name"),
+        (lambda d: rename_file(d, "/etc/passwd"), "not a plain name"),
+        (lambda d: d["files"].update({"rank-00000.safetensors": 7}), "the manifest says 7 bytes"),
+        (lambda d: d["files"].update({"rank-00009.safetensors": 7}), "is missing"),
+        (lambda d: d.pop("tensors"), "malformed"),
+        (lambda d: d["tensors"]["model.norm.weight"].update(shape=[3]), r"model.norm.weight is \[64\] in the model and \[3\]"),
+        (lambda d: d["tensors"].pop("model.norm.weight"), "has no value of model.norm.weight"),
+        (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"]["boxes"].clear(), "covers 0 of the 64"),
+        (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"]["boxes"][0].update(file="x"), "does not list"),
+    ],
+)
+def test_a_hostile_or_damaged_manifest_is_refused(checkpoint: tuple[BaseEngine, Path], change: Any, message: str) -> None:
+    engine, folder = checkpoint
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(folder)
+
+
+def test_a_link_is_no_file_of_a_checkpoint(checkpoint: tuple[BaseEngine, Path]) -> None:
+    engine, folder = checkpoint
+    file = folder / "rank-00000.safetensors"
+    file.rename(folder.parent / "elsewhere")
+    file.symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match="is missing"):
+        engine.load_checkpoint(folder)
+
+
+def test_one_flipped_bit_is_found(checkpoint: tuple[BaseEngine, Path]) -> None:
+    engine, folder = checkpoint
+    engine.load_checkpoint(folder)
+    file = folder / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="do not match their checksum"):
+        engine.load_checkpoint(folder)
+
+
+def test_no_pickle_is_written(checkpoint: tuple[BaseEngine, Path]) -> None:
+    _, folder = checkpoint
+    kinds = {p.suffix for p in folder.rglob("*") if p.is_file()}
+    assert kinds <= {".safetensors", ".json", ".jinja"}
+
+
+def test_latest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        made = new_temporary(tmp_path, number)
+        commit(made, number, {"format": 1, "files": {}, "tensors": {}, "step": number})
+    assert [p.name for p in steps(tmp_path)] == ["step-00000001", "step-00000002", "step-00000003"]
+    (tmp_path / "step-00000003" / MANIFEST).unlink()
+    new_temporary(tmp_path, 4)
+    manifest, skipped = latest(tmp_path)
+    assert manifest is not None
+    assert manifest.data["step"] == 2
+    assert len(skipped) == 1
+    assert "step-00000003 is no complete checkpoint" in skipped[0]
+    rotate(tmp_path, 1)
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+    assert latest(tmp_path / "nowhere") == (None, [])
+
+
+CRASHING = """
+import sys, torch
+from pathlib import Path
+from drivetrain.engine.checkpoint.folder import commit, new_temporary, rotate, sweep
+from drivetrain.engine.checkpoint.tensorfile import TensorWriter
+root = Path(sys.argv[1]); sweep(root); print("ready", flush=True)
+for step in range(int(sys.argv[2]), 10**6):
+    made = new_temporary(root, step)
+    value = torch.full((64, 1024), float(step))
+    with TensorWriter(made / "rank-00000.safetensors", {"value/w@0.0": (value.dtype, value.shape)}) as writer:
+        digest = writer.write("value/w@0.0", value)
+        size = writer.size
+    box = {"offset": [0, 0], "length": [64, 1024], "file": "rank-00000.safetensors", "key": "value/w@0.0", "xxh3": digest}
+    tensors = {"w": {"shape": [64, 1024], "kinds": {"value": {"dtype": "F32", "boxes": [box]}}}}
+    commit(made, step, {"format": 1, "step": step, "files": {"rank-00000.safetensors": size}, "tensors": tensors})
+    print("committed", step, flush=True)
+    rotate(root, 2)
+"""
+
+
+def test_killed_at_any_instant_the_last_complete_one_is_there(tmp_path: Path) -> None:
+    rng, start, seen = random.Random(0), 0, 0
+    for _ in range(6):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CRASHING, str(tmp_path), str(start)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.01, 0.4))
+        child.send_signal(signal.SIGKILL)
+        lines = child.stdout.read().splitlines()
+        child.wait()
+        announced = [int(line.split()[1]) for line in lines if line.startswith("committed ") and len(line.split()) == 2]
+        manifest, skipped = latest(tmp_path)
+        assert not skipped
+        if manifest is None:
+            assert not announced
+            continue
+        step = manifest.data["step"]
+        assert step >= max(announced, default=start - 1)
+        assert torch.equal(stored(manifest.folder)["w", "value"], torch.full((64, 1024), float(step)))
+        start, seen = step + 1, seen + len(announced)
+    assert seen > 3
+
+
+def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, folder = checkpoint
+
+    def full(self: TensorWriter, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorWriter, "_put", full)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_checkpoint(folder.parent, 6)
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(engine, folder.parent / "hf")
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_export_loads_in_plain_transformers(checkpoint: tuple[BaseEngine, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine, folder = checkpoint
+    out = export_hf(engine, folder.parent / "hf", shard_bytes=100_000)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    export_hf(engine, out, shard_bytes=100_000)  # again, over itself
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with engine.named_weights() as stream:
+        for name, value in stream:
+            assert torch.equal(model.state_dict()[name], value)
+    assert sorted(p.name for p in folder.parent.iterdir()) == sorted([folder.name, "hf"])
+    manifest = Manifest.read(folder)
+    assert set(manifest.names) == {n for n, _ in model.named_parameters()}
+    shutil.rmtree(out)
+
+
+def test_random_state_round_trips_through_json() -> None:
+    state = json.loads(json.dumps(rng_state()))
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random(), random.gauss(0, 1)]
+
+    first = draw()
+    second = draw()
+    restore_rng(state)
+    assert draw() == first
+    assert draw() == second
+
+
+@settings(deadline=None, max_examples=100)
+@given(shape=st.lists(st.integers(1, 6), min_size=0, max_size=3), data=st.data())
+def test_covers_means_exactly_once(shape: list[int], data: st.DataObject) -> None:
+    boxes = [whole(shape)]
+    for _ in range(data.draw(st.integers(0, 5))):  # cut a box in two, again and again
+        at = data.draw(st.integers(0, len(boxes) - 1))
+        box = boxes[at]
+        axes = [d for d, n in enumerate(box.length) if n > 1]
+        if not axes:
+            continue
+        d = data.draw(st.sampled_from(axes))
+        cut = data.draw(st.integers(1, box.length[d] - 1))
+        left = Box(box.offset, (*box.length[:d], cut, *box.length[d + 1 :]))
+        right = Box(
+            (*box.offset[:d], box.offset[d] + cut, *box.offset[d + 1 :]),
+            (*box.length[:d], box.length[d] - cut, *box.length[d + 1 :]),
+        )
+        boxes[at : at + 1] = [left, right]
+    assert covers(shape, data.draw(st.permutations(boxes)))
+    assert not covers(shape, boxes[1:])
+    assert not covers(shape, [*boxes, boxes[0]])
+    assert all(intersect(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_covers_sees_an_overlap_that_a_gap_makes_up_for() -> None:
+    assert not covers((4,), [Box((0,), (2,)), Box((1,), (2,))])
+    assert not covers((2, 4), [Box((0, 0), (2, 2)), Box((0, 1), (2, 2))])
+    assert not covers((2,), [Box((0,), (1,)), Box((2,), (1,))])
