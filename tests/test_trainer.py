@@ -257,6 +257,36 @@ def test_two_processes_by_torchrun(task: Path) -> None:
     assert AutoTokenizer.from_pretrained(task / "run" / "hf").chat_template == TOKENIZER.chat_template
 
 
+def test_commands_of_the_readme(task: Path) -> None:
+    """Typed as they stand there, with the reader's own paths put in."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text().replace("\\\n", " ")
+    train = next(line for line in readme.splitlines() if line.startswith("torchrun"))
+    check = next(line for line in readme.splitlines() if line.startswith("drivetrain conformance"))
+    ours = {"MODEL": str(task / "model"), "DATA.jsonl": str(task / "data" / "train.jsonl"), "runs/mine": str(task / "run")}
+    for theirs, path in ours.items():
+        assert theirs in train
+        train = train.replace(theirs, path)
+    launchers = {"torchrun": ["-m", "torch.distributed.run"], "drivetrain": ["-m", "drivetrain.cli"]}
+    for command, more in ((train, ["trainer.max_steps=2"]), (check, ["--only", "budget", "infer"])):
+        program, *rest = command.split()
+        done = subprocess.run(
+            [sys.executable, *launchers[program], *rest, *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29511"},
+        )
+        assert done.returncode == 0, done.stderr
+    assert {p.name for p in (task / "run").iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "loss.png",
+        "checkpoints",
+        "hf",
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

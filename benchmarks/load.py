@@ -1,0 +1,94 @@
+"""Peak memory of loading a model of at least 1 GB, per rank, against its size.
+
+torchrun --nproc-per-node 4 -m benchmarks.load
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from drivetrain.engine.config import EngineConfig, ModelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.registry import engine_class
+from drivetrain.engine.topology import init_distributed
+
+
+def anonymous() -> float:
+    """This process's own memory in bytes; pages of mapped files, which the kernel can drop, left out."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
+
+
+def peak() -> float:
+    """The largest resident size of this process so far, mapped files included."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("VmHWM"))
+
+
+def write_model(folder: Path) -> float:
+    """A random Qwen3-type model; its bytes."""
+    config = Qwen3Config(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder, max_shard_size="400MB")
+    return float(sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+
+
+def main() -> None:
+    """Print one line of JSON on the first rank."""
+    torch.set_num_threads(1)
+    init_distributed()
+    with tempfile.TemporaryDirectory() as made:
+        root = [made]
+        dist.broadcast_object_list(root)
+        folder = Path(root[0])
+        size = 0.0
+        if dist.get_rank() == 0:
+            # Written by a child, whose memory does not count here.
+            import multiprocessing
+
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                size = pool.apply(write_model, (folder / "model",))
+            save_tiny_model(folder / "small", "qwen3")
+        dist.barrier()
+        engine_class("fsdp")(model=ModelConfig(path=str(folder / "small")), engine=EngineConfig()).initialize().close()
+        before, before_peak = anonymous(), peak()
+        start = time.perf_counter()
+        engine = engine_class("fsdp")(model=ModelConfig(path=str(folder / "model")), engine=EngineConfig()).initialize()
+        seconds = time.perf_counter() - start
+        grown: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
+        dist.all_gather_object(grown, (anonymous() - before, peak() - before_peak))
+        if dist.get_rank() == 0:
+            print(
+                json.dumps(
+                    {
+                        "model_gb": round(size / 1e9, 3),
+                        "processes": len(grown),
+                        "seconds": round(seconds, 2),
+                        "own_memory_gb": [round(a / 1e9, 3) for a, _ in grown],
+                        "peak_resident_gb": [round(b / 1e9, 3) for _, b in grown],
+                        "largest_share_of_model": round(max(a for a, _ in grown) / size, 3),
+                    }
+                ),
+                flush=True,
+            )
+        engine.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Writes the configuration reference from the dataclasses: `python -m docs.reference`."""
+
+from pathlib import Path
+
+from drivetrain.engine.registry import backends, options_class
+from drivetrain.trainers.options import Key, SFTConfig, keys
+
+PAGE = Path(__file__).parent / "configuration.md"
+
+
+def table(rows: list[Key]) -> str:
+    """A markdown table of settings."""
+    lines = ["| setting | type | default | what it is |", "|---|---|---|---|"]
+    for key in rows:
+        default = list(key.default) if isinstance(key.default, tuple) else key.default
+        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        lines.append(f"| `{key.name}` | {key.type.replace('|', '&#124;')} | `{shown}` | {key.help} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        "# Configuration reference",
+        "",
+        "Generated from the dataclasses by `make docs`. Every setting can stand in a recipe (YAML) or on the command line as",
+        "`key=value`; unknown keys fail. `python -m drivetrain.trainers.sft --help` prints the same list.",
+    ]
+    every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
+    for section in ("model", "data", "engine", "optim", "trainer"):
+        parts += ["", f"## {section}", "", table([k for k in every if k.name.startswith(f"{section}.")])]
+    for name in backends():
+        options = options_class(name)
+        if options is not None:
+            parts += ["", f"## engine.options of {name}", "", table(list(keys(options, "engine.options.")))]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
