@@ -43,8 +43,7 @@ def main() -> int:
                 [sys.executable, *words],
                 env=environment,
                 text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 check=False,
             )
             rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
