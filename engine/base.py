@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .batch import PackedBatch
 from .capabilities import Capabilities
-from .checkpoint.state import Piece, RestoredState, load_state, save_state
+from .checkpoint.state import Piece, RestoredState, load_state, restore_random_state, save_state
 from .config import EngineConfig, ModelConfig, OptimConfig
 from .errors import ConfigError, NonFiniteError
 from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutputs
@@ -359,7 +359,21 @@ class BaseEngine(ABC):
             the folder.
         """
         with self._residency.on_device(("params", "optimizer")):
-            return save_state(self, Path(root), step, extra or {})
+            return save_state(
+                Path(root),
+                step,
+                topology=self.topology,
+                pieces=self._pieces(),
+                state={
+                    "backend": self.config.backend,
+                    "engine": asdict(self.config),
+                    "model": asdict(self.model_config),
+                    "schedule": {"step": self.step},
+                    "optimizer": self._optimizer_scalars() if self.optim_config is not None else None,
+                    "extra": dict(extra or {}),
+                },
+                write_model_files=self._save_model_files,
+            )
 
     def load_checkpoint(self, folder: Path | str) -> RestoredState:
         """Take over a checkpoint of any layout: each rank reads the slices it needs.
@@ -369,4 +383,11 @@ class BaseEngine(ABC):
                 shows only while reading.
         """
         with self._residency.on_device(("params", "optimizer")):
-            return load_state(self, Path(folder))
+            manifest = load_state(
+                Path(folder), topology=self.topology, pieces=self._pieces, trains=self.optim_config is not None
+            )
+            if self.optim_config is not None:
+                self._restore_optimizer(manifest.data["optimizer"])
+        self.step = manifest.data["schedule"]["step"]
+        same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
+        return RestoredState(step=manifest.data["step"], extra=manifest.data["extra"], same_layout=same)

@@ -5,19 +5,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..boxes import Box, intersect
 from ..errors import CheckpointError
+from ..topology import Topology
 from .folder import FORMAT, Manifest, commit, merge_index, new_temporary
 from .rng import restore_rng, rng_state, seed_all
 from .tensorfile import DTYPES, TensorFolder, TensorWriter, checksum
-
-if TYPE_CHECKING:
-    from ..base import BaseEngine
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,19 +59,37 @@ class RestoredState:
     same_layout: bool
 
 
-def save_state(engine: "BaseEngine", root: Path, step: int, extra: Mapping[str, Any]) -> Path:
-    """Write a checkpoint. Collective; see `BaseEngine.save_checkpoint`."""
-    topology = engine.topology
-    made = _on_main(engine, lambda: str(new_temporary(root, step)))
-    temporary = Path(made)
+def save_state(
+    root: Path,
+    step: int,
+    *,
+    topology: Topology,
+    pieces: Iterable[Piece],
+    state: Mapping[str, Any],
+    write_model_files: Callable[[Path], None],
+) -> Path:
+    """Write a checkpoint. Collective; see `BaseEngine.save_checkpoint`.
+
+    Args:
+        root: folder of all checkpoints of a run.
+        step: its number.
+        topology: of the engine.
+        pieces: this rank's boxes.
+        state: what else the manifest holds, JSON-able, the same on every rank.
+        write_model_files: writes config and tokenizer into a folder; called on the first rank.
+
+    Returns:
+        the folder.
+    """
+    temporary = Path(_on_main(topology, lambda: str(new_temporary(root, step))))
     error: Exception | None = None
     index: dict[str, Any] = {}
     file = f"rank-{topology.rank:05d}.safetensors"
     try:
-        index = _write_rank(temporary / file, engine._pieces())
+        index = _write_rank(temporary / file, pieces)
         if topology.is_main:
             (temporary / "model").mkdir()
-            engine._save_model_files(temporary / "model")
+            write_model_files(temporary / "model")
     except Exception as e:  # disk full, a broken tensor: the other ranks must hear of it
         error = e
     try:
@@ -84,21 +100,16 @@ def save_state(engine: "BaseEngine", root: Path, step: int, extra: Mapping[str, 
             manifest = {
                 "format": FORMAT,
                 "step": step,
-                "backend": engine.config.backend,
                 "parallel": asdict(topology.parallel),
                 "world_size": topology.size,
-                "engine": asdict(engine.config),
-                "model": asdict(engine.model_config),
+                **state,
                 "files": {f"rank-{r:05d}.safetensors": size for r, (_, _, size) in enumerate(parts)},
-                "schedule": {"step": engine.step},
-                "optimizer": engine._optimizer_scalars() if engine.optim_config is not None else None,
                 "ranks": [{"rng": rng} for _, rng, _ in parts],
-                "extra": dict(extra),
                 "tensors": merge_index([index for index, _, _ in parts]),
             }
             return str(commit(temporary, step, manifest))
 
-        return Path(_on_main(engine, finish))
+        return Path(_on_main(topology, finish))
     except Exception:
         if topology.is_main:
             with suppress(OSError):
@@ -106,16 +117,16 @@ def save_state(engine: "BaseEngine", root: Path, step: int, extra: Mapping[str, 
         raise
 
 
-def _on_main(engine: "BaseEngine", do: Callable[[], str]) -> str:
+def _on_main(topology: Topology, do: Callable[[], str]) -> str:
     """Run on the first rank; its result, or its error, on all."""
     result, error = "", None
-    if engine.topology.is_main:
+    if topology.is_main:
         try:
             result = do()
-        except Exception as e:
+        except Exception as e:  # raised on all ranks by agree
             error = e
-    engine.topology.agree(error)
-    return str(engine.topology.exchange(result)[0])
+    topology.agree(error)
+    return str(topology.exchange(result)[0])
 
 
 def _write_rank(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -139,36 +150,48 @@ def _write_rank(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     return index
 
 
-def load_state(engine: "BaseEngine", folder: Path) -> RestoredState:
-    """Take over a checkpoint. Collective; see `BaseEngine.load_checkpoint`."""
-    topology = engine.topology
+def load_state(folder: Path, *, topology: Topology, pieces: Callable[[], Iterable[Piece]], trains: bool) -> Manifest:
+    """Fill this rank's boxes from a checkpoint of any layout. Collective.
+
+    Args:
+        folder: of the checkpoint.
+        topology: of the engine.
+        pieces: gives this rank's boxes, which are written into.
+        trains: whether optimizer state is needed.
+
+    Returns:
+        the manifest, for what is no tensor.
+    """
     error: Exception | None = None
     manifest: Manifest | None = None
+    mine: list[Piece] = []
     try:
         manifest = Manifest.read(folder)
-        pieces = list(engine._pieces())
-        _check_pieces(manifest, pieces)
-        if engine.optim_config is not None and manifest.data["optimizer"] is None:
+        mine = list(pieces())
+        _check_pieces(manifest, mine)
+        if trains and manifest.data["optimizer"] is None:
             raise CheckpointError(f"{folder} was saved without an optimizer; start from its exported weights instead")
-    except Exception as e:
+    except Exception as e:  # raised on all ranks by agree
         error = e
     # Nothing has been changed so far; from here on all ranks go on together.
     topology.agree(error)
     assert manifest is not None
     try:
-        fill_from_checkpoint(manifest, pieces)
-        if engine.optim_config is not None:
-            engine._restore_optimizer(manifest.data["optimizer"])
-    except Exception as e:
+        fill_from_checkpoint(manifest, mine)
+    except Exception as e:  # raised on all ranks by agree
         error = e
     topology.agree(error)
-    engine.step = manifest.data["schedule"]["step"]
+    return manifest
+
+
+def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) -> bool:
+    """Give every rank its random state back, or in another layout a fresh one from seed numbers; whether it was given back."""
     same = manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel)
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
     else:
-        seed_all(engine.config.seed, topology.rank, engine.step)
-    return RestoredState(step=manifest.data["step"], extra=manifest.data["extra"], same_layout=same)
+        seed_all(*parts, topology.rank)
+    return same
 
 
 def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
