@@ -3,6 +3,7 @@
 Axes: T packed tokens, N documents, H query heads, K key/value heads, D head size, E value head size.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from .ulysses import gather_heads, scatter_heads
 
 LARGEST_FLASH_HEAD = 256
+# torch 2.11's kernel wants as many key/value heads as query heads.
+KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,9 +108,14 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float
     cu, longest = context.cu_seqlens, context.longest
     # Inclusive reach to the left and right; a window counts the token itself.
     reach = (-1 if window is None else window - 1, 0)
-    out: Any = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if KERNEL_GROUPS_HEADS:
+            grouped["enable_gqa"] = True
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, **grouped)
     result: Tensor = out
     return result
 
