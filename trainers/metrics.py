@@ -1,6 +1,7 @@
 """What a person sees of a run: the console, `metrics.jsonl`, TensorBoard, a plot of the loss."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -122,6 +123,8 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> None:
     """Draw the losses of a `metrics.jsonl` to a PNG."""
     import matplotlib
 
+    # It reports on its font cache, which nobody asked about.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
