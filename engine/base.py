@@ -5,6 +5,7 @@ step means - the global weight, micro-batches, accumulation, clipping, the non-f
 """
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,7 @@ from .batch import PackedBatch
 from .capabilities import Capabilities
 from .checkpoint.state import Piece, RestoredState, load_state, restore_random_state, save_state
 from .config import EngineConfig, ModelConfig, OptimConfig
-from .errors import ConfigError, NonFiniteError
+from .errors import BatchError, ConfigError, NonFiniteError
 from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutputs
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency, Where
@@ -64,6 +65,7 @@ class BaseEngine(ABC):
         self._mode: Mode | None = None
         self._residency = Residency(self._move)
         self._finite = True
+        self._was_deterministic: bool | None = None
 
     # ---- what a backend implements -------------------------------------------------------------------------------
 
@@ -113,8 +115,12 @@ class BaseEngine(ABC):
         """Update the parameters with this learning rate."""
 
     @abstractmethod
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def _zero_grad(self) -> None:
+        """Forget the gradients, those that an aborted step left half-way included."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Let go of model and optimizer; also after a build that failed half-way."""
 
     @abstractmethod
     def _set_training(self, training: bool) -> None:
@@ -179,13 +185,20 @@ class BaseEngine(ABC):
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         if self.optim_config is not None:
             check_optim(self.optim_config, self.total_steps)
-        if self.config.deterministic:
-            torch.use_deterministic_algorithms(True)
         self.topology = self._build_topology(self._ranks)
-        self._together(self._check_model)
-        self._together(self._build_model)
-        if self.optim_config is not None:
-            self._build_optimizer(self.optim_config)
+        try:
+            if self.config.deterministic:
+                # cuBLAS reads it when it starts, and refuses deterministic products without it.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                self._was_deterministic = torch.are_deterministic_algorithms_enabled()
+                torch.use_deterministic_algorithms(True)
+            self._together(self._check_model)
+            self._together(self._build_model)
+            if self.optim_config is not None:
+                self._build_optimizer(self.optim_config)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def _together(self, build: Any) -> None:
@@ -197,8 +210,14 @@ class BaseEngine(ABC):
         self.topology.agree(error)
 
     def close(self) -> None:
-        """Free process groups and memory."""
-        self.topology.close()
+        """Free process groups and memory. Closing again does nothing."""
+        if self._was_deterministic is not None:
+            torch.use_deterministic_algorithms(self._was_deterministic)
+            self._was_deterministic = None
+        self._free()
+        if hasattr(self, "topology"):
+            self.topology.close()
+            del self.topology
 
     # ---- modes and residency -------------------------------------------------------------------------------------
 
@@ -232,7 +251,15 @@ class BaseEngine(ABC):
                 self._set_training(False)
 
     def to(self, place: str, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move state to `device` or `host`. A mode brings it to the device and back."""
+        """Move state to `device` or `host`. A mode brings it to the device and back.
+
+        Raises:
+            ConfigError: an unknown place, or gradients apart from their parameters, where torch keeps them.
+        """
+        if params != grads:
+            raise ConfigError(
+                f"to({place!r}, params={params}, grads={grads}): gradients are where their parameters are; give both the same"
+            )
         chosen = {"params": params, "grads": grads, "optimizer": optimizer}
         self._residency.to(place, tuple(part for part in PARTS if chosen[part]))
 
@@ -249,6 +276,7 @@ class BaseEngine(ABC):
             NonFiniteError: under `engine.non_finite=raise`; the parameters are untouched.
             BatchError: nothing to learn from, or a sequence over the budget.
         """
+        self._require_optimizer()
         with self.train_mode():
             self.zero_grad()
             result = self.forward_backward(batch, loss)
@@ -278,9 +306,14 @@ class BaseEngine(ABC):
         )
         objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
-            micro_batches = plan.micro_batches(batch, self.topology.device)
-            self._run_micro_batches(micro_batches, objective, backward=not forward_only)
-        result = objective.finish(self.topology)
+            try:
+                micro_batches = plan.micro_batches(batch, self.topology.device)
+                self._run_micro_batches(micro_batches, objective, backward=not forward_only)
+                result = objective.finish(self.topology)
+            except Exception:
+                # Half of a gradient must not wait for the next step.
+                self.zero_grad()
+                raise
         if not forward_only:
             self._finite = self._finite and math.isfinite(result.loss)
         return result
@@ -297,6 +330,8 @@ class BaseEngine(ABC):
             name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
         """
         budget, setting = self._infer_budget()
+        if tokens is not None and tokens.shape != (batch.num_tokens,):
+            raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
         plan = plan_step(self.topology, batch, None, budget, ratio=self.attention_ratio, setting=setting)
         collected = Collected(batch, outputs, tokens)
         with self.eval_mode():
@@ -312,12 +347,11 @@ class BaseEngine(ABC):
         Args:
             result: of `forward_backward`, to be completed.
         """
-        if self.optim_config is None:
-            raise ConfigError("this engine was built without optim: it can infer, not train")
+        optim = self._require_optimizer()
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
         with self._residency.on_device(PARTS):
-            norm = self._reduce_and_clip(self.optim_config.clip_grad_norm)
-            lr = learning_rate(self.step, self.optim_config, self.total_steps)
+            norm = self._reduce_and_clip(optim.clip_grad_norm)
+            lr = learning_rate(self.step, optim, self.total_steps)
             # Both numbers are global, so every rank decides alike.
             finite, self._finite = self._finite and math.isfinite(norm), True
             if finite:
@@ -331,6 +365,16 @@ class BaseEngine(ABC):
                 "the data and the learning rate, or set engine.non_finite=skip to leave such steps out"
             )
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
+
+    def _require_optimizer(self) -> OptimConfig:
+        if self.optim_config is None:
+            raise ConfigError("this engine was built without optim: it can infer, not train")
+        return self.optim_config
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and what was not finite about them."""
+        self._finite = True
+        self._zero_grad()
 
     def lr_step(self) -> None:
         """Advance the schedule by one step."""
@@ -358,22 +402,22 @@ class BaseEngine(ABC):
         Returns:
             the folder.
         """
-        with self._residency.on_device(("params", "optimizer")):
-            return save_state(
-                Path(root),
-                step,
-                topology=self.topology,
-                pieces=self._pieces(),
-                state={
-                    "backend": self.config.backend,
-                    "engine": asdict(self.config),
-                    "model": asdict(self.model_config),
-                    "schedule": {"step": self.step},
-                    "optimizer": self._optimizer_scalars() if self.optim_config is not None else None,
-                    "extra": dict(extra or {}),
-                },
-                write_model_files=self._save_model_files,
-            )
+        return save_state(
+            Path(root),
+            step,
+            topology=self.topology,
+            pieces=self._pieces(),
+            state={
+                "backend": self.config.backend,
+                "engine": asdict(self.config),
+                "model": asdict(self.model_config),
+                "optim": None if self.optim_config is None else asdict(self.optim_config),
+                "schedule": {"step": self.step},
+                "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
+                "extra": dict(extra or {}),
+            },
+            write_model_files=self._save_model_files,
+        )
 
     def load_checkpoint(self, folder: Path | str) -> RestoredState:
         """Take over a checkpoint of any layout: each rank reads the slices it needs.
@@ -382,12 +426,11 @@ class BaseEngine(ABC):
             CheckpointError: incomplete, damaged, or of another model; nothing has been changed then, unless the damage
                 shows only while reading.
         """
-        with self._residency.on_device(("params", "optimizer")):
-            manifest = load_state(
-                Path(folder), topology=self.topology, pieces=self._pieces, trains=self.optim_config is not None
-            )
-            if self.optim_config is not None:
-                self._restore_optimizer(manifest.data["optimizer"])
+        optimizer = None if self.optim_config is None else self.optim_config.name
+        manifest = load_state(Path(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer)
+        if optimizer is not None:
+            self._restore_optimizer(manifest.data["optimizer"])
+        self.zero_grad()
         self.step = manifest.data["schedule"]["step"]
         same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
         return RestoredState(step=manifest.data["step"], extra=manifest.data["extra"], same_layout=same)

@@ -76,6 +76,13 @@ class Capabilities:
                 f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} has {have}"
             )
 
+        reduce = engine.precision.reduce
+        if reduce not in {*pair, "float32"} or (reduce == "float32" and "float64" in pair):
+            raise CapabilityError(
+                f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32, or the format of "
+                "either, and nothing less than float64 with float64"
+            )
+
     def _one_of(self, engine: EngineConfig, setting: str, value: str, allowed: frozenset[str]) -> None:
         if value not in allowed:
             raise CapabilityError(f"{setting}={value}: backend {engine.backend!r} has {', '.join(sorted(allowed))}")

@@ -33,6 +33,8 @@ def export_hf(
         CheckpointError: there are no adapters to write alone.
     """
     final = Path(folder)
+    if final.exists() and not any((final / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise CheckpointError(f"{final} exists and is no exported model; it would be replaced: choose another folder")
     shapes = engine.weight_shapes(adapters=adapters)
     if not shapes:
         raise CheckpointError("the model has no adapters; export adapters='folded'")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch import PackedBatch
 from .batch_convert import unsupervised
-from .errors import BatchError, BudgetError, DrivetrainError, RemoteError
+from .errors import BatchError, BudgetError, RemoteError
 from .microbatch import partition
 from .objective import (
     HeadRequest,
@@ -69,7 +69,7 @@ class StepPlan:
     filled: int
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
-        """The micro-batches, in order; each is moved to the device when it is made."""
+        """The micro-batches, in order, on the device."""
         count = len(self.parts)
         return [
             MicroBatch(
@@ -130,7 +130,7 @@ def plan_step(
     try:
         count = len(_cut(batch, bound, 1, ratio, setting))
         weights = {k: float(v) for k, v in loss.weights(batch).items()} if loss is not None else {}
-    except DrivetrainError as e:
+    except Exception as e:  # whatever it is, the other ranks are about to wait for this one
         error = e
     text = None if error is None else f"{type(error).__name__}: {error}"
     mine = _Share(
@@ -142,6 +142,12 @@ def plan_step(
     for rank, share in zip(topology.ranks, shares, strict=True):
         if share.error is not None:
             raise RemoteError(f"rank {rank} failed: {share.error}")
+    for rank, share in zip(topology.ranks, shares, strict=True):
+        if share.weights.keys() != weights.keys():
+            raise BatchError(
+                f"the loss weighs the terms {sorted(weights)} here and {sorted(share.weights)} on rank {rank}; every rank must "
+                "return the same terms, with a weight of 0 where it has nothing"
+            )
     most = max(share.micro_batches for share in shares)
     counted = [share for share in shares if share.counts]
     totals: Mapping[str, float] = {term: sum(share.weights[term] for share in counted) for term in weights}
@@ -182,6 +188,7 @@ class Objective:
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._metrics: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._aux: list[Tensor] = []
+        self._error: Exception | None = None
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """What the head is to compute for a micro-batch."""
@@ -189,8 +196,12 @@ class Objective:
         if micro_batch.filler:
             mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
             return HeadRequest(outputs=self._loss.request, mask=mask)
-        mask = self._loss.tokens(batch)
-        expected = expected_gradient(self._loss, batch, mask, self._plan.weights) if self._backward else None
+        try:
+            mask = self._loss.tokens(batch)
+            expected = expected_gradient(self._loss, batch, mask, self._plan.weights) if self._backward else None
+        except Exception as e:  # raised on all ranks by finish
+            self._error = self._error or e
+            mask, expected = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device), None
         return HeadRequest(outputs=self._loss.request, mask=mask, expected=expected)
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
@@ -204,18 +215,14 @@ class Objective:
         # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
         # and its collectives meet those of the others.
         total = torch.stack([value.sum() for value in outputs.present().values()]).sum() * 0.0
-        if not micro_batch.filler:
-            sums = self._loss(outputs, micro_batch.batch)
-            if set(sums.terms) != set(self._plan.weights):
-                raise BatchError(
-                    f"the loss returned the terms {sorted(sums.terms)}, but weighs {sorted(self._plan.weights)}; they must agree"
-                )
-            part = combine(sums, self._plan.weights)
-            total = part if part.requires_grad else total + part
-            for name, value in sums.terms.items():
-                self._terms[name].append(value.detach())
-            for name, pair in sums.metrics.items():
-                self._metrics[name].append(pair)
+        if not micro_batch.filler and self._error is None:
+            try:
+                part = self._evaluate(micro_batch, outputs)
+                total = part if part.requires_grad else total + part
+            except Exception as e:
+                # The other ranks are in this step's collectives, so this one stays in step with a gradient of zero; finish
+                # then raises on all.
+                self._error = e
         if aux is not None:
             share = aux / self._plan.filled
             total = total + (0.0 if micro_batch.filler else self._aux_coef) * share
@@ -223,8 +230,25 @@ class Objective:
                 self._aux.append(share.detach())
         return total
 
+    def _evaluate(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
+        sums = self._loss(outputs, micro_batch.batch)
+        if set(sums.terms) != set(self._plan.weights):
+            raise BatchError(
+                f"the loss returned the terms {sorted(sums.terms)}, but weighs {sorted(self._plan.weights)}; they must agree"
+            )
+        for name, value in sums.terms.items():
+            self._terms[name].append(value.detach())
+        for name, pair in sums.metrics.items():
+            self._metrics[name].append(pair)
+        return combine(sums, self._plan.weights)
+
     def finish(self, topology: Topology) -> StepResult:
-        """Add the sums up over ranks. Collective."""
+        """Add the sums up over ranks. Collective.
+
+        Raises:
+            what the loss raised on this rank, or `RemoteError` for another's.
+        """
+        topology.agree(self._error)
         mine = {
             "terms": {name: _total(values) for name, values in self._terms.items()},
             "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
@@ -284,4 +308,7 @@ class Collected:
 
     def result(self) -> dict[str, Tensor]:
         """Output name -> `[T]`, on the device of the caller's batch."""
-        return {name: self._out.get(name, torch.zeros(self._batch.num_tokens)) for name in self._request.names}
+        return {
+            name: self._out.get(name, torch.zeros(self._batch.num_tokens, device=self._batch.device))
+            for name in self._request.names
+        }

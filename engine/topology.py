@@ -69,11 +69,12 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     if dist.is_initialized():
         return device
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    bound = device if device.type == "cuda" else None
+    # Not bound to the device: from a bound group NCCL splits its subgroups, which all ranks of the job would have to
+    # take part in, and an engine on some of them would wait for ever.
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1, device_id=bound)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
 
 

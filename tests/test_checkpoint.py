@@ -155,8 +155,16 @@ def rename_file(data: Any, name: str) -> None:
         (lambda d: d.update(format=99), "format 99"),
         (lambda d: rename_file(d, "../escape.safetensors"), "not a plain name"),
         (lambda d: rename_file(d, "/etc/passwd"), "not a plain name"),
-        (lambda d: d["files"].update({"rank-00000.safetensors": 7}), "the manifest says 7 bytes"),
-        (lambda d: d["files"].update({"rank-00009.safetensors": 7}), "is missing"),
+        (lambda d: rename_file(d, "model/../../x"), "not a plain name"),
+        (lambda d: d["files"]["model/config.json"].update(xxh3="0"), "does not match its checksum"),
+        (lambda d: d["optim"].update(name="sgd"), "saved with optim.name=sgd, but this run has optim.name=adamw"),
+        (
+            lambda d: d["tensors"].update(more=d["tensors"]["model.norm.weight"]),
+            "1 tensors that the model has not, more among",
+        ),
+        (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"].update(dtype="BF16"), "is F32 in the model and BF16"),
+        (lambda d: d["files"]["rank-00000.safetensors"].update(bytes=7), "the manifest says 7 bytes"),
+        (lambda d: d["files"].update({"rank-00009.safetensors": {"bytes": 7}}), "is missing"),
         (lambda d: d.pop("tensors"), "malformed"),
         (lambda d: d["tensors"]["model.norm.weight"].update(shape=[3]), r"model.norm.weight is \[64\] in the model and \[3\]"),
         (lambda d: d["tensors"].pop("model.norm.weight"), "has no value of model.norm.weight"),
@@ -229,7 +237,7 @@ for step in range(int(sys.argv[2]), 10**6):
         size = writer.size
     box = {"offset": [0, 0], "length": [64, 1024], "file": "rank-00000.safetensors", "key": "value/w@0.0", "xxh3": digest}
     tensors = {"w": {"shape": [64, 1024], "kinds": {"value": {"dtype": "F32", "boxes": [box]}}}}
-    commit(made, step, {"format": 1, "step": step, "files": {"rank-00000.safetensors": size}, "tensors": tensors})
+    commit(made, step, {"format": 1, "step": step, "files": {"rank-00000.safetensors": {"bytes": size}}, "tensors": tensors})
     print("committed", step, flush=True)
     rotate(root, 2)
 """

@@ -20,12 +20,13 @@ from drivetrain.trainers.data.chat import encode_completion, encode_messages
 from drivetrain.trainers.data.demo import make_tokenizer, pairs, question, write_data, write_model
 from drivetrain.trainers.data.loader import Cursor, Loader
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.sources import load_samples
+from drivetrain.trainers.data.sources import Budget, load_samples
 from drivetrain.trainers.metrics import JSONL
 from drivetrain.trainers.options import DataConfig
 from drivetrain.trainers.sft import main
 
 TOKENIZER = make_tokenizer()
+BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
 
 
 # ---- what is learned from --------------------------------------------------------------------------------------------
@@ -64,12 +65,34 @@ def test_malformed_chats_are_refused_with_their_row(messages: Any, message: str)
         encode_messages(TOKENIZER, messages, "f.jsonl:7")
 
 
+# As Qwen3's does: an empty thought stands only in the last answer.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' and loop.last %}=={% endif %}"
+    "{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
 def test_a_template_that_rewrites_the_past_is_refused() -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{% if loop.last %}<user>{% endif %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = FORGETFUL
+    one = encode_messages(tokenizer, [*question(1, 2), {"role": "assistant", "content": "3"}], "row")
+    assert learned(one) == "==3<end>"
     chat = [*question(1, 2), {"role": "assistant", "content": "3"}, *question(1, 2), {"role": "assistant", "content": "3"}]
-    with pytest.raises(DataError, match="row: the chat template"):
+    with pytest.raises(DataError, match="row: the chat template renders turn 2 differently"):
         encode_messages(tokenizer, chat, "row")
+
+
+def test_generation_marks_are_taken_at_their_word() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}<end>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    chat = [*question(3, 4), {"role": "assistant", "content": "7"}, *question(10, 5), {"role": "assistant", "content": "15"}]
+    sample = encode_messages(tokenizer, chat, "row")
+    assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end><user>10+5=<assistant>15<end>"
+    assert learned(sample) == "715"
 
 
 def write_rows(path: Path, rows: list[Any]) -> str:
@@ -86,7 +109,7 @@ def test_formats_and_files(tmp_path: Path) -> None:
     parquet = str(tmp_path / "b.parquet")
     pq.write_table(pa.Table.from_pylist(rows), parquet)
     chats = write_rows(tmp_path / "c.jsonl", [{"messages": [*question(1, 2), {"role": "assistant", "content": "3"}]}])
-    samples = load_samples([jsonl, parquet, chats], TOKENIZER, DataConfig(), 100)
+    samples = load_samples([jsonl, parquet, chats], TOKENIZER, DataConfig(), BUDGET)
     assert [learned(s) for s in samples] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>"]
     assert samples[1].name == f"{jsonl}:2"
 
@@ -97,12 +120,12 @@ def test_formats_and_files(tmp_path: Path) -> None:
 )
 def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2222"}])
-    samples = load_samples([path], TOKENIZER, DataConfig(max_length=6, too_long=too_long), 100)
+    samples = load_samples([path], TOKENIZER, DataConfig(max_length=6, too_long=too_long), BUDGET)
     assert [TOKENIZER.decode(s.ids) for s in samples] == kept
-    with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than 6"):
-        load_samples([path], TOKENIZER, DataConfig(max_length=6), 100)
+    with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
+        load_samples([path], TOKENIZER, DataConfig(max_length=6), BUDGET)
     with pytest.raises(DataError, match=r"data.max_length=200 is more than engine.micro_batch.max_tokens=100"):
-        load_samples([path], TOKENIZER, DataConfig(max_length=200), 100)
+        load_samples([path], TOKENIZER, DataConfig(max_length=200), BUDGET)
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------
@@ -219,6 +242,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(task: Path, caplog: pytest.L
     assert len(records(task / "run")) == len(full)
 
 
+def test_a_folder_of_an_earlier_run_is_not_mixed_up_with_this_one(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words(task, "trainer.max_steps=3", "trainer.save_every=1", "trainer.keep_last=null")) == 0
+    for change in ("trainer.resume=none", f"trainer.resume={task}/run/checkpoints/step-00000002"):
+        assert main(words(task, "trainer.max_steps=3", change)) == 1
+        assert "holds step-00000003 of an earlier run" in capfd.readouterr().err
+    file = task / "data" / "train.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:30]))
+    assert main(words(task, "trainer.max_steps=5")) == 1
+    assert "was saved with the number of samples = 40, now it is 30" in capfd.readouterr().err
+
+
 def test_evaluation_is_exact(task: Path) -> None:
     assert main(words(task, "trainer.max_steps=1", f"data.eval=[{task / 'data' / 'eval.jsonl'}]", "data.batch_size=7")) == 0
     got = next(r for r in records(task / "run") if r.get("split") == "eval")
@@ -226,7 +260,7 @@ def test_evaluation_is_exact(task: Path) -> None:
 
     model: Any = AutoModelForCausalLM.from_pretrained(task / "run" / "hf", dtype=torch.float32).eval()
     total = count = 0.0
-    for sample in load_samples([str(task / "data" / "eval.jsonl")], TOKENIZER, DataConfig(), 64):
+    for sample in load_samples([str(task / "data" / "eval.jsonl")], TOKENIZER, DataConfig(), BUDGET):
         ids = torch.tensor([sample.ids])
         mask = torch.tensor(sample.supervised[1:])
         with torch.no_grad():
@@ -296,13 +330,17 @@ def test_commands_of_the_readme(task: Path) -> None:
         (["model.path={task}"], "has no config.json"),
         (["engine.parallel.cp=3"], "needs a multiple of 3 processes, but 1 run"),
         (["engine.parallel.tp=2"], "engine.parallel.tp=2: backend 'fsdp' has the axes"),
-        (["engine.micro_batch.max_tokens=5"], "tokens, more than 5"),
+        (["engine.micro_batch.max_tokens=5"], "tokens, more than engine.micro_batch.max_tokens=5"),
         (["data.batch_size=0"], "data.batch_size=0; it must be at least 1"),
         (["model.head=value"], "model.head=value: SFT trains a language-model head"),
         (["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
         (["trainer.output_dir={task}/model/config.json"], "cannot be made"),
         (["trainer.resume={task}/none"], "is no complete checkpoint"),
         (["optim.lr=fast"], "optim.lr: Value 'fast'"),
+        (
+            ["data.eval=[{task}/data/eval.jsonl]", "engine.micro_batch.infer_max_tokens=6"],
+            "more than engine.micro_batch.infer_max_tokens=6",
+        ),
     ],
 )
 def test_bad_input_gets_one_clear_line(change: list[str], message: str, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +364,7 @@ def test_bad_input_gets_one_clear_line(change: list[str], message: str, task: Pa
 def test_bad_files_are_named(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
-        load_samples([str(tmp_path / "a.jsonl")], TOKENIZER, DataConfig(), 100)
+        load_samples([str(tmp_path / "a.jsonl")], TOKENIZER, DataConfig(), BUDGET)
 
 
 def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
@@ -334,7 +372,7 @@ def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     path = write_rows(tmp_path / "c.jsonl", [{"messages": [*question(1, 2), {"role": "assistant", "content": "3"}]}])
     with pytest.raises(DataError, match="no chat template"):
-        load_samples([path], tokenizer, DataConfig(), 100)
+        load_samples([path], tokenizer, DataConfig(), BUDGET)
 
 
 def test_non_finite_loss_stops_the_run(task: Path, capfd: pytest.CaptureFixture[str]) -> None:

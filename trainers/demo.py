@@ -7,6 +7,7 @@ questions in plain transformers, in a process of its own. Leaves `summary.json`.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     root, start = Path(args.output), time.monotonic()
 
     print("1/4  data and an untrained model", flush=True)
+    if (root / "run").is_dir():
+        # Of an earlier demo: this one starts over.
+        shutil.rmtree(root / "run")
     run = ["-m", "drivetrain.trainers.demo_steps"]
     _python(*run, "make", str(root))
     before = _measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")

@@ -1,6 +1,7 @@
 """The training loop. It knows an engine, a loss and a loader, and no backend."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,15 +67,20 @@ def train(
 
 
 def evaluate(engine: BaseEngine, loss: Loss, loader: Loader, loggers: Sequence[Logger], step: int) -> float:
-    """Exact loss over all held-out samples: every batch's sum over the weight of them all."""
-    total = weight = tokens = 0.0
+    """Exact loss over all held-out samples: each term's sum over its weight, of them all."""
+    sums: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
+    tokens = 0
     for batch in loader.once():
         result = engine.forward_backward(batch, loss, forward_only=True)
-        counted = sum(result.weights.values())
-        total, weight, tokens = total + result.loss * counted, weight + counted, tokens + result.tokens
+        tokens += result.tokens
+        for term, weight in result.weights.items():
+            sums[term] += result.terms[term] * weight
+            weights[term] += weight
+    mean = sum(sums[term] / weights[term] for term in weights)
     for logger in loggers:
-        logger.log({"step": step, "split": "eval", "loss": total / weight, "tokens": int(tokens)})
-    return total / weight
+        logger.log({"step": step, "split": "eval", "loss": mean, "tokens": tokens})
+    return mean
 
 
 def save(engine: BaseEngine, config: TrainerConfig, step: int, cursor: Cursor) -> None:

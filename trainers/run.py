@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import latest, sweep
+from ..engine.checkpoint.folder import folder_name, latest, steps, sweep
 from ..engine.errors import CheckpointError, ConfigError, DrivetrainError, ModelError
 from ..engine.export import export_hf
 from ..engine.model_path import check_model_path
@@ -19,9 +19,9 @@ from ..engine.topology import agree, init_distributed
 from ..workers.losses.sft import SFTLoss
 from .data.loader import Cursor, Loader
 from .data.sample import Sample
-from .data.sources import load_samples
+from .data.sources import Budget, load_samples
 from .loop import train
-from .metrics import check_loggers, make_loggers, plot_loss
+from .metrics import Logger, check_loggers, make_loggers, plot_loss
 from .options import SFTConfig, TrainerConfig, to_yaml
 
 log = logging.getLogger(__name__)
@@ -68,23 +68,19 @@ def check_run(config: SFTConfig) -> None:
     if config.model.head != "lm":
         raise ConfigError(f"model.head={config.model.head}: SFT trains a language-model head; set model.head=lm")
     check_loggers(trainer.loggers)
-    try:
-        Path(trainer.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"trainer.output_dir={trainer.output_dir} cannot be made: {e}") from e
 
 
 def _run(config: SFTConfig) -> None:
     output = Path(config.trainer.output_dir)
     samples, held_out = load_data(config)
     per_epoch = -(-len(samples) // config.data.batch_size)
-    steps = config.trainer.max_steps or config.trainer.epochs * per_epoch
+    total = config.trainer.max_steps or config.trainer.epochs * per_epoch
     engine = engine_class(config.engine.backend)(
-        model=config.model, engine=config.engine, optim=config.optim, total_steps=steps
+        model=config.model, engine=config.engine, optim=config.optim, total_steps=total
     ).initialize()
     try:
         _prepare(engine, config, output)
-        first, cursor = resume(engine, config.trainer, output, config.data.seed)
+        first, cursor = resume(engine, config.trainer, output, Cursor(seed=config.data.seed, samples=len(samples)))
         loaders = [
             Loader(
                 part,
@@ -98,49 +94,83 @@ def _run(config: SFTConfig) -> None:
             for part in (samples, held_out)
             if part is not None
         ]
-        main = engine.topology.is_main
-        loggers = make_loggers(config.trainer.loggers, output, steps, config.trainer.log_every, first - 1) if main else []
-        todo = range(first, steps + 1)
+        loggers = _loggers(engine, config, output, total, first - 1)
+        todo = range(first, total + 1)
         if todo:
-            train(
-                engine,
-                SFTLoss(),
-                loaders[0],
-                loaders[1] if len(loaders) > 1 else None,
-                config.trainer,
-                loggers,
-                steps=todo,
-                cursor=cursor,
-            )
+            evaluation = loaders[1] if held_out is not None else None
+            train(engine, SFTLoss(), loaders[0], evaluation, config.trainer, loggers, steps=todo, cursor=cursor)
         else:
-            log.info("step %d of %d is done already; nothing to train", first - 1, steps)
+            log.info("step %d of %d is done already; nothing to train", first - 1, total)
         for logger in loggers:
             logger.close()
-        if main and (output / "metrics.jsonl").is_file():
-            plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
         if config.trainer.export_hf:
-            adapted = config.model.lora.rank > 0
-            if adapted:
-                export_hf(engine, output / "adapter", adapters="only")
-            folder = export_hf(engine, output / "hf")
-            log.info("model in Hugging Face format: %s%s", folder, f"; adapter alone: {output / 'adapter'}" if adapted else "")
+            _export(engine, config, output)
+        if engine.topology.is_main and (output / "metrics.jsonl").is_file():
+            plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
     finally:
         engine.close()
 
 
+def _loggers(engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int) -> list[Logger]:
+    """Loggers on the first rank; an error there is everybody's."""
+    loggers: list[Logger] = []
+    error: Exception | None = None
+    if engine.topology.is_main:
+        try:
+            loggers = make_loggers(config.trainer.loggers, output, total, config.trainer.log_every, resumed)
+        except Exception as e:  # raised on all ranks by agree
+            error = e
+    engine.topology.agree(error)
+    return loggers
+
+
+def _export(engine: BaseEngine, config: SFTConfig, output: Path) -> None:
+    adapted = config.model.lora.rank > 0
+    if adapted:
+        export_hf(engine, output / "adapter", adapters="only")
+    folder = export_hf(engine, output / "hf")
+    log.info("model in Hugging Face format: %s%s", folder, f"; adapter alone: {output / 'adapter'}" if adapted else "")
+
+
 def load_data(config: SFTConfig) -> tuple[list[Sample], list[Sample] | None]:
     """Training and held-out samples; an error of one rank is everybody's, before any weight is read."""
-    budget, error = config.engine.micro_batch.max_tokens, None
+    error: Exception | None = None
     samples: list[Sample] = []
     held_out: list[Sample] | None = None
     try:
-        tokenizer = load_tokenizer(config)
+        make_folder(Path(config.trainer.output_dir))
+        tokenizer, budget = load_tokenizer(config), sample_budget(config)
         samples = load_samples(config.data.train, tokenizer, config.data, budget)
         held_out = load_samples(config.data.eval, tokenizer, config.data, budget) if config.data.eval else None
     except DrivetrainError as e:
         error = e
     agree(error)
     return samples, held_out
+
+
+def sample_budget(config: SFTConfig) -> Budget:
+    """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
+    sizes, cp = config.engine.micro_batch, max(1, config.engine.parallel.cp)
+    least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
+    if config.data.eval and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
+        least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    usable = least // cp * cp
+    rounded = "" if usable == least else f" ({usable}, since engine.parallel.cp={cp} ranks share it evenly)"
+    return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
+
+
+def make_folder(folder: Path) -> None:
+    """The run's folder.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"trainer.output_dir={folder} cannot be made: {e}") from e
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"trainer.output_dir={folder} cannot be written by this user; choose another folder")
 
 
 def load_tokenizer(config: SFTConfig) -> Any:
@@ -170,36 +200,58 @@ def _prepare(engine: BaseEngine, config: SFTConfig, output: Path) -> None:
     engine.topology.agree(error)
 
 
-def resume(engine: BaseEngine, config: TrainerConfig, output: Path, seed: int) -> tuple[int, Cursor]:
+def resume(engine: BaseEngine, config: TrainerConfig, output: Path, start: Cursor) -> tuple[int, Cursor]:
     """Load the checkpoint that `trainer.resume` names, if any.
+
+    Args:
+        engine: initialised.
+        config: `trainer`.
+        output: the run's folder.
+        start: the cursor of a fresh run.
 
     Returns:
         the number of the first step to make, and the cursor of its batch.
 
     Raises:
-        CheckpointError: the named checkpoint cannot be used, or its sample order has another seed.
+        CheckpointError: the named checkpoint cannot be used, or was made with other data.
+        ConfigError: the run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
     """
-    start = Cursor(seed=seed)
-    if config.resume == "none":
-        return 1, start
-    if config.resume == "auto":
-        found: Path | None = None
-        if engine.topology.is_main:
-            manifest, skipped = latest(output / "checkpoints")
-            found = None if manifest is None else manifest.folder
+    root = output / "checkpoints"
+    found: list[Any] = [None, []]
+    if engine.topology.is_main:
+        # The first rank decides: another might see the folder of a shared file system a moment later.
+        found[1] = [folder.name for folder in steps(root)]
+        if config.resume == "auto":
+            manifest, skipped = latest(root)
+            found[0] = None if manifest is None else manifest.folder
             for reason in skipped:
                 log.warning("not resumed from: %s", reason)
-        # The first rank decides: another might see the folder of a shared file system a moment later.
-        folder = engine.topology.exchange(found)[0]
-        if folder is None:
-            return 1, start
-    else:
-        folder = Path(config.resume)
-    restored = engine.load_checkpoint(folder)
-    cursor = Cursor.from_json(restored.extra["cursor"])
-    if cursor.seed != seed:
-        raise CheckpointError(
-            f"{folder} was saved with data.seed={cursor.seed}, not {seed}; use that seed, or trainer.resume=none"
+    chosen, present = engine.topology.exchange(found)[0]
+    if config.resume not in ("auto", "none"):
+        chosen = Path(config.resume)
+    first, cursor = 1, start
+    if chosen is not None:
+        restored = engine.load_checkpoint(chosen)
+        first, cursor = restored.step + 1, _checked_cursor(chosen, restored.extra, start)
+        another = "" if restored.same_layout else " (another layout: random state drawn anew)"
+        log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
+    if config.resume != "auto" and present and present[-1] >= folder_name(first):
+        raise ConfigError(
+            f"trainer.output_dir={output} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step "
+            f"{first}; choose another folder, delete {root}, or set trainer.resume=auto to go on with it"
         )
-    log.info("resumed from %s%s", folder, "" if restored.same_layout else " (another layout: random state drawn anew)")
-    return restored.step + 1, cursor
+    return first, cursor
+
+
+def _checked_cursor(folder: Path, extra: Any, start: Cursor) -> Cursor:
+    try:
+        cursor = Cursor.from_json(extra["cursor"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{folder} says nothing of where in the data to go on; it was not saved by this trainer") from e
+    for name, was, now in (("data.seed", cursor.seed, start.seed), ("the number of samples", cursor.samples, start.samples)):
+        if was != now:
+            raise CheckpointError(
+                f"{folder} was saved with {name} = {was}, now it is {now}, so the next sample cannot be told; use the same data and "
+                "seed, or start anew from the exported model in another trainer.output_dir"
+            )
+    return cursor

@@ -5,6 +5,7 @@ renamed. Whatever instant a process dies at, a folder under its final name is co
 """
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..boxes import Box, covers
 from ..errors import CheckpointError
-from .tensorfile import fsync_folder, write_json
+from .tensorfile import file_checksum, fsync_folder, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -92,14 +93,8 @@ class Manifest:
             found = data.get("format") if isinstance(data, dict) else None
             raise CheckpointError(f"{path} has format {found!r}; this version reads format {FORMAT}")
         try:
-            for name, size in data["files"].items():
-                if Path(name).name != name or name in ("", ".", ".."):
-                    raise CheckpointError(f"{path} names the file {name!r}, which is not a plain name inside the folder")
-                file = folder / name
-                actual = file.stat().st_size if file.is_file() and not file.is_symlink() else None
-                if actual != size:
-                    shown = "missing" if actual is None else f"{actual} bytes"
-                    raise CheckpointError(f"{file} is {shown}; the manifest says {size} bytes: the checkpoint is damaged")
+            for name, entry in data["files"].items():
+                _check_file(path, name, entry)
             manifest = cls(data, folder)
             for name in data["tensors"]:
                 manifest.kinds(name)
@@ -129,6 +124,32 @@ class Manifest:
         if b["file"] not in self.data["files"]:
             raise CheckpointError(f"{self.folder / MANIFEST} uses the file {b['file']!r}, which it does not list")
         return StoredBox(box=Box(tuple(b["offset"]), tuple(b["length"])), file=b["file"], key=b["key"], xxh3=b["xxh3"])
+
+
+def _check_file(manifest: Path, name: str, entry: Mapping[str, Any]) -> None:
+    plain = name.removeprefix("model/")
+    if Path(plain).name != plain or plain in ("", ".", ".."):
+        raise CheckpointError(f"{manifest} names the file {name!r}, which is not a plain name inside the folder")
+    file = manifest.parent / name
+    linked = file.is_symlink() or file.parent.is_symlink()
+    actual = file.stat().st_size if file.is_file() and not linked else None
+    if actual != entry["bytes"]:
+        shown = "missing" if actual is None else f"{actual} bytes"
+        raise CheckpointError(f"{file} is {shown}; the manifest says {entry['bytes']} bytes: the checkpoint is damaged")
+    # Tensors have checksums of their own, which are compared while they are read.
+    if "xxh3" in entry and file_checksum(file) != entry["xxh3"]:
+        raise CheckpointError(f"{file} does not match its checksum: the checkpoint is damaged")
+
+
+def describe_files(folder: Path, sub: str) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums of the small files of a sub-folder, each synced to disk."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((folder / sub).iterdir()):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+        found[f"{sub}/{file.name}"] = {"bytes": file.stat().st_size, "xxh3": file_checksum(file)}
+    fsync_folder(folder / sub)
+    return found
 
 
 def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,15 +195,20 @@ def commit(temporary: Path, step: int, manifest: Mapping[str, Any]) -> Path:
         final.rename(final.parent / f"{DELETED}{final.name}-{uuid.uuid4().hex[:8]}")
     temporary.rename(final)
     fsync_folder(final.parent)
-    sweep(final.parent)
+    sweep(final.parent, deleted_only=True)
     return final
 
 
-def sweep(root: Path) -> None:
-    """Remove what crashed saves and deletions left behind. Call it while nobody saves."""
+def sweep(root: Path, *, deleted_only: bool = False) -> None:
+    """Remove what deletions and, while nobody saves, what crashed saves left behind.
+
+    Args:
+        root: folder of all checkpoints of a run.
+        deleted_only: leave temporary folders alone: another save may be writing one.
+    """
     if root.is_dir():
         for folder in root.iterdir():
-            if folder.name.startswith((TEMPORARY, DELETED)):
+            if folder.name.startswith(DELETED if deleted_only else (TEMPORARY, DELETED)):
                 shutil.rmtree(folder)
 
 
@@ -208,4 +234,4 @@ def rotate(root: Path, keep_last: int | None) -> None:
         return
     for folder in steps(root)[: -max(1, keep_last)]:
         folder.rename(root / f"{DELETED}{folder.name}-{uuid.uuid4().hex[:8]}")
-    sweep(root)
+    sweep(root, deleted_only=True)

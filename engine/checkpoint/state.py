@@ -13,7 +13,7 @@ from torch import Tensor
 from ..boxes import Box, intersect
 from ..errors import CheckpointError
 from ..topology import Topology
-from .folder import FORMAT, Manifest, commit, merge_index, new_temporary
+from .folder import FORMAT, Manifest, commit, describe_files, merge_index, new_temporary
 from .rng import restore_rng, rng_state, seed_all
 from .tensorfile import DTYPES, TensorFolder, TensorWriter, checksum
 
@@ -103,7 +103,10 @@ def save_state(
                 "parallel": asdict(topology.parallel),
                 "world_size": topology.size,
                 **state,
-                "files": {f"rank-{r:05d}.safetensors": size for r, (_, _, size) in enumerate(parts)},
+                "files": {
+                    **{f"rank-{r:05d}.safetensors": {"bytes": size} for r, (_, _, size) in enumerate(parts)},
+                    **describe_files(temporary, "model"),
+                },
                 "ranks": [{"rng": rng} for _, rng, _ in parts],
                 "tensors": merge_index([index for index, _, _ in parts]),
             }
@@ -150,14 +153,14 @@ def _write_rank(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     return index
 
 
-def load_state(folder: Path, *, topology: Topology, pieces: Callable[[], Iterable[Piece]], trains: bool) -> Manifest:
+def load_state(folder: Path, *, topology: Topology, pieces: Callable[[], Iterable[Piece]], optimizer: str | None) -> Manifest:
     """Fill this rank's boxes from a checkpoint of any layout. Collective.
 
     Args:
         folder: of the checkpoint.
         topology: of the engine.
         pieces: gives this rank's boxes, which are written into.
-        trains: whether optimizer state is needed.
+        optimizer: its name, where its state is needed.
 
     Returns:
         the manifest, for what is no tensor.
@@ -168,14 +171,25 @@ def load_state(folder: Path, *, topology: Topology, pieces: Callable[[], Iterabl
     try:
         manifest = Manifest.read(folder)
         mine = list(pieces())
+        saved = (manifest.data["optim"] or {}).get("name")
+        if optimizer is not None and saved != optimizer:
+            raise CheckpointError(
+                f"{folder} was saved {'without an optimizer' if saved is None else f'with optim.name={saved}'}, but this run has "
+                f"optim.name={optimizer}; use the same, or start from exported weights"
+            )
         _check_pieces(manifest, mine)
-        if trains and manifest.data["optimizer"] is None:
-            raise CheckpointError(f"{folder} was saved without an optimizer; start from its exported weights instead")
     except Exception as e:  # raised on all ranks by agree
         error = e
-    # Nothing has been changed so far; from here on all ranks go on together.
     topology.agree(error)
     assert manifest is not None
+    held = set().union(*topology.exchange({p.name for p in mine}))
+    left = sorted(set(manifest.names) - held)
+    if left:
+        raise CheckpointError(
+            f"{folder} has {len(left)} tensors that the model has not, {', '.join(left[:3])} among them; it is a checkpoint of "
+            "another model"
+        )
+    # Nothing has been changed so far; from here on all ranks go on together.
     try:
         fill_from_checkpoint(manifest, mine)
     except Exception as e:  # raised on all ranks by agree
@@ -202,6 +216,12 @@ def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
             raise CheckpointError(
                 f"{manifest.folder} has no {piece.kind} of {piece.name}; it is a checkpoint of another model, of other "
                 "adapters, or of another head"
+            )
+        dtype = entry["kinds"][piece.kind]["dtype"]
+        if dtype != DTYPES[piece.data.dtype]:
+            raise CheckpointError(
+                f"{piece.kind} of {piece.name} is {DTYPES[piece.data.dtype]} in the model and {dtype} in {manifest.folder}; use the "
+                "engine.precision.params that it was saved with"
             )
         if tuple(entry["shape"]) != piece.shape:
             raise CheckpointError(

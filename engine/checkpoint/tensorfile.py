@@ -101,6 +101,11 @@ def checksum(tensor: Tensor) -> str:
     return xxhash.xxh3_64(tensor_bytes(tensor)).hexdigest()
 
 
+def file_checksum(path: Path) -> str:
+    """xxh3-64 of a small file."""
+    return xxhash.xxh3_64(path.read_bytes()).hexdigest()
+
+
 class TensorFolder:
     """Reads slices of the safetensors files of one folder; each file is opened once."""
 

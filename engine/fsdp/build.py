@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers the operator that selective recomputation keeps
 from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -78,7 +79,26 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
                 f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported on "
                 "packed sequences; set it to 0 in config.json"
             )
+    check_rope(config, model.path)
     wants_adapters(model.lora)
+
+
+def check_rope(config: PreTrainedConfig, path: str) -> None:
+    """Refuse rotary embeddings whose frequencies depend on the longest document of a batch.
+
+    Raises:
+        ModelError: packed, a document would be rotated by its neighbour's length.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found, *(v for v in found.values() if isinstance(v, dict))]:
+        kind = rope.get("rope_type", "default")
+        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained or 0)):
+            raise ModelError(
+                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so packed "
+                "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
+                + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
+            )
 
 
 def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSettings | None:
@@ -157,6 +177,8 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 
 

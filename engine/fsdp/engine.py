@@ -29,6 +29,7 @@ from .load import seed_ranks
 from .lora import adapters_disabled
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
+from .shard import forget_unsharded_gradients
 from .state import stream_weights, tensor_pieces, value_pieces, weight_shapes
 
 
@@ -157,10 +158,10 @@ class FSDPEngine(BaseEngine):
         assert self._optimizer is not None
         self._optimizer.step(lr)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def _zero_grad(self) -> None:
         for parameter in self._root.parameters():
             parameter.grad = None
+        forget_unsharded_gradients(self._root)
 
     @property
     def _fsdp(self) -> FSDPModule:
@@ -171,8 +172,10 @@ class FSDPEngine(BaseEngine):
 
     def _set_training(self, training: bool) -> None:
         self._root.train(training)
-        # Without a backward pass the root stays gathered: state would show whole tensors where shards are expected.
-        self._fsdp.reshard()
+        # Without a backward pass modules may stay gathered: state would show whole tensors where shards are expected.
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _move(self, part: Part, where: Where) -> None:
         target = self.topology.device if where == "device" else torch.device("cpu")
@@ -180,11 +183,8 @@ class FSDPEngine(BaseEngine):
             if self._optimizer is not None:
                 self._optimizer.to(target)
             return
-        if self.config.offload.params == "host":
-            raise ConfigError("engine.offload.params=host: parameters rest on the host already; leave out to(params=True)")
-        if part == "grads" and any(p.grad is not None and p.grad.device != p.device for p in self._root.parameters()):
-            raise ConfigError("gradients are where their parameters are; move both: to(..., params=True, grads=True)")
-        if part == "params":
+        # Under offload FSDP keeps parameters on the host at all times; gradients move with their parameters.
+        if part == "params" and self.config.offload.params == "none":
             self._root.to(target)
             if self._optimizer is not None:
                 self._optimizer.rebind()
@@ -238,16 +238,18 @@ class FSDPEngine(BaseEngine):
         """See `BaseEngine.named_weights`."""
         with self._residency.on_device(("params",)):
             stream = stream_weights(self._root, self._built.layout, only_adapters=adapters == "only")
-            yield stream
-            # A rank that stopped early still takes part in the gathers that the others are waiting in.
-            for _ in stream:
-                pass
+            try:
+                yield stream
+            finally:
+                # A rank that stopped early, or failed, still takes part in the gathers that the others are waiting in.
+                for _ in stream:
+                    pass
 
-    def close(self) -> None:
-        """Free process groups and memory."""
+    def _free(self) -> None:
         self._optimizer = None
-        del self._built, self._root
-        super().close()
+        for name in ("_built", "_root"):
+            if hasattr(self, name):
+                delattr(self, name)
 
 
 def _extend(x: Tensor, tokens: int) -> Tensor:

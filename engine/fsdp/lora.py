@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -50,14 +51,15 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
 
 
 def add_adapters(model: PreTrainedModel, config: PeftLoraConfig) -> None:
-    """Put adapters into a model on the meta device; only they are trainable afterwards."""
+    """Put adapters into a model on the meta device, float32 at least; only they are trainable afterwards."""
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             for part in (module.lora_A, module.lora_B):
-                part.to(model.dtype)
+                # In 16 bits small updates, and Adam's slow second moment, would round away.
+                part.to(torch.promote_types(model.dtype, torch.float32))
 
 
 def init_adapter(name: str, value: Tensor) -> None:

@@ -92,7 +92,8 @@ class PackedModel(nn.Module):
         self, hidden_sh: Tensor, targets: Tensor, outputs: OutputRequest, expected: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
         if self.score is not None:
-            return {"values": self.score(hidden_sh)[:, 0].float()}
+            values = self.score(hidden_sh)[:, 0]
+            return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         head = self.lm.get_output_embeddings()
         log_probs, entropy = linear_head(
             hidden_sh,

@@ -39,7 +39,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(root: nn.Module, mesh: DeviceMesh, config: EngineConfig, options: FSDPOptions) -> None:
     """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once."""
     precision = config.precision
-    compute = getattr(torch, precision.compute) if precision.compute != precision.params else None
+    # Named also where all stored parameters have it: adapters are stored in float32 beside them.
+    mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
+    compute = getattr(torch, precision.compute) if mixed else None
     reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     offload = OffloadPolicy()
@@ -58,6 +60,22 @@ def shard(root: nn.Module, mesh: DeviceMesh, config: EngineConfig, options: FSDP
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def forget_unsharded_gradients(root: nn.Module) -> None:
+    """Drop what micro-batches before the last keep unreduced, which a step that was aborted leaves behind.
+
+    FSDP2 has no public way to it; the names are those of torch 2.11 to 2.13.
+    """
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
 
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:

@@ -46,6 +46,8 @@ class PackedContext:
         return max(end - start for start, end in pairwise(self.bounds))
 
 
+# Borders differ in every micro-batch: a compiled layer would be compiled again for each number of documents.
+@torch.compiler.disable
 def packed_attention(
     query_thd: Tensor,
     key_tkd: Tensor,
@@ -98,7 +100,7 @@ def _local(
         if plain and small and q.dtype in (torch.bfloat16, torch.float16):
             return varlen(q, k, v, context, scale, window)
         # Flex kernels want head sizes of at least 16 and powers of two; others take the plain path below.
-        if q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128, 256) and v.shape[-1] == q.shape[-1]:
+        if not plain and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128, 256) and v.shape[-1] == q.shape[-1]:
             return flex(q, k, v, context, scale, window, softcap, sinks)
     return by_document(q, k, v, context.bounds, scale, window, softcap, sinks)
 
@@ -173,7 +175,6 @@ def _block_mask(context: PackedContext, window: int | None, device: torch.device
     return create_block_mask(visible, None, None, tokens, tokens, device=str(device))
 
 
-@torch.compiler.disable
 def by_document(
     q: Tensor,
     k: Tensor,

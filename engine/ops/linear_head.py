@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**27}
 SMALLEST_CHUNK = 128
 
 

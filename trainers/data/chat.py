@@ -1,17 +1,21 @@
 """Rows to tokens: which tokens a chat or a prompt with its completion teaches."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine.errors import DataError
 from .sample import Sample
 
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 
 def encode_messages(tokenizer: Any, messages: Any, name: str) -> Sample:
-    """A chat, supervised on the assistant's turns and the tokens that end them.
+    """A chat, supervised on the assistant's turns.
 
-    The chat is rendered turn by turn; every rendering must begin with the one before it, or the spans of the turns
-    could not be told. The whole text is then tokenised once, and a token belongs to the turn in which it begins.
+    A template with generation marks says itself which tokens those are. Any other is rendered turn by turn, and what each
+    turn begins and ends with must stand in the whole chat too, or its span could not be told; the tokens that end a turn
+    are learned with it. The whole text is then tokenised once, and a token belongs to the turn in which it begins.
 
     Args:
         tokenizer: fast, with a chat template.
@@ -19,25 +23,30 @@ def encode_messages(tokenizer: Any, messages: Any, name: str) -> Sample:
         name: of the row.
 
     Raises:
-        DataError: a message is malformed, there is no assistant's turn, or the template rewrites earlier turns.
+        DataError: a message is malformed, there is no assistant's turn, or the template renders a turn differently once
+            others follow.
     """
     _check(messages, name)
+    if GENERATION_MARK.search(tokenizer.chat_template):
+        marked = _apply(tokenizer, messages, name, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return _sample(name, marked["input_ids"], [bool(m) for m in marked["assistant_masks"]])
+    text = _apply(tokenizer, messages, name, tokenize=False)
     spans = []
-    end = ""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start = _render(tokenizer, messages[:i], name, prompt=True)
-        end = _render(tokenizer, messages[: i + 1], name, prompt=False)
-        if not end.startswith(start):
+        start = _apply(tokenizer, messages[:i], name, tokenize=False, add_generation_prompt=True)
+        end = _apply(tokenizer, messages[: i + 1], name, tokenize=False)
+        if not (end.startswith(start) and text.startswith(end)):
             raise DataError(
-                f"{name}: the chat template renders turn {i + 1} differently once it is answered; use prompt and completion"
+                f"{name}: the chat template renders turn {i + 1} differently once others follow (some drop earlier thoughts), so "
+                "what to learn cannot be told; use a template with {% generation %} marks, one chat per answer, or prompt and "
+                "completion"
             )
         spans.append((len(start), len(end)))
-    text = _render(tokenizer, messages, name, prompt=False)
-    if not text.startswith(end):
-        raise DataError(f"{name}: the chat template rewrites earlier turns of a chat; use prompt and completion")
-    return _tokens(tokenizer, text, spans, name)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    supervised = [end > start and any(low <= start < high for low, high in spans) for start, end in encoded["offset_mapping"]]
+    return _sample(name, encoded["input_ids"], supervised)
 
 
 def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -> Sample:
@@ -77,19 +86,15 @@ def _check(messages: Any, name: str) -> None:
         raise DataError(f"{name}: no message has the role assistant; there is nothing to learn")
 
 
-def _render(tokenizer: Any, messages: Sequence[Any], name: str, *, prompt: bool) -> str:
+def _apply(tokenizer: Any, messages: Sequence[Any], name: str, **options: Any) -> Any:
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as e:
         raise DataError(f"{name}: the chat template refuses this chat: {e}") from e
-    return text
 
 
-def _tokens(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], name: str) -> Sample:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    supervised = tuple(
-        end > start and any(low <= start < high for low, high in spans) for start, end in encoded["offset_mapping"]
-    )
-    if not any(supervised):
+def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample:
+    # A first token has nothing before it that could predict it.
+    if not any(supervised[1:]):
         raise DataError(f"{name}: no token of the assistant's turns is left to learn")
-    return Sample(name, tuple(encoded["input_ids"]), supervised)
+    return Sample(name, tuple(ids), tuple(supervised))

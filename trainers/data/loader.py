@@ -20,11 +20,13 @@ class Cursor:
         epoch: from 0.
         position: samples of this epoch that have been used.
         seed: of the order, for a check on resuming.
+        samples: in an epoch, likewise.
     """
 
     epoch: int = 0
     position: int = 0
     seed: int = 0
+    samples: int = 0
 
     def to_json(self) -> dict[str, int]:
         """For a checkpoint."""
@@ -33,7 +35,9 @@ class Cursor:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Cursor":
         """From a checkpoint."""
-        return cls(epoch=int(data["epoch"]), position=int(data["position"]), seed=int(data["seed"]))
+        return cls(
+            epoch=int(data["epoch"]), position=int(data["position"]), seed=int(data["seed"]), samples=int(data["samples"])
+        )
 
 
 class Loader:
@@ -88,7 +92,7 @@ class Loader:
             position += len(chosen)
             if position >= len(self._samples):
                 epoch, position = epoch + 1, 0
-            yield self.share(chosen), Cursor(epoch=epoch, position=position, seed=self._seed)
+            yield self.share(chosen), Cursor(epoch=epoch, position=position, seed=self._seed, samples=len(self._samples))
 
     def once(self) -> Iterator[PackedBatch]:
         """This rank's shares of one pass in file order: every sample exactly once over all ranks."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +42,34 @@ def read_rows(path: str) -> Any:
     return rows
 
 
-def load_samples(paths: Sequence[str], tokenizer: Any, data: DataConfig, budget: int) -> list[Sample]:
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Tokens that a sample may have, and the setting that says so."""
+
+    tokens: int
+    setting: str
+
+
+def load_samples(paths: Sequence[str], tokenizer: Any, data: DataConfig, budget: Budget) -> list[Sample]:
     """Tokenise all rows of all files, in order.
 
     Args:
         paths: of the files.
         tokenizer: the model's.
         data: settings.
-        budget: `engine.micro_batch.max_tokens`, which no sample may exceed.
+        budget: of a micro-batch, which no sample may exceed.
 
     Raises:
         DataError: names the file, the row and what is wrong with it.
     """
-    limit = data.max_length or budget
-    if limit > budget:
+    limit = data.max_length or budget.tokens
+    if limit > budget.tokens:
         raise DataError(
-            f"data.max_length={limit} is more than engine.micro_batch.max_tokens={budget}: such a sample would fit no "
-            "micro-batch; raise the budget or lower the length"
+            f"data.max_length={limit} is more than {budget.setting}: such a sample would fit no micro-batch; raise the budget or "
+            "lower the length"
         )
-    samples = list(_fit((s for path in paths for s in _encode(path, tokenizer, data)), data, limit))
+    said = budget.setting if data.max_length is None else f"data.max_length={limit}"
+    samples = list(_fit((s for path in paths for s in _encode(path, tokenizer, data)), data, limit, said))
     if not samples:
         raise DataError(f"no sample of {', '.join(paths)} is left to learn from")
     return samples
@@ -89,7 +98,7 @@ def _encode(path: str, tokenizer: Any, data: DataConfig) -> Iterator[Sample]:
             yield encode_completion(tokenizer, row["prompt"], row["completion"], name)
 
 
-def _fit(samples: Iterable[Sample], data: DataConfig, limit: int) -> Iterator[Sample]:
+def _fit(samples: Iterable[Sample], data: DataConfig, limit: int, said: str) -> Iterator[Sample]:
     skipped = 0
     for sample in samples:
         if len(sample.ids) <= limit:
@@ -97,8 +106,8 @@ def _fit(samples: Iterable[Sample], data: DataConfig, limit: int) -> Iterator[Sa
             continue
         if data.too_long == "error":
             raise DataError(
-                f"{sample.name} has {len(sample.ids)} tokens, more than {limit} (data.max_length, or the budget "
-                "engine.micro_batch.max_tokens); raise it, or set data.too_long to skip, truncate_left or truncate_right"
+                f"{sample.name} has {len(sample.ids)} tokens, more than {said}; raise it, or set data.too_long to skip, "
+                "truncate_left or truncate_right"
             )
         part = slice(-limit, None) if data.too_long == "truncate_left" else slice(0, limit)
         cut = replace(sample, ids=sample.ids[part], supervised=sample.supervised[part])
