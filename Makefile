@@ -38,7 +38,7 @@ bench: $(SETUP)
 
 docs: $(SETUP)
 	$(PY) -m docs.reference
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 clean:

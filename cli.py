@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _module(module: str, words: list[str]) -> int:
     nproc = "1"
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--nproc=") else [word])]
     if "--nproc" in words:
         at = words.index("--nproc")
         if at + 1 >= len(words) or not words[at + 1].isdigit():

@@ -18,6 +18,7 @@ from .microbatch import partition
 from .objective import (
     HeadRequest,
     Loss,
+    LossSums,
     OutputRequest,
     StepResult,
     TokenOutputs,
@@ -232,6 +233,8 @@ class Objective:
 
     def _evaluate(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         sums = self._loss(outputs, micro_batch.batch)
+        if not isinstance(sums, LossSums):
+            raise BatchError(f"{type(self._loss).__name__} returned a {type(sums).__name__}; a loss returns LossSums")
         if set(sums.terms) != set(self._plan.weights):
             raise BatchError(
                 f"the loss returned the terms {sorted(sums.terms)}, but weighs {sorted(self._plan.weights)}; they must agree"

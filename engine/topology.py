@@ -49,7 +49,7 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
         return parallel
     if world_size % product:
         raise TopologyError(
-            f"engine.parallel ({shown}) needs a multiple of {product} processes, but {world_size} run; start a multiple, or "
+            f"engine.parallel ({shown}) needs a multiple of {product} processes, but {world_size} run; start a multiple (torchrun --nproc-per-node, or --nproc), or "
             "make the layout smaller"
         )
     return replace(parallel, dp_shard=world_size // product)

@@ -15,7 +15,7 @@ from drivetrain.engine.config import EngineConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.optim import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.trainers.options import RECIPES, SFTConfig, keys, parse, to_yaml
+from drivetrain.trainers.options import RECIPES, SFTConfig, changes, differences, keys, parse, to_yaml
 
 ROOT = Path(__file__).parent.parent
 USAGE = "usage"
@@ -36,11 +36,15 @@ def test_overrides_win_over_recipe_and_defaults(tmp_path: Path) -> None:
     [
         (["engine.paralel.cp=2"], "unknown setting 'engine.paralel.cp'; did you mean 'engine.parallel.cp'"),
         (["trainer.max_step=3"], "did you mean 'trainer.max_steps'"),
-        (["engine.options.nonsense=1"], "unknown setting 'engine.options.nonsense'"),
+        (
+            ["engine.options.nonsense=1"],
+            "unknown setting 'engine.options.nonsense'; engine.options of this backend has allow_unverified_family",
+        ),
         (["optim.lr=abc"], "optim.lr: Value 'abc'"),
         (["engine.recompute=sometimes"], "engine.recompute: Invalid value 'sometimes', expected one of"),
         (["engine.backend=fsdq"], "engine.backend='fsdq' is unknown; .*did you mean 'fsdp'"),
-        (["recipe=nowhere"], "recipe=nowhere: .* does not exist; built in are sft, sft_demo, sft_lora"),
+        (["recipe=nowhere"], "recipe=nowhere does not exist; built in are sft, sft_demo, sft_lora"),
+        (["recipe=sft_lorra"], "did you mean 'sft_lora'"),
         (["recipe=sft", "recipe=sft_lora"], "given 2 times"),
         (["--lr"], "'--lr' is no setting; write key=value"),
     ],
@@ -48,6 +52,21 @@ def test_overrides_win_over_recipe_and_defaults(tmp_path: Path) -> None:
 def test_bad_settings_say_what_to_do(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(SFTConfig, words, USAGE)
+
+
+def test_one_path_may_stand_for_a_list_of_one() -> None:
+    config = parse(SFTConfig, ["data.train=a.jsonl", "model.lora.targets=q_proj"], USAGE)
+    assert config.data.train == ("a.jsonl",)
+    assert config.model.lora.targets == ("q_proj",)
+
+
+def test_what_a_run_has_otherwise_is_told(tmp_path: Path) -> None:
+    config = parse(SFTConfig, ["optim.lr=1", "engine.options.reshard_after_forward=false"], USAGE)
+    assert changes(config) == {"optim.lr": 1.0, "engine.options.reshard_after_forward": False}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    other = parse(SFTConfig, ["optim.lr=2", "engine.options.reshard_after_forward=false", "data.train=x.jsonl"], USAGE)
+    assert differences(tmp_path / "config.yaml", config) == []
+    assert differences(tmp_path / "config.yaml", other) == ["data.train: [] -> ['x.jsonl']", "optim.lr: 1.0 -> 2.0"]
 
 
 def test_every_recipe_parses_and_names_its_command() -> None:

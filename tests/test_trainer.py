@@ -336,6 +336,7 @@ def test_commands_of_the_readme(task: Path) -> None:
         (["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
         (["trainer.output_dir={task}/model/config.json"], "cannot be made"),
         (["trainer.resume={task}/none"], "is no complete checkpoint"),
+        (["data.train={task}/nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["optim.lr=fast"], "optim.lr: Value 'fast'"),
         (
             ["data.eval=[{task}/data/eval.jsonl]", "engine.micro_batch.infer_max_tokens=6"],
@@ -354,11 +355,16 @@ def test_bad_input_gets_one_clear_line(change: list[str], message: str, task: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty"),
-        ('{"text": "x"}\n', "has the columns text; it needs messages, or prompt and completion"),
-        ('{"prompt": "1", "completion": "2"}\n{"prompt": null, "completion": "2"}\n', "a.jsonl:2: prompt is NoneType"),
+        ("", "has no rows"),
+        ('{"text": "x"}\n', "a.jsonl:1 has the columns text; it needs messages or prompt and completion"),
+        (
+            '{"prompt": "1", "completion": "2"}\n\n{"prompt": null, "completion": "2"}\n',
+            r"a.jsonl:3 has the columns prompt \(null\), completion",
+        ),
         ('{"prompt": "1", "completion": ""}\n', "a.jsonl:1: the completion is empty"),
-        ("not json\n", "cannot be read"),
+        ('{"prompt": "1", "completion": 2}\n', "a.jsonl:1: completion is int; it must be text"),
+        ('{"prompt": "1", "completion": "2"}\nnot json\n', "a.jsonl:2 is not JSON"),
+        ("[1]\n", "a.jsonl:1 is a JSON list"),
     ],
 )
 def test_bad_files_are_named(content: str, message: str, tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         "seconds": round(time.monotonic() - start, 1),
         "export": str(root / "run" / "hf"),
     }
-    (root / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (root / "summary.json").write_text("{\n" + ",\n".join(f' "{k}": {json.dumps(v)}' for k, v in summary.items()) + "\n}\n")
     print("4/4  done")
     print(f"     held-out accuracy  {before:.3f} before, {after:.3f} after")
-    print(f"     loss               {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
+    print(f"     loss               {losses[0]:.3g} at the first step, {losses[-1]:.3g} at the last")
     print(f"     model              {summary['export']}")
     print(f"     loss plot          {root / 'run' / 'loss.png'}")
     print(f"     summary            {root / 'summary.json'} ({summary['seconds']} s in all)")

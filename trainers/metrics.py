@@ -36,7 +36,7 @@ class Console:
         step = record["step"]
         self._first = step - 1 if self._first is None else self._first
         if record.get("split") == "eval":
-            self._out.print(f"[bold]eval[/bold]  step {step}  loss {record['loss']:.4f}  tokens {record['tokens']}")
+            self._out.print(f"[bold]eval[/bold]  step {step}  loss {record['loss']:.4g}  tokens {record['tokens']}")
             return
         if step % self._every and step != self._total:
             return
@@ -44,7 +44,7 @@ class Console:
         left = (time.monotonic() - self._start) / made * (self._total - step)
         norm = record["grad_norm"]
         self._out.print(
-            f"step {step}/{self._total}  loss {record['loss']:.4f}  grad_norm {norm:.4f}  lr {record['lr']:.2e}  "
+            f"step {step}/{self._total}  loss {record['loss']:.4g}  grad_norm {norm:.4g}  lr {record['lr']:.2e}  "
             f"{record['tokens_per_s']:.0f} tokens/s  {left:.0f} s left{'  [red]skipped[/red]' if record['skipped'] else ''}"
         )
 

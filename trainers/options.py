@@ -4,7 +4,7 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -99,9 +99,15 @@ def help_text(cls: type, usage: str) -> str:
     lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
     lines.append(f"Built-in recipes: {', '.join(sorted(p.stem for p in RECIPES.glob('*.yaml')))}")
     lines.append("")
-    for key in keys(cls):
+    backend = EngineConfig().backend
+    options = options_class(backend)
+    rows = [k for k in keys(cls) if k.name != "engine.options"]
+    if options is not None:
+        rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
+    for key in rows:
         shown = list(key.default) if isinstance(key.default, tuple) else key.default
-        lines.append(f"  {key.name:34} {key.help} [{'null' if shown is None else shown}]")
+        choices = f" ({key.type})" if " | " in key.type and "None" not in key.type else ""
+        lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
     return "\n".join(lines)
 
 
@@ -133,8 +139,12 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     known = {key.name for key in keys(cls)}
     if options is not None:
         known |= {key.name for key in keys(options, "engine.options.")}
+    lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     for layer in layers:
         _check_keys(layer, known)
+        for name in lists:
+            if isinstance(value := OmegaConf.select(layer, name), str):
+                OmegaConf.update(layer, name, [value])
     try:
         base = OmegaConf.structured(cls)
         if options is not None:
@@ -162,8 +172,12 @@ def _words(words: Sequence[str]) -> DictConfig:
 def _recipe(name: str) -> DictConfig:
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if not path.is_file():
-        built_in = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
-        raise ConfigError(f"recipe={name}: {path} does not exist; built in are {built_in}, or give the path of a .yaml file")
+        built_in = sorted(p.stem for p in RECIPES.glob("*.yaml"))
+        near = difflib.get_close_matches(name, built_in, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"recipe={name} does not exist; {hint}built in are {', '.join(built_in)}, or give the path of a .yaml file"
+        )
     try:
         loaded = OmegaConf.load(path)
     except Exception as e:
@@ -177,6 +191,9 @@ def _check_keys(layer: DictConfig, known: set[str]) -> None:
     for name in _leaves(layer):
         if name in known or any(k.startswith(f"{name}.") for k in known):
             continue
+        if name.startswith("engine.options."):
+            own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
+            raise ConfigError(f"unknown setting {name!r}; engine.options of this backend has {own}")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             name.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1
         )
@@ -197,6 +214,31 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def to_yaml(config: Any) -> str:
     """A resolved config as YAML, with every key."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config))))
+
+
+def changes(config: Any) -> dict[str, Any]:
+    """The settings that differ from their defaults, by dotted name."""
+    found: dict[str, Any] = {}
+    for key in keys(type(config)):
+        value: Any = config
+        for part in key.name.split("."):
+            value = getattr(value, part)
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= {f"{key.name}.{n}": v for n, v in changes(value).items()}
+        elif value != key.default:
+            found[key.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def differences(old: Path, config: Any) -> list[str]:
+    """What an earlier run's `config.yaml` says otherwise, as lines of `name: old -> new`."""
+    before, now = OmegaConf.load(old), OmegaConf.create(_plain(asdict(config)))
+    lines = []
+    for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
+        a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
+        if a != b:
+            lines.append(f"{name}: {a} -> {b}")
+    return lines
 
 
 def _plain(value: Any) -> Any:

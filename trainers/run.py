@@ -22,7 +22,7 @@ from .data.sample import Sample
 from .data.sources import Budget, load_samples
 from .loop import train
 from .metrics import Logger, check_loggers, make_loggers, plot_loss
-from .options import SFTConfig, TrainerConfig, to_yaml
+from .options import SFTConfig, TrainerConfig, changes, differences, to_yaml
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,11 @@ def _run(config: SFTConfig) -> None:
         model=config.model, engine=config.engine, optim=config.optim, total_steps=total
     ).initialize()
     try:
-        _prepare(engine, config, output)
+        if engine.topology.is_main:
+            sweep(output / "checkpoints")
+        _announce(engine, config, len(samples), total)
         first, cursor = resume(engine, config.trainer, output, Cursor(seed=config.data.seed, samples=len(samples)))
+        _write_config(engine, config, output, resumed=first > 1)
         loaders = [
             Loader(
                 part,
@@ -187,17 +190,28 @@ def load_tokenizer(config: SFTConfig) -> Any:
         raise ModelError(f"model.path={path} has no usable tokenizer: {e}") from e
 
 
-def _prepare(engine: BaseEngine, config: SFTConfig, output: Path) -> None:
-    """The run's folder and its config; an error of the first rank is everybody's."""
+def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resumed: bool) -> None:
+    """`config.yaml`, after saying what an earlier run of this folder had otherwise; an error is everybody's."""
     error: Exception | None = None
     if engine.topology.is_main:
         try:
-            (output / "config.yaml").write_text(to_yaml(config))
-            sweep(output / "checkpoints")
-            log.info("%s", to_yaml(config))
+            file = output / "config.yaml"
+            if resumed and file.is_file():
+                for line in differences(file, config):
+                    log.warning("resumed with another setting: %s", line)
+            file.write_text(to_yaml(config))
         except OSError as e:
             error = ConfigError(f"trainer.output_dir={output} cannot be written: {e}")
     engine.topology.agree(error)
+
+
+def _announce(engine: BaseEngine, config: SFTConfig, samples: int, total: int) -> None:
+    log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
+    for name, value in changes(config).items():
+        log.info("  %s=%s", name, value)
+    parallel, device = engine.topology.parallel, engine.topology.device
+    layout = f"dp_replicate={parallel.dp_replicate} dp_shard={parallel.dp_shard} cp={parallel.cp}"
+    log.info("%d samples, %d steps; %d processes on %s, %s", samples, total, engine.topology.size, device.type, layout)
 
 
 def resume(engine: BaseEngine, config: TrainerConfig, output: Path, start: Cursor) -> tuple[int, Cursor]:

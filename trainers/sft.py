@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_sft(config)
     except DrivetrainError as e:
         return fail(e)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint, if one was saved", file=sys.stderr)
+        return 130
     return 0
 
 

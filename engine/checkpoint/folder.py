@@ -86,7 +86,9 @@ class Manifest:
         try:
             data = json.loads(path.read_text())
         except FileNotFoundError as e:
-            raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}") from e
+            inside = [*steps(folder), *steps(folder / "checkpoints")]
+            hint = f"; did you mean {inside[-1]}?" if inside else ""
+            raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}{hint}") from e
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path} cannot be read: {e}") from e
         if not isinstance(data, dict) or data.get("format") != FORMAT:

@@ -1,16 +1,18 @@
 """`torchrun --nproc-per-node N -m drivetrain.engine.conformance BACKEND [parallel.cp=2 ...]`."""
 
 import argparse
+import os
 import sys
 from dataclasses import fields, replace
 from typing import Any
 
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, DrivetrainError
 from ..registry import spec_of
-from ..topology import init_distributed
+from ..topology import init_distributed, resolve_parallel
 from .checks import CHECKS, ConformanceError, bench
 
 
@@ -41,6 +43,8 @@ def main() -> int:
     args = parser.parse_args()
     spec_of(args.backend)
     layout = parse_layout(args.layout)
+    resolve_parallel(layout, int(os.environ.get("WORLD_SIZE", "1")))
+    disable_progress_bar()
     init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
     with bench(args.backend, layout, args.family) as made:
@@ -63,4 +67,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except DrivetrainError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)

@@ -165,7 +165,11 @@ def recompute(root: PackedModel, mode: str) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = _selective
-    root.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    lm: Any = root.lm
+    if hasattr(lm, "activation_checkpointing_enable"):
+        lm.activation_checkpointing_enable(settings)
+    else:  # its name in transformers 5.17
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
 _KEPT = {

@@ -1,5 +1,6 @@
 """Files to tokenised samples, with the row's place in every error."""
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,33 +14,53 @@ from .sample import Sample
 
 log = logging.getLogger(__name__)
 
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion")}
 
 
-def read_rows(path: str) -> Any:
-    """The rows of a file, as a memory-mapped `datasets.Dataset`.
+def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file, each with its place: `file:line` of a jsonl, `file:row` of a parquet file, from 1.
 
     Raises:
-        DataError: the file is missing, of an unknown kind, unreadable or empty.
+        DataError: the file is missing, of an unknown kind, unreadable or empty; a line is no JSON object.
     """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"data file {path} does not exist")
-    if file.suffix not in _READERS:
+    if file.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"data file {path} is a {file.suffix or 'file without an ending'}; use .jsonl or .parquet")
-    if file.stat().st_size == 0:
-        raise DataError(f"data file {path} is empty")
+    count = 0
+    for count, row in enumerate(_jsonl(file) if file.suffix == ".jsonl" else _parquet(path), 1):  # noqa: B007
+        yield row
+    if not count:
+        raise DataError(f"data file {path} has no rows")
+
+
+def _jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Line by line, so that an error names the line that an editor shows.
+    with open(file, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as e:
+                raise DataError(f"{file}:{number} is not JSON: {e}") from e
+            if not isinstance(row, dict):
+                raise DataError(f"{file}:{number} is a JSON {type(row).__name__}; a row is an object with named columns")
+            yield f"{file}:{number}", row
+
+
+def _parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
     try:
-        rows = Dataset.from_json(path) if _READERS[file.suffix] == "json" else Dataset.from_parquet(path)
+        rows = Dataset.from_parquet(path)
     except Exception as e:
-        # The reader's own message speaks of internals; its cause names the row or the column.
+        # The reader's own message speaks of internals; its cause names the column.
         raise DataError(f"data file {path} cannot be read: {e.__cause__ or e}") from e
-    if len(rows) == 0:
-        raise DataError(f"data file {path} has no rows")
-    return rows
+    for number, row in enumerate(rows, 1):
+        yield f"{path}:{number}", row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +97,26 @@ def load_samples(paths: Sequence[str], tokenizer: Any, data: DataConfig, budget:
 
 
 def _encode(path: str, tokenizer: Any, data: DataConfig) -> Iterator[Sample]:
-    rows = read_rows(path)
-    columns = set(rows.column_names)
-    kind = data.format
-    if kind == "auto":
-        kind = "messages" if "messages" in columns else "prompt_completion"
-    wanted = {"messages"} if kind == "messages" else {"prompt", "completion"}
-    if not wanted <= columns:
-        raise DataError(
-            f"data file {path} has the columns {', '.join(sorted(columns))}; it needs messages, or prompt and completion"
-        )
-    if kind == "messages" and not tokenizer.chat_template:
-        raise DataError(
-            f"data file {path} holds chats, but the model's tokenizer has no chat template; add one, or use prompt and completion"
-        )
-    for number, row in enumerate(rows, 1):
-        name = f"{path}:{number}"
-        if kind == "messages":
+    for name, row in read_rows(path):
+        forms = FORMS if data.format == "auto" else {data.format: FORMS[data.format]}
+        # A column that only other rows of the file have comes back as null.
+        form = next((f for f, columns in forms.items() if all(c in row and row[c] is not None for c in columns)), None)
+        if form == "messages":
+            if not tokenizer.chat_template:
+                raise DataError(
+                    f"{name} is a chat, but the model's tokenizer has no chat template; add one, or use prompt and completion"
+                )
             yield encode_messages(tokenizer, row["messages"], name)
-        else:
+        elif form == "prompt_completion":
             yield encode_completion(tokenizer, row["prompt"], row["completion"], name)
+        else:
+            there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
+            wanted = " or ".join(" and ".join(columns) for columns in forms.values())
+            raise DataError(f"{name} has the columns {there}; it needs {wanted}")
 
 
 def _fit(samples: Iterable[Sample], data: DataConfig, limit: int, said: str) -> Iterator[Sample]:
-    skipped = 0
+    skipped = emptied = 0
     for sample in samples:
         if len(sample.ids) <= limit:
             yield sample
@@ -111,10 +128,18 @@ def _fit(samples: Iterable[Sample], data: DataConfig, limit: int, said: str) -> 
             )
         part = slice(-limit, None) if data.too_long == "truncate_left" else slice(0, limit)
         cut = replace(sample, ids=sample.ids[part], supervised=sample.supervised[part])
-        # A first token is never a target, so a sample may be cut down to nothing to learn.
-        if data.too_long == "skip" or not any(cut.supervised[1:]):
+        if data.too_long == "skip":
             skipped += 1
-        else:
+        elif any(cut.supervised[1:]):  # a first token is never a target
             yield cut
+        else:
+            emptied += 1
     if skipped:
-        log.warning("%d samples longer than %d tokens were left out (data.too_long=%s)", skipped, limit, data.too_long)
+        log.warning("left out (data.too_long=skip): %d of the samples, longer than %s", skipped, said)
+    if emptied:
+        log.warning(
+            "left out: %d of the samples, which data.too_long=%s cut down to a prompt with nothing to learn at %s",
+            emptied,
+            data.too_long,
+            said,
+        )
