@@ -23,7 +23,7 @@ def page() -> str:
     parts = [
         "# Configuration reference",
         "",
-        "Generated from the dataclasses by `make docs`. Every setting can stand in a recipe (YAML) or on the command line as",
+        "Generated from the dataclasses by `make docs`; a test holds it against them. Every setting can stand in a recipe (YAML) or on the command line as",
         "`key=value`; unknown keys fail. `python -m drivetrain.trainers.sft --help` prints the same list.",
     ]
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]

@@ -275,3 +275,9 @@ def test_errors_survive_pickling() -> None:
         error = pickle.loads(pickle.dumps(kind("both numbers: 1 and 2")))
         assert type(error) is kind
         assert str(error) == "both numbers: 1 and 2"
+
+
+def test_the_configuration_reference_is_current() -> None:
+    from docs.reference import PAGE, page
+
+    assert PAGE.read_text() == page(), "docs/configuration.md is not what the dataclasses say; run `make docs`"

@@ -13,6 +13,7 @@ from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.checks import CHECKS, ConformanceError, bench
 from drivetrain.engine.fsdp.engine import FSDPEngine
+from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.objective import HeadRequest, StepResult, TokenOutputs
 from drivetrain.engine.registry import BackendSpec, register, unregister
 from drivetrain.engine.step import MicroBatch
@@ -30,8 +31,8 @@ LAYOUTS = [
 ]
 
 
-def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
-    with bench("fsdp", ParallelConfig(**axes), family) as made:
+def rank_checks(axes: dict[str, Any], names: list[str], family: str, options: Any = None) -> None:
+    with bench("fsdp", ParallelConfig(**axes), family, options) as made:
         for name in names:
             CHECKS[name](made)
 
@@ -44,6 +45,11 @@ def test_fsdp_conforms(nproc: int, axes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
 def test_fsdp_conforms_with_other_families(family: str) -> None:
     run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
+
+
+def test_fsdp_conforms_without_resharding() -> None:
+    options = FSDPOptions(reshard_after_forward=False, reduce_each_micro_batch=True)
+    run_ranks(rank_checks, 2, {}, ["modes", "aborted", "checkpoint"], "qwen3", options)
 
 
 class NoGlobalWeight(FSDPEngine):
@@ -97,7 +103,7 @@ class RoundsWeights(FSDPEngine):
 
 
 class KeepsGradients(FSDPEngine):
-    def zero_grad(self) -> None:
+    def _zero_grad(self) -> None:
         if self.step == 0 and self._optimizer is not None:
             for parameter in self._root.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -125,6 +131,12 @@ class LosesMoments(FSDPEngine):
             self._optimizer.moments(name)["exp_avg"].zero_()
 
 
+class RemembersAbortedSteps(FSDPEngine):
+    def zero_grad(self) -> None:
+        for parameter in self._root.parameters() if self._mode is None else ():
+            parameter.grad = None
+
+
 class IgnoresEmptyBatch(FSDPEngine):
     def forward_backward(self, batch: PackedBatch, loss: Any, **options: Any) -> StepResult:
         return super().forward_backward(batch, loss, **{**options, "total_weights": {"nll": 1.0}})
@@ -141,6 +153,7 @@ BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "weights": [RoundsWeights],
     "modes": [AllowsAnyMode],
     "accumulation": [AveragesCalls],
+    "aborted": [RemembersAbortedSteps],
     "checkpoint": [LosesMoments],
 }
 

@@ -105,7 +105,6 @@ def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, Any])
         engine = build(folder, parallel=ParallelConfig(**axes), **chosen)
         found.append(steps(engine))
         engine.close()
-        torch.use_deterministic_algorithms(False)
     return found
 
 
@@ -246,6 +245,7 @@ def test_an_error_of_one_rank_is_everybodys(tmp_path: Path) -> None:
         ({"parallel": ParallelConfig(cp=0)}, TopologyError, r"engine.parallel.cp=0"),
         ({"offload": OffloadConfig(params="disk")}, CapabilityError, r"engine.offload.params=disk"),
         ({"precision": PrecisionConfig(params="bfloat16", compute="float32")}, CapabilityError, r"precision.params=bfloat16"),
+        ({"precision": PrecisionConfig(reduce="float16")}, CapabilityError, r"precision.reduce=float16"),
         ({"model": {"lora": LoraConfig(rank=4, targets=("nope",))}}, ModelError, r"targets names nope"),
         ({"model": {"lora": LoraConfig(rank=-1)}}, ModelError, r"rank=-1"),
         ({"model": {"router_aux_loss_coef": 0.1}}, ModelError, r"is no mixture of experts"),
@@ -259,6 +259,62 @@ def test_what_cannot_work_is_refused(
     folder = save_tiny_model(tmp_path / "model", "llama")
     with pytest.raises(error, match=message):
         build(folder, **change)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_looks_at_the_longest_document_is_refused(rope: str, tmp_path: Path, process_group: None) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    tiny_model_config("llama", rope_parameters=parameters).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"rope_type={rope} .* set rope_type in config.json to yarn"):
+        build(tmp_path)
+
+
+def test_a_deterministic_engine_leaves_torch_as_it_was(tmp_path: Path, process_group: None) -> None:
+    engine = build(save_tiny_model(tmp_path / "model", "llama"), deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    engine.close()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_adapters_of_a_16_bit_model_are_float32(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    bf16 = PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
+    engine = build(folder, model={"lora": LoraConfig(rank=4)}, precision=bf16, optim=replace(OPTIM, lr=1e-2))
+    batch = share(engine, tiny_documents(8, seed=0))
+    losses = [engine.train_batch(batch, SFTLoss()).loss for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.01
+    assert {v.dtype for v in weights(engine, adapters="only").values()} == {torch.float32}
+    assert {v.dtype for v in weights(engine).values()} == {torch.bfloat16}
+    optimizer: Any = engine._optimizer  # type: ignore[attr-defined]
+    assert {m.dtype for n in optimizer._views for m in optimizer.moments(n).values()} == {torch.float32}
+    engine.close()
+
+
+def read_some(engine: BaseEngine, most: int) -> int:
+    """Read weights, and fail after some of them."""
+    read = 0
+    with engine.named_weights() as stream:
+        for _ in stream:
+            read += 1
+            if read == most:
+                break
+        raise RuntimeError(read)
+
+
+def rank_stops_reading(folder: str) -> int:
+    engine = build(folder, optim=None)
+    with pytest.raises(RuntimeError) as stopped:
+        read_some(engine, 1 if dist.get_rank() == 0 else 1000)
+    engine.close()
+    return int(str(stopped.value))
+
+
+def test_a_rank_that_stops_reading_weights_stops_nobody(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_stops_reading, 2, str(save_tiny_model(tmp_path / "model", "llama")))
+    assert first == 1
+    assert second > 10
 
 
 def rank_wrong_heads(folder: str) -> str:
@@ -501,6 +557,13 @@ def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: Non
     engine.to("device")
     with pytest.raises(ConfigError, match="to\\('moon'\\)"):
         engine.to("moon")
+    with pytest.raises(ConfigError, match="gradients are where their parameters are"):
+        engine.to("host", params=False)
+    resting = build(folder, offload=OffloadConfig(params="host"))
+    resting.to("host")
+    assert steps(resting, 1) == steps(build(folder), 1)
+    for _ in range(2):
+        resting.close()
 
 
 def test_peak_memory_of_a_load_is_a_shard(tmp_path: Path) -> None:

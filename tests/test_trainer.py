@@ -321,6 +321,14 @@ def test_commands_of_the_readme(task: Path) -> None:
     }
 
 
+def test_program_of_the_documentation(task: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "engine.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace('"MODEL"', repr(str(task / "model")))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=task)
+    assert done.returncode == 0, done.stderr
+    assert "{'note': 'JSON of yours'}" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -321,6 +321,53 @@ def check_accumulation(bench: Bench) -> None:
         near("gradient norm over two calls", result.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
 
 
+@dataclass
+class FailsOnce:
+    """A loss that raises in its second micro-batch."""
+
+    calls: int = 0
+    inner: MeanNLL = field(default_factory=MeanNLL)
+    linear: bool = False
+
+    @property
+    def request(self) -> OutputRequest:
+        """Log-probabilities."""
+        return self.inner.request
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """Supervised tokens."""
+        return self.inner.tokens(batch)
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        """Their number."""
+        return self.inner.weights(batch)
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Raises the second time."""
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("a field that this micro-batch lacks")
+        return self.inner(outputs, batch)
+
+
+def check_aborted(bench: Bench) -> None:
+    """A loss that raises on one rank is an error on all, and its half of a gradient does not reach the next step."""
+    documents = tiny_documents(16, seed=11)
+    want = Reference(bench.folder, OPTIM).step(documents)
+    with bench.engine(max_tokens=64) as engine:
+        batch = bench.share(engine, documents)
+        fails = engine.topology.dp_rank == 0
+        kinds = KeyError if fails else RemoteError
+        raises(kinds, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
+        engine.forward_backward(batch, MeanNLL(factor=math.nan))
+        try:
+            result = engine.train_batch(batch, MeanNLL())
+        except NonFiniteError as e:
+            raise ConformanceError(f"a step that was given up made the next one fail: {e}") from e
+        near("loss after an aborted step", result.loss, want.loss, LOSS_BOUND)
+        near("gradient norm after an aborted step", result.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
+
+
 def check_checkpoint(bench: Bench) -> None:
     """A step after loading equals the step after saving, bit for bit, optimizer state included."""
     with tempfile.TemporaryDirectory() as made:
@@ -358,6 +405,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
     "weights": check_weights,
     "modes": check_modes,
     "accumulation": check_accumulation,
+    "aborted": check_aborted,
     "checkpoint": check_checkpoint,
 }
 """Name -> check, in the order they run."""
