@@ -11,7 +11,8 @@ from torch import Tensor
 
 from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.config import ParallelConfig
-from drivetrain.engine.conformance.checks import CHECKS, ConformanceError, bench
+from drivetrain.engine.conformance.bench import ConformanceError, bench
+from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.objective import HeadRequest, StepResult, TokenOutputs

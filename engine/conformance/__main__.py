@@ -13,7 +13,8 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, DrivetrainError
 from ..registry import spec_of
 from ..topology import init_distributed, resolve_parallel
-from .checks import CHECKS, ConformanceError, bench
+from .bench import ConformanceError, bench
+from .checks import CHECKS
 
 
 def parse_layout(words: list[str]) -> ParallelConfig:
