@@ -10,7 +10,6 @@ PY := .venv/bin/python
 SETUP := setup
 endif
 
-NPROC ?= 2
 
 # The repository root is the package: a link gives it its name where it is not installed.
 .types/drivetrain:
@@ -20,7 +19,7 @@ setup: .types/drivetrain
 	@bash .ci/setup
 
 demo: $(SETUP)
-	$(PY) -m drivetrain.cli demo --nproc $(NPROC)
+	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
 test: $(SETUP)
 	$(PY) -m pytest

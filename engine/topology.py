@@ -60,10 +60,18 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
 
     Returns:
         this process's device.
+
+    Raises:
+        TopologyError: more processes on this machine than GPUs.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise TopologyError(
+                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start one "
+                "process a GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if dist.is_initialized():

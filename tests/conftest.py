@@ -4,15 +4,26 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
+GPUS = torch.cuda.device_count()
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture
+def gpu() -> None:
+    """Skips the test where there is no GPU."""
+    if not GPUS:
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """A default process group of one, for engines that run in the test's own process."""
-    import torch
     import torch.distributed as dist
 
     from drivetrain.engine.topology import init_distributed

@@ -32,7 +32,7 @@ def _server() -> Any:
     return _context
 
 
-def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = TIMEOUT_S, init: bool = True) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = TIMEOUT_S, cuda: bool = False) -> list[Any]:
     """Run a module-level function of a test file in `nproc` gloo ranks; the results in rank order.
 
     Args:
@@ -40,7 +40,7 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
         nproc: number of ranks.
         args: picklable.
         timeout_s: after which all ranks are killed and the test fails.
-        init: start the default process group.
+        cuda: one rank that sees the GPUs and starts its own default group; all others run on the CPU.
 
     Raises:
         AssertionError: a rank failed or hung; the message holds each failed rank's traceback.
@@ -50,7 +50,7 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
     with tempfile.TemporaryDirectory() as folder:
         where = (str(Path(sys.modules[fn.__module__].__file__ or "").resolve()), fn.__name__)
         workers = [
-            context.Process(target=_rank, args=(where, rank, nproc, f"{folder}/store", init, args, results), daemon=True)
+            context.Process(target=_rank, args=(where, rank, nproc, f"{folder}/store", cuda, args, results), daemon=True)
             for rank in range(nproc)
         ]
         for worker in workers:
@@ -83,16 +83,20 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
         return [found[r] for r in range(nproc)]
 
 
-def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, init: bool, args: tuple[Any, ...], results: Any) -> None:
+def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, cuda: bool, args: tuple[Any, ...], results: Any) -> None:
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        # Read when CUDA starts, which in this process is still to come.
+        if cuda:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        if init:
-            file_store = dist.FileStore(store, nproc)
-            dist.init_process_group("gloo", store=file_store, rank=rank, world_size=nproc)
+        if not cuda:
+            dist.init_process_group("gloo", store=dist.FileStore(store, nproc), rank=rank, world_size=nproc)
         spec = importlib.util.spec_from_file_location(f"ranks_{Path(where[0]).stem}", where[0])
         assert spec is not None
         assert spec.loader is not None
@@ -100,7 +104,7 @@ def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, init: bool,
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         value = getattr(module, where[1])(*args)
-        if init:
+        if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
         # By value: tensors would travel as handles to memory of a process that is about to end.

@@ -598,19 +598,39 @@ def anonymous() -> float:
         return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
-def test_cuda_kernels_agree_with_the_reference(family: str, tmp_path: Path, process_group: None) -> None:
-    folder = save_tiny_model(tmp_path / "model", family)
-    exact = Reference(folder, OPTIM).step(tiny_documents(8, seed=0))
-    engine = build(folder, precision=PrecisionConfig(params="float32", compute="bfloat16", reduce="float32"))
-    (loss, norm), *_ = steps(engine, 1)
-    assert loss == pytest.approx(exact.loss, rel=5e-3)
-    assert norm == pytest.approx(exact.grad_norm, rel=3e-2)
-    engine.to("host")
+def rank_cuda(folder: str, chosen: dict[str, Any]) -> tuple[list[tuple[float, float]], str, str]:
+    bf16 = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+    engine = build(folder, precision=bf16, **chosen)
+    found = steps(engine, 2)
     root: Any = engine._root  # type: ignore[attr-defined]
-    assert all(p.device.type == "cpu" for p in root.parameters())
+    before = next(root.parameters()).device.type
+    engine.to("host")
+    after = next(root.parameters()).device.type
+    more = steps(engine, 1)
+    assert len(more) == 1
     engine.close()
+    return found, before, after
+
+
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("qwen3_moe", {}),
+        ("llama", {"compile": True}),
+        ("llama", {"recompute": "selective"}),
+        ("llama", {"offload": OffloadConfig(optimizer="host")}),
+    ],
+)
+def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, Any], tmp_path: Path, gpu: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    found, before, after = run_ranks(rank_cuda, 1, str(folder), chosen, cuda=True, timeout_s=280)[0]
+    assert (before, after) == ("cuda", "cpu")
+    for (loss, norm), (want_loss, want_norm) in zip(found, reference_steps(folder, 2), strict=True):
+        assert loss == pytest.approx(want_loss, rel=5e-3)
+        assert norm == pytest.approx(want_norm, rel=3e-2)
 
 
 def test_repository_root_is_no_import_path() -> None:

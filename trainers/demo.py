@@ -21,21 +21,22 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when the trained model answers well enough."""
     parser = argparse.ArgumentParser(prog="drivetrain demo", description=(__doc__ or "").strip())
     parser.add_argument("--output", default="runs/demo", help="folder of the demo")
-    parser.add_argument("--nproc", type=int, default=2, help="processes")
+    parser.add_argument("--nproc", type=int, default=None, help="processes; two, or one where there is a single GPU")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; as the recipe says by default")
     args = parser.parse_args(argv)
     root, start = Path(args.output), time.monotonic()
 
+    run = ["-m", "drivetrain.trainers.demo_steps"]
+    nproc = args.nproc or int(_measured(*run, "processes"))
     print("1/4  data and an untrained model", flush=True)
     if (root / "run").is_dir():
         # Of an earlier demo: this one starts over.
         shutil.rmtree(root / "run")
-    run = ["-m", "drivetrain.trainers.demo_steps"]
     _python(*run, "make", str(root))
     before = _measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
 
-    print(f"2/4  training with {args.nproc} processes", flush=True)
+    print(f"2/4  training with {nproc} processes", flush=True)
     settings = [
         "recipe=sft_demo",
         f"model.path={root / 'model'}",
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         *([f"trainer.max_steps={args.steps}"] if args.steps else []),
     ]
     _python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
         *("-m", "drivetrain.trainers.sft", *settings),
     )
 

@@ -1,4 +1,4 @@
-"""Steps of the demo that need torch, each run in a fresh process: `make ROOT`, `answer MODEL DATA SHOWN`."""
+"""Steps of the demo that need torch, each in a fresh process: `processes`, `make ROOT`, `answer MODEL DATA SHOWN`."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,10 @@ def main(argv: list[str]) -> None:
     if argv[0] == "make":
         write_data(Path(argv[1]) / "data", SEED)
         write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0] == "processes":
+        import torch
+
+        print(min(2, torch.cuda.device_count() or 2))
     else:
         print(accuracy(Path(argv[1]), Path(argv[2]), show=int(argv[3])))
 
