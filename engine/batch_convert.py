@@ -243,11 +243,6 @@ def unsupervised(tokens: int, device: torch.device | str) -> PackedBatch:
     )
 
 
-def empty() -> PackedBatch:
-    """A batch of no sequences: the share of a data-parallel rank when there are fewer samples than ranks."""
-    return from_lists([])
-
-
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=dtype)
 

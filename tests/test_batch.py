@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from drivetrain.engine.batch import IGNORE, MediaField, PackedBatch, shift_labels
 from drivetrain.engine.batch_convert import (
-    empty,
     from_lists,
     from_padded,
     from_tensordict,
@@ -112,7 +111,7 @@ def test_empty_sequences_are_refused_and_empty_batches_are_not() -> None:
         from_lists([[1], []])
     with pytest.raises(BatchError, match="supervised of sequence 0 has 1 values for 2 tokens"):
         from_lists([[1, 2]], supervised=[[True]])
-    nothing = empty()
+    nothing = from_lists([])
     assert (nothing.num_tokens, nothing.num_sequences, nothing.max_seqlen) == (0, 0, 0)
     assert unsupervised(3, "cpu").labels.tolist() == [IGNORE] * 3
 

@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -159,11 +159,3 @@ def write_json(path: Path, value: Any) -> None:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a small file of whole tensors."""
-    listed = list(tensors)
-    with TensorWriter(path, {name: (t.dtype, t.shape) for name, t in listed}) as writer:
-        for name, tensor in listed:
-            writer.write(name, tensor)

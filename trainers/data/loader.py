@@ -71,11 +71,6 @@ class Loader:
     def __len__(self) -> int:
         return len(self._samples)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in a pass over the samples."""
-        return -(-len(self._samples) // self._size)
-
     def order(self, epoch: int) -> list[int]:
         """Indices of the samples in the order of an epoch."""
         if self._order[0] != epoch:
