@@ -316,6 +316,19 @@ def test_engines_on_parts_of_the_ranks(tmp_path: Path) -> None:
         close_to(got, want)
 
 
+def test_a_skipped_step_leaves_no_gradient_behind(tmp_path: Path, process_group: None) -> None:
+    engine = build(save_tiny_model(tmp_path / "model", "llama"), non_finite="skip")
+    optimizer: Any = engine._optimizer  # type: ignore[attr-defined]
+    batch = share(engine, tiny_documents(4, seed=0))
+    poisoned = batch.with_fields(loss_weights=torch.full((batch.num_tokens,), 1e38))
+    poisoned = poisoned.with_fields(loss_weights=poisoned.token_fields["loss_weights"] * 1e38)
+    assert not poisoned.token_fields["loss_weights"].isfinite().any()
+    assert engine.train_batch(poisoned, SFTLoss()).skipped
+    assert all(view.grad is None for view in optimizer._views.values())
+    assert not engine.train_batch(batch, SFTLoss()).skipped
+    engine.close()
+
+
 def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     engine, twin = build(folder), build(folder)

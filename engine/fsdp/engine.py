@@ -162,6 +162,8 @@ class FSDPEngine(BaseEngine):
         for parameter in self._root.parameters():
             parameter.grad = None
         forget_unsharded_gradients(self._root)
+        if self._optimizer is not None:
+            self._optimizer.forget_gradients()
 
     @property
     def _fsdp(self) -> FSDPModule:

@@ -58,26 +58,27 @@ class ShardOptimizer:
             self.to(torch.device("cpu"))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's parts of all gradients, sharing memory with them."""
-        grads = []
+        """This rank's parts of all gradients, sharing memory with them; the next `step` takes them."""
         for name, parameter in self._root.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                grad = self._views[name].grad = _local(parameter.grad)
-                grads.append(grad)
-        return [g for g in grads if g.numel()]
+            if parameter.requires_grad:
+                self._views[name].grad = None if parameter.grad is None else _local(parameter.grad)
+        return [v.grad for v in self._views.values() if v.grad is not None and v.grad.numel()]
+
+    def forget_gradients(self) -> None:
+        """Let go of what `gradients` took: a parameter without a gradient in the next step must not see an older one."""
+        for view in self._views.values():
+            view.grad = None
 
     def step(self, lr: float) -> None:
-        """Update the shards from their gradients."""
+        """Update the shards from the gradients that `gradients` took."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self.gradients()
         if self._on_host:
             self.to(next(iter(self._views.values())).device)
         self._optimizer.step()
         if self._on_host:
             self.to(torch.device("cpu"))
-        for view in self._views.values():
-            view.grad = None
+        self.forget_gradients()
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """The moments of a parameter's shard, by kind."""
