@@ -41,11 +41,11 @@ def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, obj
         log_probs, entropy = naive(hidden, weight, targets)
         torch.autograd.backward([log_probs, entropy], [gradient, gradient * 0.01])
     elif kind == "general":
-        log_probs, some = linear_head(hidden, weight, targets, entropy=True)
+        log_probs, some, _ = linear_head(hidden, weight, targets, entropy=True)
         assert some is not None
         torch.autograd.backward([log_probs, some], [gradient, gradient * 0.01])
     else:
-        log_probs, _ = linear_head(hidden, weight, targets, expected={"log_probs": gradient})
+        log_probs, *_ = linear_head(hidden, weight, targets, expected={"log_probs": gradient})
         log_probs.backward(gradient)
     seconds = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 2**20

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from drivetrain.engine.registry import backends, options_class
-from drivetrain.trainers.options import Key, SFTConfig, keys
+from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.options import Key, keys
 
 PAGE = Path(__file__).parent / "configuration.md"
 

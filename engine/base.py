@@ -21,6 +21,7 @@ from .capabilities import Capabilities
 from .checkpoint.state import Piece, RestoredState, load_state, restore_random_state, save_state
 from .config import EngineConfig, ModelConfig, OptimConfig
 from .errors import BatchError, ConfigError, NonFiniteError
+from .flops import ModelShape
 from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutputs
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency, Where
@@ -167,8 +168,8 @@ class BaseEngine(ABC):
 
     @property
     @abstractmethod
-    def attention_ratio(self) -> float:
-        """Cost of attending to one earlier token, for `microbatch.balance`."""
+    def model_shape(self) -> ModelShape:
+        """What a token costs, of the whole model and not of this rank's part."""
 
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], objective: Objective, *, backward: bool) -> None:
         """Forward and, unless told not to, backward of every micro-batch. A pipeline schedule overrides this."""
@@ -302,7 +303,14 @@ class BaseEngine(ABC):
         if forward_only:
             budget, setting = self._infer_budget()
         plan = plan_step(
-            self.topology, batch, loss, budget, ratio=self.attention_ratio, setting=setting, total_weights=total_weights
+            self.topology,
+            batch,
+            loss,
+            budget,
+            self.model_shape,
+            setting=setting,
+            training=not forward_only,
+            total_weights=total_weights,
         )
         objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
@@ -332,7 +340,7 @@ class BaseEngine(ABC):
         budget, setting = self._infer_budget()
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
-        plan = plan_step(self.topology, batch, None, budget, ratio=self.attention_ratio, setting=setting)
+        plan = plan_step(self.topology, batch, None, budget, self.model_shape, setting=setting)
         collected = Collected(batch, outputs, tokens)
         with self.eval_mode():
             for micro_batch, part in zip(plan.micro_batches(batch, self.topology.device), plan.parts, strict=True):

@@ -20,6 +20,7 @@ class Capabilities:
         offload_optimizer: values of `engine.offload.optimizer`.
         precisions: (params, compute) pairs; reduce may be either of them or float32.
         optimizers: values of `optim.name`.
+        quantizations: values of `model.quantization`.
     """
 
     axes: frozenset[str]
@@ -31,6 +32,7 @@ class Capabilities:
     offload_optimizer: frozenset[str]
     precisions: frozenset[tuple[str, str]]
     optimizers: frozenset[str]
+    quantizations: frozenset[str] = frozenset({"none"})
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Refuse what this backend does not have.
@@ -63,6 +65,12 @@ class Capabilities:
         self._one_of(engine, "engine.offload.optimizer", engine.offload.optimizer, self.offload_optimizer)
         if optimizer is not None:
             self._one_of(engine, "optim.name", optimizer, self.optimizers)
+        if model.quantization not in self.quantizations:
+            raise CapabilityError(
+                f"model.quantization={model.quantization}: QLoRA is not supported by backend {engine.backend!r}, which has "
+                f"{', '.join(sorted(self.quantizations))}; use adapters (model.lora.rank) on a base in bfloat16 "
+                "(engine.precision.params=bfloat16), sharded over more ranks where it does not fit one"
+            )
         if model.lora.rank > 0 and not self.lora:
             raise CapabilityError(
                 f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} has no adapters; set it to 0"

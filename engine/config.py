@@ -46,6 +46,14 @@ class ModelConfig:
     router_aux_loss_coef: float | None = setting(
         None, "weight of a mixture-of-experts router's balancing loss; null follows the model's own config"
     )
+    added_tokens: tuple[str, ...] = setting(
+        (), "tokens that the tokenizer learns; the embeddings grow where they must, by the mean of the old rows"
+    )
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template to use, and to export, instead of the tokenizer's"
+    )
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * over Hugging Face names")
+    quantization: Literal["none", "int8", "nf4"] = setting("none", "number format of a frozen base under adapters (QLoRA)")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model folder")
 
 

@@ -21,18 +21,20 @@ class OutputRequest:
         log_probs: log-probability of the label.
         entropy: entropy of the next-token distribution, in nats.
         values: the value head's number.
+        greedy: the most likely next token.
         temperature: logits are divided by it first.
     """
 
     log_probs: bool = False
     entropy: bool = False
     values: bool = False
+    greedy: bool = False
     temperature: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
         """The outputs asked for, in the order of `TokenOutputs`."""
-        return tuple(n for n in ("log_probs", "entropy", "values") if getattr(self, n))
+        return tuple(n for n in ("log_probs", "entropy", "values", "greedy") if getattr(self, n))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,16 +46,18 @@ class TokenOutputs:
         log_probs: `[T]` float, log-probability of `labels`.
         entropy: `[T]` float, nats.
         values: `[T]` float.
+        greedy: `[T]` int64, token ids; they carry no gradient.
     """
 
     mask: Tensor
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    greedy: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         """The outputs that were asked for, by name."""
-        found = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values}
+        found = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values, "greedy": self.greedy}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -105,24 +109,30 @@ class StepResult:
         terms: the same by term; `router_aux` (mean over micro-batches) is reported here and not part of `loss`.
         metrics: the loss's metrics, each sum / count over the global batch.
         weights: global weight of each term.
+        counts: what each metric was divided by.
         grad_norm: 2-norm of the whole gradient before clipping; None without an optimizer step.
         skipped: the step was left out because the loss or the gradient was not finite.
         lr: learning rate the step was made with.
         tokens: tokens in the global batch.
         sequences: documents in the global batch.
         micro_batches: micro-batches of each rank.
+        flops: that the global batch needs, as `flops.ModelShape` counts.
+        peak_gib: memory of the rank that has used most so far: of its GPU, or of its process where there is none.
     """
 
     loss: float
     terms: Mapping[str, float]
     metrics: Mapping[str, float]
     weights: Mapping[str, float]
+    counts: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
     skipped: bool = False
     lr: float | None = None
     tokens: int = 0
     sequences: int = 0
     micro_batches: int = 0
+    flops: float = 0.0
+    peak_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +168,8 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
     """
     if not loss.linear:
         return None
-    zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in loss.request.names}
+    names = [name for name in loss.request.names if name != "greedy"]
+    zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in names}
     with torch.enable_grad():
         total = combine(loss(TokenOutputs(mask=mask, **zeros), batch), weights)
     if not total.requires_grad:

@@ -1,14 +1,26 @@
 """Where an engine's parameters, gradients and optimizer state are: on the device, or resting on the host."""
 
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
+
+import torch
 
 from .errors import ConfigError
 
 Part = Literal["params", "grads", "optimizer"]
 Where = Literal["device", "host"]
 PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on a GPU, or resident of this process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Residency:

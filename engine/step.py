@@ -14,6 +14,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .batch_convert import unsupervised
 from .errors import BatchError, BudgetError, RemoteError
+from .flops import ModelShape
 from .microbatch import partition
 from .objective import (
     HeadRequest,
@@ -26,6 +27,7 @@ from .objective import (
     expected_gradient,
     labelled,
 )
+from .residency import peak_bytes
 from .topology import Topology
 
 
@@ -60,6 +62,7 @@ class StepPlan:
         weights: global weight of each term.
         tokens: of the global batch.
         sequences: of the global batch.
+        flops: of the global batch; 0 without a loss.
         filled: micro-batches over all data-parallel ranks that are no filler.
     """
 
@@ -67,6 +70,7 @@ class StepPlan:
     weights: Mapping[str, float]
     tokens: int
     sequences: int
+    flops: float
     filled: int
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
@@ -83,7 +87,7 @@ class StepPlan:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Share:
     """What a rank tells the others of its share."""
 
@@ -93,6 +97,7 @@ class _Share:
     units: int
     tokens: int
     sequences: int
+    flops: float
     weights: dict[str, float]
 
 
@@ -101,9 +106,10 @@ def plan_step(
     batch: PackedBatch,
     loss: Loss | None,
     budget: int,
+    shape: ModelShape,
     *,
-    ratio: float,
     setting: str,
+    training: bool = False,
     total_weights: Mapping[str, float] | None = None,
 ) -> StepPlan:
     """Agree on weights and on the number of micro-batches. Collective.
@@ -113,8 +119,9 @@ def plan_step(
         batch: this rank's data-parallel share.
         loss: whose weights are added up; None for inference.
         budget: tokens of a micro-batch.
-        ratio: cost of attention, from `microbatch.attention_ratio`.
+        shape: of the model: the cost of a document.
         setting: the budget's name, for messages.
+        training: with a backward pass.
         total_weights: used instead of the global batch's own, by a caller that accumulates over several batches.
 
     Raises:
@@ -125,17 +132,27 @@ def plan_step(
     # Context-parallel ranks hold equal slices, so a budget that cp does not divide would be exceeded by its padding.
     cp = topology.parallel.cp
     bound = budget // cp * cp
+    ratio = shape.attention_ratio
     error: Exception | None = None
     weights: dict[str, float] = {}
-    count = 0
+    count, flops = 0, 0.0
     try:
         count = len(_cut(batch, bound, 1, ratio, setting))
-        weights = {k: float(v) for k, v in loss.weights(batch).items()} if loss is not None else {}
+        if loss is not None:
+            weights = {k: float(v) for k, v in loss.weights(batch).items()}
+            flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
     except Exception as e:  # whatever it is, the other ranks are about to wait for this one
         error = e
     text = None if error is None else f"{type(error).__name__}: {error}"
     mine = _Share(
-        text, topology.is_output_rank, count, len(set(batch.groups())), batch.num_tokens, batch.num_sequences, weights
+        error=text,
+        counts=topology.is_output_rank,
+        micro_batches=count,
+        units=len(set(batch.groups())),
+        tokens=batch.num_tokens,
+        sequences=batch.num_sequences,
+        flops=flops,
+        weights=weights,
     )
     shares: list[_Share] = topology.exchange(mine)
     if error is not None:
@@ -170,6 +187,7 @@ def plan_step(
         weights=totals,
         tokens=sum(share.tokens for share in counted),
         sequences=sequences,
+        flops=sum(share.flops for share in counted),
         filled=sum(min(most, share.units) for share in counted),
     )
 
@@ -215,7 +233,7 @@ class Objective:
         """
         # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
         # and its collectives meet those of the others.
-        total = torch.stack([value.sum() for value in outputs.present().values()]).sum() * 0.0
+        total = torch.stack([value.sum() for value in outputs.present().values() if value.is_floating_point()]).sum() * 0.0
         if not micro_batch.filler and self._error is None:
             try:
                 part = self._evaluate(micro_batch, outputs)
@@ -256,6 +274,7 @@ class Objective:
             "terms": {name: _total(values) for name, values in self._terms.items()},
             "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
             "aux": _total(self._aux) if self._aux else None,
+            "peak": peak_bytes(topology.device),
         }
         found = topology.exchange((topology.is_output_rank, mine))
         counted = [part for counts, part in found if counts]
@@ -266,18 +285,22 @@ class Objective:
         if any(part["aux"] is not None for part in counted):
             terms["router_aux"] = sum(part["aux"] or 0.0 for part in counted)
         metrics: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for name in sorted({name for part in counted for name in part["metrics"]}):
             pairs = [part["metrics"][name] for part in counted if name in part["metrics"]]
-            count = sum(c for _, c in pairs)
+            counts[name] = count = sum(c for _, c in pairs)
             metrics[name] = sum(s for s, _ in pairs) / count if count else float("nan")
         return StepResult(
             loss=loss,
             terms=terms,
             metrics=metrics,
             weights=dict(self._plan.weights),
+            counts=counts,
             tokens=self._plan.tokens,
             sequences=self._plan.sequences,
             micro_batches=len(self._plan.parts),
+            flops=self._plan.flops,
+            peak_gib=max(part["peak"] for _, part in found) / 2**30,
         )
 
 

@@ -86,10 +86,16 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     return device
 
 
+def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """`Topology.exchange` over any group; the default one before there is an engine."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def agree(error: Exception | None, group: ProcessGroup | None = None) -> None:
     """`Topology.agree` over any group; the default one before there is an engine."""
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    found = exchange(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     first = next(((r, text) for r, text in enumerate(found) if text is not None), None)
@@ -197,9 +203,7 @@ class Topology:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in grid order. Collective."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.host)
-        return found
+        return exchange(value, self.host)
 
     def barrier(self) -> None:
         """Wait for all ranks of the engine."""

@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tokenised data of tests is no matter of the user's own cache.
+_CACHE = tempfile.TemporaryDirectory(prefix="drivetrain-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
 GPUS = torch.cuda.device_count()

@@ -15,7 +15,8 @@ from drivetrain.engine.config import EngineConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.optim import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.trainers.options import RECIPES, SFTConfig, changes, differences, keys, parse, to_yaml
+from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.options import RECIPES, changes, differences, keys, parse, to_yaml
 
 ROOT = Path(__file__).parent.parent
 USAGE = "usage"

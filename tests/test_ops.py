@@ -50,7 +50,7 @@ def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bia
         leaf = {k: v.clone().requires_grad_() for k, v in values.items()}
         b = leaf["b"] if bias else None
         if ours:
-            lp, ent = linear_head(
+            lp, ent, _ = linear_head(
                 leaf["h"],
                 leaf["w"],
                 targets,
@@ -89,7 +89,7 @@ def test_linear_head_computes_logits_once_when_the_promise_is_kept(monkeypatch: 
 
 def test_linear_head_of_no_tokens_still_has_a_gradient() -> None:
     h, w = torch.randn(0, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-    lp, _ = linear_head(h, w, torch.zeros(0, dtype=torch.long))
+    lp, *_ = linear_head(h, w, torch.zeros(0, dtype=torch.long))
     lp.sum().backward()
     assert w.grad is not None
     assert not w.grad.any()

@@ -1,4 +1,4 @@
-"""SFT from files to a model: what is learned from, in which order, what is left behind, and what bad input gets."""
+"""SFT from files to a model: what runs leave behind, how they stop and go on, and what bad input gets."""
 
 import json
 import os
@@ -10,168 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from drivetrain.engine.batch import IGNORE
 from drivetrain.engine.checkpoint.folder import steps as checkpoint_folders
-from drivetrain.engine.errors import DataError
-from drivetrain.trainers.data.chat import encode_completion, encode_messages
-from drivetrain.trainers.data.demo import make_tokenizer, pairs, question, write_data, write_model
-from drivetrain.trainers.data.loader import Cursor, Loader
-from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.sources import Budget, load_samples
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.demo import make_tokenizer, write_data, write_model
+from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.metrics import JSONL
-from drivetrain.trainers.options import DataConfig
 from drivetrain.trainers.sft import main
 
 TOKENIZER = make_tokenizer()
-BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
-
-
-# ---- what is learned from --------------------------------------------------------------------------------------------
-
-
-def learned(sample: Sample) -> str:
-    return str(TOKENIZER.decode([i for i, s in zip(sample.ids, sample.supervised, strict=True) if s]))
-
-
-def test_only_the_assistants_turns_are_learned() -> None:
-    chat = [*question(3, 4), {"role": "assistant", "content": "7"}, *question(10, 5), {"role": "assistant", "content": "15"}]
-    sample = encode_messages(TOKENIZER, chat, "row")
-    assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end><user>10+5=<assistant>15<end>"
-    assert learned(sample) == "7<end>15<end>"
-
-
-def test_a_prompt_is_not_learned_and_its_completion_ends() -> None:
-    sample = encode_completion(TOKENIZER, "3+4=", "7", "row")
-    assert TOKENIZER.decode(sample.ids) == "3+4=7<end>"
-    assert learned(sample) == "7<end>"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (None, "messages is NoneType"),
-        ([], "must be a list"),
-        ([{"role": "user"}], "message 1 has no role or no content"),
-        ([{"role": "robot", "content": "1"}], "role 'robot'"),
-        ([{"role": "user", "content": None}], "content of message 1 is NoneType"),
-        (question(1, 2), "no message has the role assistant"),
-    ],
-)
-def test_malformed_chats_are_refused_with_their_row(messages: Any, message: str) -> None:
-    with pytest.raises(DataError, match=rf"f\.jsonl:7: .*{message}|f\.jsonl:7: {message}"):
-        encode_messages(TOKENIZER, messages, "f.jsonl:7")
-
-
-# As Qwen3's does: an empty thought stands only in the last answer.
-FORGETFUL = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' and loop.last %}=={% endif %}"
-    "{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def test_a_template_that_rewrites_the_past_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = FORGETFUL
-    one = encode_messages(tokenizer, [*question(1, 2), {"role": "assistant", "content": "3"}], "row")
-    assert learned(one) == "==3<end>"
-    chat = [*question(1, 2), {"role": "assistant", "content": "3"}, *question(1, 2), {"role": "assistant", "content": "3"}]
-    with pytest.raises(DataError, match="row: the chat template renders turn 2 differently"):
-        encode_messages(tokenizer, chat, "row")
-
-
-def test_generation_marks_are_taken_at_their_word() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-        "{% endgeneration %}<end>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
-    chat = [*question(3, 4), {"role": "assistant", "content": "7"}, *question(10, 5), {"role": "assistant", "content": "15"}]
-    sample = encode_messages(tokenizer, chat, "row")
-    assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end><user>10+5=<assistant>15<end>"
-    assert learned(sample) == "715"
-
-
-def write_rows(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(path)
-
-
-def test_formats_and_files(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}]
-    jsonl = write_rows(tmp_path / "a.jsonl", rows)
-    parquet = str(tmp_path / "b.parquet")
-    pq.write_table(pa.Table.from_pylist(rows), parquet)
-    chats = write_rows(tmp_path / "c.jsonl", [{"messages": [*question(1, 2), {"role": "assistant", "content": "3"}]}])
-    samples = load_samples([jsonl, parquet, chats], TOKENIZER, DataConfig(), BUDGET)
-    assert [learned(s) for s in samples] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>"]
-    assert samples[1].name == f"{jsonl}:2"
-
-
-@pytest.mark.parametrize(
-    ("too_long", "kept"),
-    [("skip", ["1+1=2<end>"]), ("truncate_right", ["1+1=2<end>", "1+1=22"]), ("truncate_left", ["1+1=2<end>", "=2222<end>"])],
-)
-def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2222"}])
-    samples = load_samples([path], TOKENIZER, DataConfig(max_length=6, too_long=too_long), BUDGET)
-    assert [TOKENIZER.decode(s.ids) for s in samples] == kept
-    with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
-        load_samples([path], TOKENIZER, DataConfig(max_length=6), BUDGET)
-    with pytest.raises(DataError, match=r"data.max_length=200 is more than engine.micro_batch.max_tokens=100"):
-        load_samples([path], TOKENIZER, DataConfig(max_length=200), BUDGET)
-
-
-# ---- the order -------------------------------------------------------------------------------------------------------
-
-
-def loader(count: int, size: int, rank: int = 0, ranks: int = 1, *, shuffle: bool = True, seed: int = 3) -> Loader:
-    samples = [Sample(f"s{i}", tuple(range(i % 7 + 2)), (True,) * (i % 7 + 2)) for i in range(count)]
-    return Loader(samples, batch_size=size, seed=seed, shuffle=shuffle, dp_rank=rank, dp_size=ranks, ratio=1e-4)
-
-
-@settings(deadline=None, max_examples=50)
-@given(count=st.integers(1, 23), size=st.integers(1, 9), ranks=st.integers(1, 5), steps=st.integers(1, 12))
-def test_order_depends_on_the_seed_alone(count: int, size: int, ranks: int, steps: int) -> None:
-    """Any number of ranks sees the same batches; each epoch has every sample once; a cursor resumes at the next sample."""
-    streams = [loader(count, size, r, ranks).batches(Cursor(seed=3)) for r in range(ranks)]
-    whole = loader(count, size).batches(Cursor(seed=3))
-    seen, cursors = [], []
-    for _ in range(steps):
-        shares = [next(s) for s in streams]
-        one, cursor = next(whole)
-        assert all(c == cursor for _, c in shares)
-        together = sorted(n for batch, _ in shares for n in batch.names or ())
-        assert together == sorted(one.names or ())
-        seen.append(one.names)
-        cursors.append(cursor)
-    for at, cursor in enumerate(cursors[:-1]):
-        again = loader(count, size).batches(cursor)
-        assert next(again)[0].names == seen[at + 1]
-    per_epoch = -(-count // size)
-    if steps >= per_epoch:
-        assert sorted(n for names in seen[:per_epoch] for n in names or ()) == sorted(f"s{i}" for i in range(count))
-
-
-def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled() -> None:
-    assert loader(20, 4).order(0) != loader(20, 4).order(1)
-    assert loader(20, 4).order(0) != loader(20, 4, seed=4).order(0)
-    assert loader(20, 4, shuffle=False).order(5) == list(range(20))
-    assert [b.names for b in loader(5, 2).once()] == [("s0", "s1"), ("s2", "s3"), ("s4",)]
-
-
-def test_labels_survive_packing() -> None:
-    batch = next(loader(1, 1).batches(Cursor(seed=3)))[0]
-    assert batch.labels.tolist() == [1, IGNORE]
-
-
-# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,7 +97,7 @@ def test_a_folder_of_an_earlier_run_is_not_mixed_up_with_this_one(task: Path, ca
     file = task / "data" / "train.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:30]))
     assert main(words(task, "trainer.max_steps=5")) == 1
-    assert "was saved with the number of samples = 40, now it is 30" in capfd.readouterr().err
+    assert "was saved with the number of samples = [40], now it is [30]" in capfd.readouterr().err
 
 
 def test_evaluation_is_exact(task: Path) -> None:
@@ -260,7 +107,8 @@ def test_evaluation_is_exact(task: Path) -> None:
 
     model: Any = AutoModelForCausalLM.from_pretrained(task / "run" / "hf", dtype=torch.float32).eval()
     total = count = 0.0
-    for sample in load_samples([str(task / "data" / "eval.jsonl")], TOKENIZER, DataConfig(), BUDGET):
+    for line in (task / "data" / "eval.jsonl").read_text().splitlines():
+        (sample,) = encode_row(TOKENIZER, json.loads(line), "row", DataConfig())
         ids = torch.tensor([sample.ids])
         mask = torch.tensor(sample.supervised[1:])
         with torch.no_grad():
@@ -360,35 +208,6 @@ def test_bad_input_gets_one_clear_line(change: list[str], message: str, task: Pa
     assert error.count("error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no rows"),
-        ('{"text": "x"}\n', "a.jsonl:1 has the columns text; it needs messages or prompt and completion"),
-        (
-            '{"prompt": "1", "completion": "2"}\n\n{"prompt": null, "completion": "2"}\n',
-            r"a.jsonl:3 has the columns prompt \(null\), completion",
-        ),
-        ('{"prompt": "1", "completion": ""}\n', "a.jsonl:1: the completion is empty"),
-        ('{"prompt": "1", "completion": 2}\n', "a.jsonl:1: completion is int; it must be text"),
-        ('{"prompt": "1", "completion": "2"}\nnot json\n', "a.jsonl:2 is not JSON"),
-        ("[1]\n", "a.jsonl:1 is a JSON list"),
-    ],
-)
-def test_bad_files_are_named(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_samples([str(tmp_path / "a.jsonl")], TOKENIZER, DataConfig(), BUDGET)
-
-
-def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    path = write_rows(tmp_path / "c.jsonl", [{"messages": [*question(1, 2), {"role": "assistant", "content": "3"}]}])
-    with pytest.raises(DataError, match="no chat template"):
-        load_samples([path], tokenizer, DataConfig(), BUDGET)
-
-
 def test_non_finite_loss_stops_the_run(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words(task, "trainer.max_steps=30", "optim.lr=1e30", "optim.clip_grad_norm=null")) == 1
     error = capfd.readouterr().err
@@ -399,14 +218,7 @@ def test_non_finite_loss_stops_the_run(task: Path, capfd: pytest.CaptureFixture[
 def test_metrics_of_steps_to_be_made_again_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    log = JSONL(path, 2)
+    log = JSONL(tmp_path, 2)
     log.log({"step": 3, "loss": float("nan")})
     log.close()
     assert records(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
-
-
-def test_held_out_operands_are_not_in_the_training_data() -> None:
-    train, held = pairs(0)
-    assert len(held) >= 500
-    assert len(train) + len(held) == 100 * 100
-    assert not {frozenset(p) for p in train} & {frozenset(p) for p in held}

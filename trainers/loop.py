@@ -2,28 +2,62 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import rotate
+from ..engine.checkpoint.folder import folder_name, rotate
 from ..engine.objective import Loss
+from .config import TrainerConfig
 from .data.loader import Cursor, Loader
 from .metrics import Logger
-from .options import TrainerConfig
+from .resume import Start
+from .stop import StopSignal
+from .watch import Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What happens every `trainer.eval_every` steps.
+
+    Args:
+        loader: of held-out samples.
+        loss: with the metrics that only an evaluation has.
+        tell: what else is shown then, given the step: sample answers. Collective.
+    """
+
+    loader: Loader
+    loss: Loss
+    tell: Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How training ended.
+
+    Args:
+        step: the last one made.
+        why: `done`, `patience` (nothing better for so many evaluations) or `signal` (SIGTERM).
+    """
+
+    step: int
+    why: str
 
 
 def train(
     engine: BaseEngine,
     loss: Loss,
     loader: Loader,
-    evaluation: Loader | None,
+    evaluation: Evaluation | None,
     config: TrainerConfig,
     loggers: Sequence[Logger],
+    watch: Watch,
     *,
-    steps: range,
-    cursor: Cursor,
-) -> None:
+    start: Start,
+    total: int,
+    peak: float | None,
+) -> Ended:
     """Step, evaluate, log, save.
 
     Args:
@@ -33,60 +67,88 @@ def train(
         evaluation: of held-out samples.
         config: how often what happens.
         loggers: on the first rank; empty elsewhere.
-        steps: numbers of the steps to make, from 1.
-        cursor: of the first batch.
+        watch: over evaluations.
+        start: where to begin.
+        total: number of the last step.
+        peak: FLOP/s of all devices together, or None where it is not known.
     """
-    batches = loader.batches(cursor)
-    for step in steps:
-        batch, cursor = next(batches)
-        start = time.perf_counter()
-        result = engine.train_batch(batch, loss)
-        seconds = time.perf_counter() - start
-        record = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "tokens": result.tokens,
-            "sequences": result.sequences,
-            "micro_batches": result.micro_batches,
-            "seconds": seconds,
-            "tokens_per_s": result.tokens / seconds,
-            "epoch": cursor.epoch + cursor.position / len(loader),
-            "skipped": result.skipped,
-            **result.terms,
-            **result.metrics,
-        }
-        for logger in loggers:
-            logger.log(record)
-        last = step == steps[-1]
-        if evaluation is not None and (last or (config.eval_every and step % config.eval_every == 0)):
-            evaluate(engine, loss, evaluation, loggers, step)
-        if last or (config.save_every and step % config.save_every == 0):
-            save(engine, config, step, cursor)
+    batches = loader.batches(start.cursor)
+    why = "patience" if watch.stop else "done"
+    step = start.step - 1
+    with StopSignal() as stop:
+        while step < total and why == "done":
+            began = time.perf_counter()
+            batch, cursor = next(batches)
+            result = engine.train_batch(batch, loss)
+            seconds = time.perf_counter() - began
+            step += 1
+            record = {
+                "step": step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": result.tokens,
+                "sequences": result.sequences,
+                "micro_batches": result.micro_batches,
+                "seconds": seconds,
+                "tokens_per_s": result.tokens / seconds,
+                "mfu": None if peak is None else result.flops / seconds / peak,
+                "tflops": result.flops / seconds / 1e12,
+                "peak_gib": result.peak_gib,
+                "epoch": cursor.epoch + cursor.position / len(loader),
+                "skipped": result.skipped,
+                **result.terms,
+                **result.metrics,
+            }
+            for logger in loggers:
+                logger.log(record)
+            best = False
+            if evaluation is not None and (step == total or (config.eval_every and step % config.eval_every == 0)):
+                measured = evaluate(engine, evaluation, loggers, step, stop)
+                best = measured is not None and watch.see(step, measured)
+            why = "signal" if stop.asked(engine.topology) else "patience" if watch.stop else "done"
+            if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
+                save(engine, config, step, loader, cursor, watch)
+    return Ended(step=step, why=why)
 
 
-def evaluate(engine: BaseEngine, loss: Loss, loader: Loader, loggers: Sequence[Logger], step: int) -> float:
-    """Exact loss over all held-out samples: each term's sum over its weight, of them all."""
+def evaluate(
+    engine: BaseEngine, evaluation: Evaluation, loggers: Sequence[Logger], step: int, stop: StopSignal
+) -> dict[str, float] | None:
+    """Exact loss and metrics over all held-out samples: each sum over its weight or its count, of them all.
+
+    Returns:
+        what was measured; None where the run is asked to stop meanwhile.
+    """
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
-    tokens = 0
-    for batch in loader.once():
-        result = engine.forward_backward(batch, loss, forward_only=True)
+    hits: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = defaultdict(float)
+    tokens, began = 0, time.perf_counter()
+    for batch in evaluation.loader.once():
+        if stop.asked(engine.topology):
+            return None
+        result = engine.forward_backward(batch, evaluation.loss, forward_only=True)
         tokens += result.tokens
         for term, weight in result.weights.items():
             sums[term] += result.terms[term] * weight
             weights[term] += weight
-    mean = sum(sums[term] / weights[term] for term in weights)
+        for name, count in result.counts.items():
+            if count:
+                hits[name] += result.metrics[name] * count
+                counts[name] += count
+    measured = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
+    seconds = time.perf_counter() - began
     for logger in loggers:
-        logger.log({"step": step, "split": "eval", "loss": mean, "tokens": tokens})
-    return mean
+        logger.log({"step": step, "split": "eval", **measured, "tokens": tokens, "seconds": seconds})
+    evaluation.tell(step)
+    return measured
 
 
-def save(engine: BaseEngine, config: TrainerConfig, step: int, cursor: Cursor) -> None:
-    """A checkpoint of everything a resumed run needs; older ones are rotated out."""
+def save(engine: BaseEngine, config: TrainerConfig, step: int, loader: Loader, cursor: Cursor, watch: Watch) -> None:
+    """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept."""
     root = Path(config.output_dir) / "checkpoints"
-    engine.save_checkpoint(root, step, {"cursor": cursor.to_json()})
+    engine.save_checkpoint(root, step, {"data": loader.state(cursor), "watch": watch.state()})
     if engine.topology.is_main:
-        rotate(root, config.keep_last)
+        rotate(root, config.keep_last, keep=() if watch.best_step is None else (folder_name(watch.best_step),))
     engine.topology.barrier()

@@ -1,67 +1,19 @@
 """From YAML and dotted overrides to a typed config. Imports no torch: `--help` and a typing error answer at once."""
 
 import difflib
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from ..engine.config import EngineConfig, ModelConfig, OptimConfig, setting
+from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
 from ..engine.registry import options_class
 
-Format = Literal["auto", "messages", "prompt_completion"]
-TooLong = Literal["error", "skip", "truncate_left", "truncate_right"]
-
 RECIPES = Path(__file__).parent / "recipes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is learned from."""
-
-    train: tuple[str, ...] = setting((), "jsonl or parquet files")
-    eval: tuple[str, ...] = setting((), "jsonl or parquet files to evaluate on")
-    format: Format = setting("auto", "messages: chats; prompt_completion: two texts; auto: by the columns")
-    max_length: int | None = setting(None, "tokens in a sample, at most; null: engine.micro_batch.max_tokens")
-    too_long: TooLong = setting("error", "what happens to a longer sample")
-    batch_size: int = setting(32, "samples a step, all ranks together")
-    shuffle: bool = setting(True, "a new order every epoch; false keeps the order of the files")
-    seed: int = setting(0, "seed of the order")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """The loop, and what it leaves behind."""
-
-    output_dir: str = setting("runs/sft", "folder of this run: config, metrics, checkpoints, export")
-    max_steps: int | None = setting(None, "optimizer steps; null: as many as the epochs make")
-    epochs: int = setting(1, "passes over the training data")
-    eval_every: int | None = setting(None, "steps between evaluations; null: only at the end")
-    save_every: int | None = setting(None, "steps between checkpoints; null: only at the end")
-    keep_last: int | None = setting(2, "checkpoints kept; null: all")
-    resume: str = setting("auto", "auto: the run's last complete checkpoint, if any; none; or a checkpoint folder")
-    log_every: int = setting(1, "steps between lines of progress")
-    loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "console, jsonl, tensorboard")
-    export_hf: bool = setting(True, "write the trained model in Hugging Face format at the end")
-    timeout_minutes: float = setting(30.0, "after which a rank that waits for the others gives up")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """`python -m drivetrain.trainers.sft`."""
-
-    model: ModelConfig = setting(factory=ModelConfig, help="the model")
-    data: DataConfig = setting(factory=DataConfig, help="the data")
-    engine: EngineConfig = setting(factory=EngineConfig, help="the engine")
-    optim: OptimConfig = setting(factory=OptimConfig, help="the optimizer")
-    trainer: TrainerConfig = setting(factory=TrainerConfig, help="the loop")
-
 
 Config = TypeVar("Config")
 
@@ -84,7 +36,8 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
         if is_dataclass(hint) and isinstance(hint, type):
             yield from keys(hint, f"{name}.")
         else:
-            yield Key(name, _type_name(hint), f.default, f.metadata.get("help", ""))
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            yield Key(name, _type_name(hint), default, f.metadata.get("help", ""))
 
 
 def _type_name(hint: Any) -> str:
@@ -140,8 +93,9 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     if options is not None:
         known |= {key.name for key in keys(options, "engine.options.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
+    free = {key.name for key in keys(cls) if key.type.startswith("dict[")}
     for layer in layers:
-        _check_keys(layer, known)
+        _check_keys(layer, known, free)
         for name in lists:
             if isinstance(value := OmegaConf.select(layer, name), str):
                 OmegaConf.update(layer, name, [value])
@@ -187,9 +141,9 @@ def _recipe(name: str) -> DictConfig:
     return loaded
 
 
-def _check_keys(layer: DictConfig, known: set[str]) -> None:
+def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
     for name in _leaves(layer):
-        if name in known or any(k.startswith(f"{name}.") for k in known):
+        if name in known or any(k.startswith(f"{name}.") for k in known) or any(name.startswith(f"{k}.") for k in free):
             continue
         if name.startswith("engine.options."):
             own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
@@ -245,10 +199,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def fail(error: Exception) -> int:
-    """Say what is wrong, once for the whole job; the exit code."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return 1

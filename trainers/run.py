@@ -1,30 +1,52 @@
-"""From a config to a finished SFT run: engine, data, resume, loop, export."""
+"""From a config to a finished SFT run: data, engine, resume, loop, export."""
 
 import datetime
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name, latest, steps, sweep
-from ..engine.errors import CheckpointError, ConfigError, DrivetrainError, ModelError
+from ..engine.checkpoint.folder import folder_name, sweep
+from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.export import export_hf
-from ..engine.model_path import check_model_path
+from ..engine.flops import known_peak_tflops
+from ..engine.objective import OutputRequest
 from ..engine.registry import engine_class
+from ..engine.tokenizer import load_tokenizer
 from ..engine.topology import agree, init_distributed
 from ..workers.losses.sft import SFTLoss
-from .data.loader import Cursor, Loader
-from .data.sample import Sample
-from .data.sources import Budget, load_samples
-from .loop import train
+from .config import SFTConfig
+from .data.loader import Loader, Order
+from .data.samples import Budget, Samples
+from .data.tokenise import load_stores
+from .generate import answers
+from .loop import Evaluation, train
 from .metrics import Logger, check_loggers, make_loggers, plot_loss
-from .options import SFTConfig, TrainerConfig, changes, differences, to_yaml
+from .options import changes, differences, to_yaml
+from .resume import resume
+from .watch import Watch
 
 log = logging.getLogger(__name__)
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at that moment: a live line on the terminal lifts it above itself."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
 
 
 def run_sft(config: SFTConfig) -> None:
@@ -33,7 +55,7 @@ def run_sft(config: SFTConfig) -> None:
     Raises:
         DrivetrainError: with the setting, the file or the row that is wrong; on every rank.
     """
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     check_run(config)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
@@ -51,20 +73,39 @@ def check_run(config: SFTConfig) -> None:
     """
     trainer, data = config.trainer, config.data
     if not data.train:
-        raise ConfigError("data.train is not set; give a list of jsonl or parquet files, as in data.train=[train.jsonl]")
-    for name, value in (
-        ("data.batch_size", data.batch_size),
-        ("data.max_length", data.max_length),
-        ("engine.micro_batch.max_tokens", config.engine.micro_batch.max_tokens),
-        ("trainer.epochs", trainer.epochs),
-        ("trainer.max_steps", trainer.max_steps),
-        ("trainer.eval_every", trainer.eval_every),
-        ("trainer.save_every", trainer.save_every),
-        ("trainer.keep_last", trainer.keep_last),
-        ("trainer.log_every", trainer.log_every),
+        raise ConfigError("data.train is not set; give files, folders or Hub names, as in data.train=[train.jsonl]")
+    for name, value, least in (
+        ("data.batch_size", data.batch_size, 1),
+        ("data.max_length", data.max_length, 1),
+        ("data.workers", data.workers, 0),
+        ("engine.micro_batch.max_tokens", config.engine.micro_batch.max_tokens, 1),
+        ("trainer.epochs", trainer.epochs, 1),
+        ("trainer.max_steps", trainer.max_steps, 1),
+        ("trainer.eval_every", trainer.eval_every, 1),
+        ("trainer.save_every", trainer.save_every, 1),
+        ("trainer.keep_last", trainer.keep_last, 1),
+        ("trainer.patience", trainer.patience, 1),
+        ("trainer.generate", trainer.generate, 0),
+        ("trainer.generate_tokens", trainer.generate_tokens, 1),
+        ("trainer.log_every", trainer.log_every, 1),
     ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it must be at least 1")
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}; it must be at least {least}")
+    if data.weights is not None:
+        if len(data.weights) != len(data.train):
+            raise ConfigError(
+                f"data.weights has {len(data.weights)} numbers, data.train {len(data.train)} sources; give one for each"
+            )
+        if not all(0 < w < float("inf") for w in data.weights):
+            raise ConfigError(
+                f"data.weights={list(data.weights)}; a weight is more than 0: leave a source out of data.train instead"
+            )
+    for name, asked in (("trainer.best_metric", trainer.best_metric), ("trainer.generate", trainer.generate)):
+        if asked and not data.eval:
+            raise ConfigError(f"{name}={asked} needs data.eval, which is not set")
+    if trainer.peak_tflops is not None and not trainer.peak_tflops > 0:
+        raise ConfigError(f"trainer.peak_tflops={trainer.peak_tflops}; it must be more than 0")
+    Watch(trainer.best_metric, trainer.patience)
     if config.model.head != "lm":
         raise ConfigError(f"model.head={config.model.head}: SFT trains a language-model head; set model.head=lm")
     check_loggers(trainer.loggers)
@@ -72,83 +113,70 @@ def check_run(config: SFTConfig) -> None:
 
 def _run(config: SFTConfig) -> None:
     output = Path(config.trainer.output_dir)
-    samples, held_out = load_data(config)
-    per_epoch = -(-len(samples) // config.data.batch_size)
-    total = config.trainer.max_steps or config.trainer.epochs * per_epoch
+    tokenizer, samples, held_out = load_data(config)
+    order = Order(samples.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
+    total = config.trainer.max_steps or config.trainer.epochs * -(-len(order) // config.data.batch_size)
     engine = engine_class(config.engine.backend)(
         model=config.model, engine=config.engine, optim=config.optim, total_steps=total
     ).initialize()
     try:
         if engine.topology.is_main:
             sweep(output / "checkpoints")
-        _announce(engine, config, len(samples), total)
-        first, cursor = resume(engine, config.trainer, output, Cursor(seed=config.data.seed, samples=len(samples)))
-        _write_config(engine, config, output, resumed=first > 1)
-        loaders = [
-            Loader(
-                part,
-                batch_size=config.data.batch_size,
-                seed=config.data.seed,
-                shuffle=config.data.shuffle,
-                dp_rank=engine.topology.dp_rank,
-                dp_size=engine.topology.dp_size,
-                ratio=engine.attention_ratio,
+        _announce(engine, config, samples, total)
+        loader = _loader(engine, config, samples, order)
+        watch = Watch(config.trainer.best_metric, config.trainer.patience)
+        start = resume(engine, config.trainer, output, loader, watch)
+        _write_config(engine, config, output, resumed=start.step > 1)
+        with _loggers(engine, config, output, total, start.step - 1) as loggers:
+            ended = train(
+                engine,
+                SFTLoss(),
+                loader,
+                _evaluation(engine, config, held_out, tokenizer, loggers),
+                config.trainer,
+                loggers,
+                watch,
+                start=start,
+                total=total,
+                peak=_peak(engine, config),
             )
-            for part in (samples, held_out)
-            if part is not None
-        ]
-        loggers = _loggers(engine, config, output, total, first - 1)
-        todo = range(first, total + 1)
-        if todo:
-            evaluation = loaders[1] if held_out is not None else None
-            train(engine, SFTLoss(), loaders[0], evaluation, config.trainer, loggers, steps=todo, cursor=cursor)
-        else:
-            log.info("step %d of %d is done already; nothing to train", first - 1, total)
-        for logger in loggers:
-            logger.close()
+        if ended.why == "signal":
+            log.info("stopped by SIGTERM after step %d, which is saved; the same command goes on from there", ended.step)
+            return
+        if ended.why == "patience":
+            log.info(
+                "stopped after step %d: %d evaluations without a better %s", ended.step, config.trainer.patience, watch.metric
+            )
+        elif ended.step < start.step:
+            log.info("step %d of %d is done already; nothing to train", ended.step, total)
         if config.trainer.export_hf:
-            _export(engine, config, output)
-        if engine.topology.is_main and (output / "metrics.jsonl").is_file():
-            plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
+            _export(engine, config, output, watch, ended.step)
     finally:
         engine.close()
 
 
-def _loggers(engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int) -> list[Logger]:
-    """Loggers on the first rank; an error there is everybody's."""
-    loggers: list[Logger] = []
+def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
+    """The tokenizer, training and held-out samples; an error of one rank is everybody's, before any weight is read."""
     error: Exception | None = None
-    if engine.topology.is_main:
-        try:
-            loggers = make_loggers(config.trainer.loggers, output, total, config.trainer.log_every, resumed)
-        except Exception as e:  # raised on all ranks by agree
-            error = e
-    engine.topology.agree(error)
-    return loggers
-
-
-def _export(engine: BaseEngine, config: SFTConfig, output: Path) -> None:
-    adapted = config.model.lora.rank > 0
-    if adapted:
-        export_hf(engine, output / "adapter", adapters="only")
-    folder = export_hf(engine, output / "hf")
-    log.info("model in Hugging Face format: %s%s", folder, f"; adapter alone: {output / 'adapter'}" if adapted else "")
-
-
-def load_data(config: SFTConfig) -> tuple[list[Sample], list[Sample] | None]:
-    """Training and held-out samples; an error of one rank is everybody's, before any weight is read."""
-    error: Exception | None = None
-    samples: list[Sample] = []
-    held_out: list[Sample] | None = None
+    tokenizer: Any = None
+    budget = sample_budget(config)
     try:
         make_folder(Path(config.trainer.output_dir))
-        tokenizer, budget = load_tokenizer(config), sample_budget(config)
-        samples = load_samples(config.data.train, tokenizer, config.data, budget)
-        held_out = load_samples(config.data.eval, tokenizer, config.data, budget) if config.data.eval else None
+        tokenizer = load_tokenizer(config.model)
     except DrivetrainError as e:
         error = e
     agree(error)
-    return samples, held_out
+    found: list[Samples] = []
+    for names, training in ((config.data.train, True), (config.data.eval, False)):
+        if not names:
+            continue
+        stores = load_stores(names, tokenizer, config.data, training=training)
+        try:
+            found.append(Samples(stores, config.data, budget, names))
+        except DrivetrainError as e:
+            error = e
+        agree(error)
+    return tokenizer, found[0], found[1] if config.data.eval else None
 
 
 def sample_budget(config: SFTConfig) -> Budget:
@@ -176,18 +204,65 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"trainer.output_dir={folder} cannot be written by this user; choose another folder")
 
 
-def load_tokenizer(config: SFTConfig) -> Any:
-    """The model's tokenizer.
+def _loader(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order) -> Loader:
+    return Loader(
+        samples,
+        order,
+        batch_size=config.data.batch_size,
+        dp_rank=engine.topology.dp_rank,
+        dp_size=engine.topology.dp_size,
+        ratio=engine.model_shape.attention_ratio,
+    )
 
-    Raises:
-        ModelError: there is none.
-    """
-    path = config.model.path
-    check_model_path(path)
+
+def _evaluation(
+    engine: BaseEngine, config: SFTConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger]
+) -> Evaluation | None:
+    if held_out is None:
+        return None
+    shown = [held_out[i] for i in range(min(config.trainer.generate, len(held_out)))]
+
+    def tell(step: int) -> None:
+        if shown:
+            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, sample_budget(config).tokens)
+            for logger in loggers:
+                logger.answers(step, given)
+
+    order = Order(held_out.sizes, weights=None, seed=0, shuffle=False)
+    loss = SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
+    return Evaluation(loader=_loader(engine, config, held_out, order), loss=loss, tell=tell)
+
+
+def _peak(engine: BaseEngine, config: SFTConfig) -> float | None:
+    """FLOP/s that all devices together can do at most; None where nobody says."""
+    each, device = config.trainer.peak_tflops, engine.topology.device
+    if each is None and device.type == "cuda":
+        each = known_peak_tflops(torch.cuda.get_device_name(device), config.engine.precision.compute)
+    return None if each is None else each * 1e12 * engine.topology.size
+
+
+@contextmanager
+def _loggers(engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int) -> Iterator[list[Logger]]:
+    """Loggers on the first rank, and a plot of the loss at the end, also of a run that failed; an error there is everybody's."""
+    loggers: list[Logger] = []
+    error: Exception | None = None
+    if engine.topology.is_main:
+        try:
+            loggers = make_loggers(config.trainer, output, total, resumed, asdict(config))
+        except Exception as e:  # raised on all ranks by agree
+            error = e
+    engine.topology.agree(error)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as e:
-        raise ModelError(f"model.path={path} has no usable tokenizer: {e}") from e
+        yield loggers
+    finally:
+        for logger in loggers:
+            logger.close()
+        if loggers and (output / "metrics.jsonl").is_file():
+            try:
+                plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
+            except OSError as e:
+                # Disk full, say: the run's own error must not be buried by that of its picture.
+                log.warning("no plot of the loss: %s", e)
 
 
 def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resumed: bool) -> None:
@@ -205,67 +280,30 @@ def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resume
     engine.topology.agree(error)
 
 
-def _announce(engine: BaseEngine, config: SFTConfig, samples: int, total: int) -> None:
+def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, total: int) -> None:
     log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
     parallel, device = engine.topology.parallel, engine.topology.device
     layout = f"dp_replicate={parallel.dp_replicate} dp_shard={parallel.dp_shard} cp={parallel.cp}"
-    log.info("%d samples, %d steps; %d processes on %s, %s", samples, total, engine.topology.size, device.type, layout)
-
-
-def resume(engine: BaseEngine, config: TrainerConfig, output: Path, start: Cursor) -> tuple[int, Cursor]:
-    """Load the checkpoint that `trainer.resume` names, if any.
-
-    Args:
-        engine: initialised.
-        config: `trainer`.
-        output: the run's folder.
-        start: the cursor of a fresh run.
-
-    Returns:
-        the number of the first step to make, and the cursor of its batch.
-
-    Raises:
-        CheckpointError: the named checkpoint cannot be used, or was made with other data.
-        ConfigError: the run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
-    """
-    root = output / "checkpoints"
-    found: list[Any] = [None, []]
-    if engine.topology.is_main:
-        # The first rank decides: another might see the folder of a shared file system a moment later.
-        found[1] = [folder.name for folder in steps(root)]
-        if config.resume == "auto":
-            manifest, skipped = latest(root)
-            found[0] = None if manifest is None else manifest.folder
-            for reason in skipped:
-                log.warning("not resumed from: %s", reason)
-    chosen, present = engine.topology.exchange(found)[0]
-    if config.resume not in ("auto", "none"):
-        chosen = Path(config.resume)
-    first, cursor = 1, start
-    if chosen is not None:
-        restored = engine.load_checkpoint(chosen)
-        first, cursor = restored.step + 1, _checked_cursor(chosen, restored.extra, start)
-        another = "" if restored.same_layout else " (another layout: random state drawn anew)"
-        log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
-    if config.resume != "auto" and present and present[-1] >= folder_name(first):
-        raise ConfigError(
-            f"trainer.output_dir={output} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step "
-            f"{first}; choose another folder, delete {root}, or set trainer.resume=auto to go on with it"
+    log.info("%d samples, %d steps; %d processes on %s, %s", len(samples), total, engine.topology.size, device.type, layout)
+    positions, longest = engine.model_shape.positions, int(samples.lengths.max())
+    if positions is not None and longest > positions:
+        log.warning(
+            "%d samples are longer than the %d positions that the model was made for (max_position_embeddings), the longest has %d "
+            "tokens; lower data.max_length, or scale the model's rope",
+            int((samples.lengths > positions).sum()),
+            positions,
+            longest,
         )
-    return first, cursor
 
 
-def _checked_cursor(folder: Path, extra: Any, start: Cursor) -> Cursor:
-    try:
-        cursor = Cursor.from_json(extra["cursor"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{folder} says nothing of where in the data to go on; it was not saved by this trainer") from e
-    for name, was, now in (("data.seed", cursor.seed, start.seed), ("the number of samples", cursor.samples, start.samples)):
-        if was != now:
-            raise CheckpointError(
-                f"{folder} was saved with {name} = {was}, now it is {now}, so the next sample cannot be told; use the same data and "
-                "seed, or start anew from the exported model in another trainer.output_dir"
-            )
-    return cursor
+def _export(engine: BaseEngine, config: SFTConfig, output: Path, watch: Watch, last: int) -> None:
+    if watch.best_step is not None and watch.best_step != last:
+        log.info("best %s: %.4g after step %d, which is exported", watch.metric, watch.best, watch.best_step)
+        engine.load_checkpoint(output / "checkpoints" / folder_name(watch.best_step))
+    adapted = config.model.lora.rank > 0
+    if adapted:
+        export_hf(engine, output / "adapter", adapters="only")
+    folder = export_hf(engine, output / "hf")
+    log.info("model in Hugging Face format: %s%s", folder, f"; adapter alone: {output / 'adapter'}" if adapted else "")

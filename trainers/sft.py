@@ -5,26 +5,21 @@ python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one proces
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..engine.errors import DrivetrainError
-from .options import SFTConfig, fail, parse
+from .config import SFTConfig
+from .entry import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, then run; the exit code."""
-    try:
-        config = parse(SFTConfig, sys.argv[1:] if argv is None else argv, (__doc__ or "").strip())
-        # Only now: importing torch takes a second, which --help and a typing error need not wait for.
-        from .run import run_sft
+    """Train; the exit code."""
+    return run_main(SFTConfig, argv, (__doc__ or "").strip(), _load)
 
-        run_sft(config)
-    except DrivetrainError as e:
-        return fail(e)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint, if one was saved", file=sys.stderr)
-        return 130
-    return 0
+
+def _load() -> Callable[[SFTConfig], None]:
+    from .run import run_sft
+
+    return run_sft
 
 
 if __name__ == "__main__":

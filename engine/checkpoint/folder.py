@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,10 +230,12 @@ def latest(root: Path) -> tuple[Manifest | None, list[str]]:
     return None, skipped
 
 
-def rotate(root: Path, keep_last: int | None) -> None:
-    """Delete all but the last `keep_last` checkpoints; None keeps all."""
+def rotate(root: Path, keep_last: int | None, keep: Collection[str] = ()) -> None:
+    """Delete all but the last `keep_last` checkpoints and those named in `keep`; None keeps all."""
     if keep_last is None:
         return
     for folder in steps(root)[: -max(1, keep_last)]:
+        if folder.name in keep:
+            continue
         folder.rename(root / f"{DELETED}{folder.name}-{uuid.uuid4().hex[:8]}")
     sweep(root, deleted_only=True)

@@ -1,6 +1,9 @@
 """From a model folder to a sharded model: the recipe, in order."""
 
 import copy
+import difflib
+import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..checkpoint.state import Piece
 from ..config import EngineConfig, ModelConfig
 from ..errors import ModelError, TopologyError
+from ..flops import ModelShape
 from ..model_path import check_model_path
+from ..tokenizer import load_tokenizer
 from ..topology import Topology
 from .attention import IMPLEMENTATION
 from .families import check_family, logit_transform
@@ -25,6 +30,7 @@ from .lora import add_adapters, peft_config, wants_adapters
 from .names import hf_name
 from .options import FSDPOptions
 from .root import PackedModel, RouterSettings
+from .shape import model_shape
 from .shard import build_mesh, decoder_layers, shard
 from .state import value_pieces
 
@@ -37,11 +43,13 @@ class Built:
         root: what FSDP wraps.
         layout: of its tensors on disk.
         adapters: peft's settings, or None.
+        shape: what a token costs.
     """
 
     root: PackedModel
     layout: DiskLayout
     adapters: Any
+    shape: ModelShape
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -56,7 +64,18 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(f"model.path={model.path}: the config cannot be read: {e}") from e
     # Nothing may share this object: transformers writes the attention implementation into it.
-    return copy.deepcopy(config.get_text_config())
+    config = copy.deepcopy(config.get_text_config())
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        kind = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)
+        raise ModelError(
+            f"model.path={model.path} holds quantised weights (quantization_config: {kind}), which cannot be trained; use the "
+            "original, or convert it to bfloat16 first"
+        )
+    if model.added_tokens:
+        # Many families keep spare rows: only what does not fit makes the embeddings grow.
+        config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
+    return config
 
 
 def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineConfig, options: FSDPOptions) -> None:
@@ -80,7 +99,13 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
                 "packed sequences; set it to 0 in config.json"
             )
     check_rope(config, model.path)
-    wants_adapters(model.lora)
+    if wants_adapters(model.lora):
+        for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
+            if value:
+                raise ModelError(
+                    f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
+                    "included, is frozen; unset one of the two"
+                )
 
 
 def check_rope(config: PreTrainedConfig, path: str) -> None:
@@ -145,6 +170,7 @@ def build(
     )
     if adapters is not None and root.score is not None:
         root.score.requires_grad_(True)
+    freeze(root, model.freeze)
     root.eval()
     twin = copy.deepcopy(root)
     recompute(root, engine.recompute)
@@ -154,7 +180,26 @@ def build(
     shard(root, build_mesh(topology), engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, twin, layout, model, engine, topology)
-    return Built(root=root, layout=layout, adapters=adapters)
+    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(twin, config))
+
+
+def freeze(root: PackedModel, patterns: Sequence[str]) -> None:
+    """Leave the parameters whose Hugging Face names match a pattern as they are.
+
+    Raises:
+        ModelError: a pattern matches nothing, or together they match everything.
+    """
+    names = {name: hf_name(name).name for name, _ in root.named_parameters()}
+    for pattern in patterns:
+        if not fnmatch.filter(names.values(), pattern):
+            near = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelError(f"model.freeze: {pattern!r} matches no parameter of {type(root.lm).__name__}{hint}")
+    for name, parameter in root.named_parameters():
+        if any(fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in root.parameters()):
+        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
 
 
 def recompute(root: PackedModel, mode: str) -> None:
@@ -221,13 +266,31 @@ def fill(
     fresh: set[str] = set()
     try:
         weights = WeightFolder(resolve_folder(model.path), layout)
-        fresh = load_weights(pieces, weights, twin_lm.base_model_prefix, lambda name: name.startswith("score."))
+        fresh = load_weights(
+            pieces,
+            weights,
+            twin_lm.base_model_prefix,
+            optional=lambda name: name.startswith("score."),
+            grown=vocabulary_names(twin_lm, layout) if model.added_tokens else frozenset(),
+        )
     except Exception as e:  # a damaged file on one node: the others are about to wait for this rank
         error = e
     topology.agree(error)
     # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
     new = set().union(*topology.exchange(fresh))
     draw_weights(root, twin, twin_lm, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
+
+
+def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:
+    """Tensors on disk with a row for each token: embeddings, head and its bias."""
+    modules = [m for m in (lm.get_input_embeddings(), lm.get_output_embeddings()) if m is not None]
+    own = {id(p) for m in modules for p in m.parameters()}
+    return frozenset(
+        segment.name
+        for name, p in lm.named_parameters()
+        if id(p) in own
+        for segment in layout.segments(hf_name(name).name, p.shape)
+    )
 
 
 def resolve_folder(path: str) -> Path:

@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoTokenizer
 
 from ..base import Adapters, BaseEngine
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
 from ..config import OptimConfig
 from ..errors import ConfigError
-from ..microbatch import attention_ratio
+from ..flops import ModelShape
 from ..objective import HeadRequest, TokenOutputs, labelled
 from ..ops.attention import PackedContext
 from ..ops.norm import sum_of_squares
 from ..ops.ulysses import gather_tokens, slice_tokens
 from ..residency import Part, Where
 from ..step import MicroBatch
+from ..tokenizer import load_tokenizer
 from ..topology import Topology, init_distributed
 from .build import Built, build, check_config, read_config
 from .load import seed_ranks
@@ -64,9 +64,9 @@ class FSDPEngine(BaseEngine):
         return self.config.options if isinstance(self.config.options, FSDPOptions) else FSDPOptions()
 
     @property
-    def attention_ratio(self) -> float:
-        """Cost of attending to one earlier token."""
-        return attention_ratio(self._hf_config.hidden_size)
+    def model_shape(self) -> ModelShape:
+        """What a token costs."""
+        return self._built.shape
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,8 @@ class FSDPEngine(BaseEngine):
             )
         batch, group = micro_batch.batch, self.topology.cp
         tokens = batch.num_tokens
-        mask = request.mask if request.outputs.values else request.mask & labelled(batch)
+        # What the next token is likely to be can be asked of any token, how likely the next one is only where there is one.
+        mask = request.mask & labelled(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
         filler = -tokens % self.topology.parallel.cp
@@ -227,9 +228,7 @@ class FSDPEngine(BaseEngine):
             self._built.adapters.save_pretrained(folder)
         source = Path(self.model_config.path)
         if not source.is_dir() or (source / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(
-                self.model_config.path, trust_remote_code=self.model_config.trust_remote_code
-            ).save_pretrained(folder)
+            load_tokenizer(self.model_config).save_pretrained(folder)
 
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""

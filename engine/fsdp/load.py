@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from .layout import DiskLayout
 from .lora import init_adapter
 from .names import hf_name
 from .shard import local_box
+
+MEAN_ROWS = 4096
 
 
 class WeightFolder:
@@ -54,27 +56,62 @@ class WeightFolder:
         """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
         return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))
 
-    def fill(self, piece: Piece, at: tuple[str, str]) -> None:
+    def fill(self, piece: Piece, at: tuple[str, str], *, grown: bool = False) -> None:
         """Read the slice that a piece needs.
 
+        Args:
+            piece: to fill.
+            at: file and key.
+            grown: the tensor may have more rows than the file's; they become the mean of the file's.
+
         Raises:
-            ModelError: the tensor has another shape.
+            ModelError: the tensor has another shape, or numbers that are not finite.
         """
         file, key = at
         try:
             shape = self._files.shape(file, key)
         except CheckpointError as e:
             raise ModelError(str(e)) from e
-        if shape != piece.shape:
+        box = Box(piece.offset, tuple(piece.data.shape))
+        rows = len(piece.data)
+        if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
+            rows = min(rows, max(0, shape[0] - piece.offset[0]))
+            box = Box(piece.offset, (rows, *piece.data.shape[1:]))
+        elif shape != piece.shape:
             raise ModelError(
                 f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} by config.json; they do not belong together"
             )
-        box = Box(piece.offset, tuple(piece.data.shape))
         with torch.no_grad():
-            piece.data.copy_(self._files.read(file, key, box.within((0,) * len(shape))))
+            target = piece.data[:rows] if piece.data.dim() else piece.data
+            if target.numel():
+                target.copy_(self._files.read(file, key, box.within((0,) * len(shape))))
+            if not torch.isfinite(target).all():
+                raise ModelError(
+                    f"{key} in {self.folder / file} has numbers that are not finite (NaN or infinity); the weights are damaged"
+                )
+            if rows < len(piece.data):
+                mean = self._mean_row(file, key, shape)
+                piece.data[rows:] = mean[
+                    tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.data.shape[1:], strict=True))
+                ]
+
+    def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
+        """The mean of a tensor's rows: a new token begins as the average one (Hewitt 2021, "Initializing new word embeddings")."""
+        total = torch.zeros(shape[1:], dtype=torch.float64)
+        for start in range(0, shape[0], MEAN_ROWS):
+            part = slice(start, min(start + MEAN_ROWS, shape[0]))
+            total += self._files.read(file, key, (part, *(slice(0, n) for n in shape[1:]))).double().sum(0)
+        return total / shape[0]
 
 
-def load_weights(pieces: Iterable[Piece], weights: WeightFolder, prefix: str, optional: Callable[[str], bool]) -> set[str]:
+def load_weights(
+    pieces: Iterable[Piece],
+    weights: WeightFolder,
+    prefix: str,
+    *,
+    optional: Callable[[str], bool],
+    grown: Collection[str] = (),
+) -> set[str]:
     """Fill this rank's pieces from a folder.
 
     Args:
@@ -82,6 +119,7 @@ def load_weights(pieces: Iterable[Piece], weights: WeightFolder, prefix: str, op
         weights: the folder.
         prefix: of the backbone's names.
         optional: whether a tensor may be missing: a new head, a new adapter.
+        grown: tensors that may have more rows than the file's, for added tokens.
 
     Returns:
         names of the optional tensors that were missing.
@@ -93,7 +131,7 @@ def load_weights(pieces: Iterable[Piece], weights: WeightFolder, prefix: str, op
     for piece in pieces:
         at = weights.find(piece.name, prefix)
         if at is not None:
-            weights.fill(piece, at)
+            weights.fill(piece, at, grown=piece.name in grown)
         elif optional(piece.name):
             fresh.add(piece.name)
         else:

@@ -95,7 +95,7 @@ class PackedModel(nn.Module):
             values = self.score(hidden_sh)[:, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         head = self.lm.get_output_embeddings()
-        log_probs, entropy = linear_head(
+        every = linear_head(
             hidden_sh,
             head.weight,
             targets,
@@ -103,12 +103,10 @@ class PackedModel(nn.Module):
             transform=self.transform,
             temperature=outputs.temperature,
             entropy=outputs.entropy,
+            greedy=outputs.greedy,
             expected=expected,
         )
-        found = {"log_probs": log_probs} if outputs.log_probs else {}
-        if entropy is not None:
-            found["entropy"] = entropy
-        return found
+        return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
 
 
 def balancing_loss(logits: tuple[Tensor, ...], router: RouterSettings, real_tokens: int, group: ProcessGroup | None) -> Tensor:

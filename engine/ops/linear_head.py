@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of a language-model head, without the logits of all tokens at once.
+"""Log-probabilities, entropy and the likeliest token of a language-model head, without the logits of all tokens at once.
 
 Logits exist for one chunk of tokens at a time. Between forward and backward only the hidden states, the weight and one
 or two numbers a token are kept; the backward pass computes a chunk's logits again - or not at all, where the gradient
@@ -9,7 +9,7 @@ Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ class LogitTransform:
 PLAIN = LogitTransform()
 
 
+class HeadOutputs(NamedTuple):
+    """What the head says of each token.
+
+    Args:
+        log_probs: `[T]`, of the target, float32 at least.
+        entropy: `[T]`, in nats, or None.
+        greedy: `[T]` int64, the likeliest token, or None. Carries no gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    greedy: Tensor | None
+
+
 def chunk_tokens(vocabulary: int, device_type: str) -> int:
     """C: as many tokens as fit the device's chunk budget in float32 logits."""
     return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
@@ -48,10 +62,11 @@ def linear_head(
     transform: LogitTransform = PLAIN,
     temperature: float = 1.0,
     entropy: bool = False,
+    greedy: bool = False,
     expected: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each token's target and, when asked for, the entropy of its distribution.
+) -> HeadOutputs:
+    """Log-probability of each token's target and, when asked for, what else the distribution says.
 
     Args:
         hidden_th: `[T, H]`.
@@ -61,20 +76,18 @@ def linear_head(
         transform: of the logits.
         temperature: logits are divided by it, last.
         entropy: compute the entropy too.
+        greedy: find the likeliest token too.
         expected: the gradients by "log_probs" and "entropy" `[T]` that the backward pass will bring. They only save work:
             when others arrive, the right gradient is computed from those.
         chunk: C; by default from `chunk_tokens`.
-
-    Returns:
-        log-probabilities `[T]` and entropies `[T]` in nats (or None), float32 at least.
     """
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
-    settings = _Settings(transform, temperature, entropy, size)
+    settings = _Settings(transform, temperature, entropy, greedy, size)
     promise = None
     if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
         promise = (expected.get("log_probs"), expected.get("entropy"))
-    log_probs, entropies = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, promise)
-    return log_probs, entropies if entropy else None
+    log_probs, entropies, likeliest = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, promise)
+    return HeadOutputs(log_probs, entropies if entropy else None, likeliest if greedy else None)
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,7 @@ class _Settings:
     transform: LogitTransform
     temperature: float
     entropy: bool
+    greedy: bool
     chunk: int
 
 
@@ -182,11 +196,12 @@ class _LinearHead(torch.autograd.Function):
         targets_t: Tensor,
         s: _Settings,
         promise: _Gradients | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
         log_probs = torch.empty(tokens, dtype=accurate, device=h_th.device)
         entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
+        likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         lse = torch.empty_like(log_probs)
         wanted = ctx.needs_input_grad[:3]
         early = _Accumulator(h_th, w_vh, bias_v, wanted) if promise is not None and any(wanted) else None
@@ -197,6 +212,8 @@ class _LinearHead(torch.autograd.Function):
             lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
             log_probs[part] = (z_cv.gather(1, targets_c1) - lse_c1)[:, 0]
             lse[part] = lse_c1[:, 0]
+            if s.greedy:
+                likeliest[part] = z_cv.argmax(1)
             if s.entropy:
                 p_cv = (z_cv - lse_c1).exp_()
                 entropies[part] = lse_c1[:, 0] - torch.linalg.vecdot(p_cv, z_cv)
@@ -208,7 +225,8 @@ class _LinearHead(torch.autograd.Function):
         ctx.early = None if early is None else early.results()
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
         ctx.set_materialize_grads(False)
-        return log_probs, entropies
+        ctx.mark_non_differentiable(likeliest)
+        return log_probs, entropies, likeliest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:

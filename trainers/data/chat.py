@@ -1,100 +1,217 @@
-"""Rows to tokens: which tokens a chat or a prompt with its completion teaches."""
+"""Chats to tokens: which of them an assistant's turns teach."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ...engine.errors import DataError
+from ..config import Turns
 from .sample import Sample
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
-def encode_messages(tokenizer: Any, messages: Any, name: str) -> Sample:
-    """A chat, supervised on the assistant's turns.
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A checked chat.
+
+    Args:
+        name: of the row.
+        messages: as the template takes them.
+        learned: for each message whether it is learned; only an assistant's may be.
+        variables: for the template: tools, and those of `chat_template_kwargs`.
+    """
+
+    name: str
+    messages: Sequence[Mapping[str, Any]]
+    learned: Sequence[bool]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -> Chat:
+    """The chat of a row: `messages`, or `prompt` and `completion` as lists of messages; `tools`, `chat_template_kwargs`.
+
+    Args:
+        row: with these columns.
+        name: of the row.
+        variables: for the template, from the settings; the row's own go before them.
+
+    Raises:
+        DataError: a message is malformed, or there is nothing to learn.
+    """
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"], "messages", name)
+        learned = [m.pop("train", m["role"] == "assistant") for m in messages]
+    else:
+        prompt, completion = (_messages(row[c], c, name) for c in ("prompt", "completion"))
+        messages = [*prompt, *completion]
+        asked = [m.pop("train", m["role"] == "assistant") for m in messages]
+        learned = [i >= len(prompt) and a for i, a in enumerate(asked)]
+    for i, (message, wanted) in enumerate(zip(messages, learned, strict=True), 1):
+        if wanted and message["role"] != "assistant":
+            raise DataError(
+                f"{name}: message {i} has train=true and the role {message['role']!r}; only an assistant's can be learned"
+            )
+    if not any(m["role"] == "assistant" for m in messages):
+        raise DataError(f"{name}: no message has the role assistant; there is nothing to learn")
+    if not any(learned):
+        raise DataError(
+            f"{name}: no message of the assistant is to be learned (train=false, or part of the prompt); leave the row out"
+        )
+    given = dict(variables)
+    for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = _json(row.get(column), column, name)
+        if value is None:
+            continue
+        if not isinstance(value, kind):
+            raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be a {kind.__name__}, or JSON of one")
+        given |= value if column == "chat_template_kwargs" else {"tools": value}
+    return Chat(name=name, messages=messages, learned=learned, variables=given)
+
+
+def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
+    """A chat, supervised on the assistant's turns that are to be learned.
 
     A template with generation marks says itself which tokens those are. Any other is rendered turn by turn, and what each
     turn begins and ends with must stand in the whole chat too, or its span could not be told; the tokens that end a turn
-    are learned with it. The whole text is then tokenised once, and a token belongs to the turn in which it begins.
+    are learned with it. A template that renders a turn differently once others follow (Qwen3's drops earlier thoughts)
+    makes a sample of each answer, with what came before it as it is rendered then: what the model will see when it answers.
 
     Args:
         tokenizer: fast, with a chat template.
-        messages: a list of {role, content}.
-        name: of the row.
+        chat: from `read_chat`.
+        turns: `data.turns`.
+
+    Returns:
+        one sample, or one for each answer.
 
     Raises:
-        DataError: a message is malformed, there is no assistant's turn, or the template renders a turn differently once
-            others follow.
+        DataError: the template refuses the chat, the answers' spans cannot be told, or no token is left to learn.
     """
-    _check(messages, name)
     if GENERATION_MARK.search(tokenizer.chat_template):
-        marked = _apply(tokenizer, messages, name, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return _sample(name, marked["input_ids"], [bool(m) for m in marked["assistant_masks"]])
-    text = _apply(tokenizer, messages, name, tokenize=False)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start = _apply(tokenizer, messages[:i], name, tokenize=False, add_generation_prompt=True)
-        end = _apply(tokenizer, messages[: i + 1], name, tokenize=False)
-        if not (end.startswith(start) and text.startswith(end)):
+        if turns == "apart":
+            return [_marked(tokenizer, _until(chat, i)) for i, learned in enumerate(chat.learned) if learned]
+        return [_marked(tokenizer, chat)]
+    answers = [_answer(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
+    text = _render(tokenizer, chat, len(chat.messages))
+    together = all(text.startswith(whole) for whole, _ in answers)
+    if turns == "apart" or (turns == "auto" and not together):
+        return [_tokens(tokenizer, chat.name, whole, [(begin, len(whole))]) for whole, begin in answers]
+    if not together:
+        raise DataError(
+            f"{chat.name}: the chat template renders an earlier turn differently once others follow, so what to learn cannot be "
+            "told; set data.turns=auto, which makes a sample of each answer, or use a template with {% generation %} marks"
+        )
+    return [_tokens(tokenizer, chat.name, text, [(begin, len(whole)) for whole, begin in answers])]
+
+
+def _answer(tokenizer: Any, chat: Chat, turn: int) -> tuple[str, int]:
+    """The chat up to and with an answer, as rendered then, and where the answer begins."""
+    before = _render(tokenizer, chat, turn, add_generation_prompt=True)
+    whole = _render(tokenizer, chat, turn + 1)
+    if not whole.startswith(before):
+        raise DataError(
+            f"{chat.name}: the chat template begins the answer of message {turn + 1} otherwise than it renders it (some add or drop a "
+            "thought), so what to learn cannot be told; use a template with {% generation %} marks (model.chat_template), or prompt "
+            "and completion as texts"
+        )
+    return whole, len(before)
+
+
+def _until(chat: Chat, turn: int) -> Chat:
+    learned = [i == turn for i in range(turn + 1)]
+    return Chat(name=chat.name, messages=chat.messages[: turn + 1], learned=learned, variables=chat.variables)
+
+
+def _marked(tokenizer: Any, chat: Chat) -> Sample:
+    rendered = _apply(tokenizer, chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    mask = [bool(m) for m in rendered["assistant_masks"]]
+    turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    if any(not chat.learned[i] for i in turns):
+        # Which run of marked tokens is whose: the template must have marked every answer once.
+        runs = [(marked, len(list(run))) for marked, run in groupby(mask)]
+        if sum(marked for marked, _ in runs) != len(turns):
             raise DataError(
-                f"{name}: the chat template renders turn {i + 1} differently once others follow (some drop earlier thoughts), so "
-                "what to learn cannot be told; use a template with {% generation %} marks, one chat per answer, or prompt and "
-                "completion"
+                f"{chat.name}: the chat template marks {sum(marked for marked, _ in runs)} spans as generated for {len(turns)} answers, so "
+                "which of them train=false leaves out cannot be told; set data.turns=apart"
             )
-        spans.append((len(start), len(end)))
+        wanted = iter([chat.learned[i] for i in turns])
+        mask = [flag for marked, length in runs for flag in [marked and next(wanted)] * length]
+    return _sample(chat.name, rendered["input_ids"], mask)
+
+
+def _render(tokenizer: Any, chat: Chat, count: int, **options: Any) -> str:
+    return str(_apply(tokenizer, chat, chat.messages[:count], tokenize=False, **options))
+
+
+def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), **chat.variables, **options)
+    except Exception as e:  # a template raises what its author chose
+        raise DataError(f"{chat.name}: the chat template refuses this chat: {e}") from e
+
+
+def _tokens(tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
+    """The whole text tokenised once; a token belongs to the span in which it begins."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     supervised = [end > start and any(low <= start < high for low, high in spans) for start, end in encoded["offset_mapping"]]
     return _sample(name, encoded["input_ids"], supervised)
-
-
-def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -> Sample:
-    """A prompt and its completion, supervised on the completion and the end-of-sequence token.
-
-    Raises:
-        DataError: one of the two is no text, or the completion is empty.
-    """
-    for column, value in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(value, str):
-            raise DataError(f"{name}: {column} is {type(value).__name__}; it must be text")
-    if not completion:
-        raise DataError(f"{name}: the completion is empty; there is nothing to learn")
-    # Apart, so that no token spans the border: at inference the prompt is tokenised alone too.
-    before = tokenizer(prompt, add_special_tokens=True)["input_ids"]
-    if tokenizer.eos_token_id is not None and before and before[-1] == tokenizer.eos_token_id:
-        before = before[:-1]
-    after = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None:
-        after = [*after, tokenizer.eos_token_id]
-    return Sample(name, (*before, *after), (False,) * len(before) + (True,) * len(after))
-
-
-def _check(messages: Any, name: str) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise DataError(f"{name}: messages is {type(messages).__name__}; it must be a list of {{role, content}}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise DataError(f"{name}: message {i + 1} has no role or no content")
-        if message["role"] not in ("system", "user", "assistant", "tool", "developer"):
-            raise DataError(
-                f"{name}: message {i + 1} has the role {message['role']!r}; roles are system, user, assistant, tool"
-            )
-        if not isinstance(message["content"], str):
-            raise DataError(f"{name}: the content of message {i + 1} is {type(message['content']).__name__}; it must be text")
-    if not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{name}: no message has the role assistant; there is nothing to learn")
-
-
-def _apply(tokenizer: Any, messages: Sequence[Any], name: str, **options: Any) -> Any:
-    try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except Exception as e:
-        raise DataError(f"{name}: the chat template refuses this chat: {e}") from e
 
 
 def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample:
     # A first token has nothing before it that could predict it.
     if not any(supervised[1:]):
         raise DataError(f"{name}: no token of the assistant's turns is left to learn")
-    return Sample(name, tuple(ids), tuple(supervised))
+    return Sample(name, ids, supervised)
+
+
+def _messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(
+            f"{name}: {column} is {'empty' if value == [] else type(value).__name__}; it must be a list of {{role, content}}"
+        )
+    return [_message(m, f"message {i}" if column == "messages" else f"{column} {i}", name) for i, m in enumerate(value, 1)]
+
+
+def _message(message: Any, which: str, name: str) -> dict[str, Any]:
+    if (
+        not isinstance(message, Mapping)
+        or message.get("role") is None
+        or ("content" not in message and not message.get("tool_calls"))
+    ):
+        raise DataError(f"{name}: {which} has no role or no content")
+    # A key that only other messages of a parquet file have comes back as null.
+    kept = {key: value for key, value in message.items() if value is not None}
+    if kept["role"] not in ROLES:
+        raise DataError(f"{name}: {which} has the role {kept['role']!r}; roles are {', '.join(ROLES)}")
+    if not isinstance(kept.get("train", True), bool):
+        raise DataError(f"{name}: train of {which} is {kept['train']!r}; it must be true or false")
+    kept["content"] = _content(message.get("content"), bool(kept.get("tool_calls")), which, name)
+    return kept
+
+
+def _content(content: Any, calls: bool, which: str, name: str) -> str:
+    if content is None and calls:
+        return ""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
+        if any(kind != "text" for kind in kinds):
+            raise DataError(f"{name}: {which} has parts of the kinds {', '.join(map(str, kinds))}; this trainer reads text")
+        content = "".join(str(part["text"]) for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{name}: the content of {which} is {type(content).__name__}; it must be text")
+    return content
+
+
+def _json(value: Any, column: str, name: str) -> Any:
+    """A column that may hold JSON as text: what differs from row to row has no common type in a parquet file."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as e:
+        raise DataError(f"{name}: {column} is no JSON: {e}") from e

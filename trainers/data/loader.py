@@ -1,15 +1,20 @@
 """Batches in an order that depends on the seed and the epoch alone: one cursor resumes it anywhere, on any number of ranks."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...engine.batch import PackedBatch
 from ...engine.batch_convert import from_lists
+from ...engine.errors import CheckpointError
 from ...engine.microbatch import balance
-from .sample import Sample
+from .samples import Samples
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,87 +24,146 @@ class Cursor:
     Args:
         epoch: from 0.
         position: samples of this epoch that have been used.
-        seed: of the order, for a check on resuming.
-        samples: in an epoch, likewise.
     """
 
     epoch: int = 0
     position: int = 0
-    seed: int = 0
-    samples: int = 0
 
-    def to_json(self) -> dict[str, int]:
-        """For a checkpoint."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Cursor":
-        """From a checkpoint."""
-        return cls(
-            epoch=int(data["epoch"]), position=int(data["position"]), seed=int(data["seed"]), samples=int(data["samples"])
-        )
+class Order:
+    """Which sample comes when: a pure function of the sources' sizes, their weights and the seed.
+
+    Without weights an epoch is every sample once. With them an epoch is as long, and each source has its share of it: a
+    source that is too small for its share comes round again, one that is too large goes on in the next epoch where it
+    stopped, so that over time every sample of a source is used as often as any other.
+
+    Args:
+        sizes: samples of each source.
+        weights: relative shares; None: as large as the sources are.
+        seed: of the order.
+        shuffle: False keeps the order of the files, and spreads weighted sources evenly.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
+        self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
+        self._starts = np.cumsum([0, *sizes])
+        self._drawn = list(sizes) if weights is None else shares(sum(sizes), weights)
+        self._kept: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def epoch(self, epoch: int) -> NDArray[Any]:
+        """Indices of the samples in the order of an epoch."""
+        if self._kept[0] != epoch:
+            self._kept = (epoch, self._plain(epoch) if self.weights is None else self._mixed(epoch))
+        return self._kept[1]
+
+    def _plain(self, epoch: int) -> NDArray[Any]:
+        return self._permutation(len(self), epoch) if self.shuffle else np.arange(len(self))
+
+    def _mixed(self, epoch: int) -> NDArray[Any]:
+        drawn = [start + self._draws(i, epoch) for i, start in enumerate(self._starts[:-1])]
+        every = np.concatenate(drawn)
+        if self.shuffle:
+            return every[self._permutation(len(every), epoch)]
+        # The k-th of n draws stands at (k + 1/2) / n of the epoch.
+        return every[np.argsort(np.concatenate([(np.arange(len(d)) + 0.5) / max(1, len(d)) for d in drawn]), kind="stable")]
+
+    def _draws(self, source: int, epoch: int) -> NDArray[Any]:
+        """What a source gives an epoch: its part of the endless row of the source's passes."""
+        size, count = self.sizes[source], self._drawn[source]
+        begin, end = epoch * count, (epoch + 1) * count
+        passes = range(begin // size, -(-end // size))
+        rows = [self._permutation(size, p, source + 1) if self.shuffle else np.arange(size) for p in passes]
+        offset = begin // size * size
+        return np.concatenate(rows)[begin - offset : end - offset] if rows else np.empty(0, np.int64)
+
+    def _permutation(self, count: int, *key: int) -> NDArray[Any]:
+        return np.random.default_rng([self.seed, *key]).permutation(count)
+
+    def describe(self) -> dict[str, Any]:
+        """What the order depends on, for a checkpoint."""
+        return {"samples": self.sizes, "weights": self.weights, "seed": self.seed, "shuffle": self.shuffle}
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the weights, which add up to `total` (largest remainders)."""
+    exact = [total * w / sum(weights) for w in weights]
+    counts = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 class Loader:
     """Deals batches of samples to data-parallel ranks, balanced by cost.
 
     Args:
-        samples: all of them, the same list on every rank.
+        samples: all of them, the same on every rank.
+        order: of the samples.
         batch_size: samples a step, all ranks together; the last batch of an epoch may be smaller.
-        seed: of the order.
-        shuffle: a new order every epoch; False keeps the given one.
         dp_rank: of this process.
         dp_size: number of shares.
         ratio: cost of attention, from the engine.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        *,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        dp_rank: int,
-        dp_size: int,
-        ratio: float,
-    ) -> None:
-        self._samples, self._size, self._seed, self._shuffle = samples, batch_size, seed, shuffle
+    def __init__(self, samples: Samples, order: Order, *, batch_size: int, dp_rank: int, dp_size: int, ratio: float) -> None:
+        self.samples, self._order, self._size = samples, order, batch_size
         self._rank, self._ranks, self._ratio = dp_rank, dp_size, ratio
-        self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
-        return len(self._samples)
-
-    def order(self, epoch: int) -> list[int]:
-        """Indices of the samples in the order of an epoch."""
-        if self._order[0] != epoch:
-            count = len(self._samples)
-            order = np.random.default_rng([self._seed, epoch]).permutation(count) if self._shuffle else np.arange(count)
-            self._order = (epoch, order.tolist())
-        return self._order[1]
+        return len(self.samples)
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[PackedBatch, Cursor]]:
         """This rank's shares from a cursor on, without end, each with the cursor behind it."""
         epoch, position = cursor.epoch, cursor.position
         while True:
-            chosen = self.order(epoch)[position : position + self._size]
+            order = self._order.epoch(epoch)
+            chosen = order[position : position + self._size]
             position += len(chosen)
-            if position >= len(self._samples):
+            if position >= len(order):
                 epoch, position = epoch + 1, 0
-            yield self.share(chosen), Cursor(epoch=epoch, position=position, seed=self._seed, samples=len(self._samples))
+            yield self.share(chosen.tolist()), Cursor(epoch=epoch, position=position)
 
     def once(self) -> Iterator[PackedBatch]:
         """This rank's shares of one pass in file order: every sample exactly once over all ranks."""
-        for start in range(0, len(self._samples), self._size):
-            yield self.share(range(start, min(start + self._size, len(self._samples))))
+        for start in range(0, len(self.samples), self._size):
+            yield self.share(range(start, min(start + self._size, len(self.samples))))
 
     def share(self, chosen: Sequence[int]) -> PackedBatch:
         """This rank's part of a global batch, packed."""
-        samples = [self._samples[i] for i in chosen]
-        mine = balance([len(s.ids) for s in samples], self._ranks, ratio=self._ratio)[self._rank]
-        return from_lists(
-            [samples[i].ids for i in mine],
-            supervised=[samples[i].supervised for i in mine],
-            names=[samples[i].name for i in mine],
-        )
+        lengths = [int(n) for n in self.samples.lengths[list(chosen)]]
+        mine = [self.samples[chosen[i]] for i in balance(lengths, self._ranks, ratio=self._ratio)[self._rank]]
+        return from_lists([s.ids for s in mine], supervised=[s.supervised for s in mine], names=[s.name for s in mine])
+
+    def state(self, cursor: Cursor) -> dict[str, Any]:
+        """For a checkpoint: where to go on, and what that means."""
+        place = {"epoch": cursor.epoch, "position": cursor.position}
+        return {**place, **self._order.describe(), "digest": self.samples.digest}
+
+    def restore(self, state: Mapping[str, Any]) -> Cursor:
+        """Where a checkpoint says to go on.
+
+        Raises:
+            CheckpointError: its order is another one, so the next sample cannot be told.
+        """
+        try:
+            cursor = Cursor(epoch=int(state["epoch"]), position=int(state["position"]))
+            told, digest = {name: state[name] for name in self._order.describe()}, state["digest"]
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"it does not say where in the data to go on ({e!r}); it was not saved by this trainer"
+            ) from e
+        for name, now in self._order.describe().items():
+            was = told[name]
+            # JSON knows no tuples.
+            if was != (list(now) if isinstance(now, tuple) else now):
+                said = "the number of samples" if name == "samples" else f"data.{name}"
+                raise CheckpointError(
+                    f"it was saved with {said} = {was}, now it is {now}, so the next sample cannot be told; use the same data "
+                    "and settings, or start anew from the exported model in another trainer.output_dir"
+                )
+        if digest != self.samples.digest:
+            log.warning("as many samples as in the checkpoint, but their contents have changed")
+        return cursor

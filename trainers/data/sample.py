@@ -1,5 +1,6 @@
 """A tokenised sample."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,5 +15,5 @@ class Sample:
     """
 
     name: str
-    ids: tuple[int, ...]
-    supervised: tuple[bool, ...]
+    ids: Sequence[int]
+    supervised: Sequence[bool]

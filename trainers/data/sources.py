@@ -1,145 +1,204 @@
-"""Files to tokenised samples, with the row's place in every error."""
+"""Where rows come from: files, folders of files, data sets of the Hub. Read in chunks, each row with its place."""
 
 import json
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...engine.errors import DataError
-from ..options import DataConfig
-from .chat import encode_completion, encode_messages
-from .sample import Sample
+from .encode import COLUMNS
 
-log = logging.getLogger(__name__)
-
-FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion")}
+CHUNK_ROWS = 256
+ENDINGS = (".jsonl", ".json", ".parquet")
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
 
 
-def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file, each with its place: `file:line` of a jsonl, `file:row` of a parquet file, from 1.
-
-    Raises:
-        DataError: the file is missing, of an unknown kind, unreadable or empty; a line is no JSON object.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"data file {path} does not exist")
-    if file.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"data file {path} is a {file.suffix or 'file without an ending'}; use .jsonl or .parquet")
-    count = 0
-    for count, row in enumerate(_jsonl(file) if file.suffix == ".jsonl" else _parquet(path), 1):  # noqa: B007
-        yield row
-    if not count:
-        raise DataError(f"data file {path} has no rows")
-
-
-def _jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Line by line, so that an error names the line that an editor shows.
-    with open(file, encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as e:
-                raise DataError(f"{file}:{number} is not JSON: {e}") from e
-            if not isinstance(row, dict):
-                raise DataError(f"{file}:{number} is a JSON {type(row).__name__}; a row is an object with named columns")
-            yield f"{file}:{number}", row
-
-
-def _parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    from datasets import Dataset, disable_progress_bars
-
-    disable_progress_bars()
-    try:
-        rows = Dataset.from_parquet(path)
-    except Exception as e:
-        # The reader's own message speaks of internals; its cause names the column.
-        raise DataError(f"data file {path} cannot be read: {e.__cause__ or e}") from e
-    for number, row in enumerate(rows, 1):
-        yield f"{path}:{number}", row
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Tokens that a sample may have, and the setting that says so."""
-
-    tokens: int
-    setting: str
-
-
-def load_samples(paths: Sequence[str], tokenizer: Any, data: DataConfig, budget: Budget) -> list[Sample]:
-    """Tokenise all rows of all files, in order.
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of a file.
 
     Args:
-        paths: of the files.
-        tokenizer: the model's.
-        data: settings.
-        budget: of a micro-batch, which no sample may exceed.
+        file: its name, for messages.
+        rows: (number, row) from 1; a row is a line of JSON, as bytes, or its columns.
+        share: of the whole source.
+    """
+
+    file: str
+    rows: Sequence[tuple[int, bytes | dict[str, Any]]]
+    share: float
+
+    def parsed(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows as columns.
+
+        Raises:
+            DataError: a line is no JSON object.
+        """
+        for number, row in self.rows:
+            yield number, _object(row, f"{self.file}:{number}") if isinstance(row, bytes) else row
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train` or `data.eval`.
+
+    Args:
+        name: as it was given.
+        files: its files, in the order they are read; empty for a data set of the Hub.
+        table: the Hub's data set, once `open_source` has loaded it.
+    """
+
+    name: str
+    files: tuple[Path, ...] = ()
+    table: Any = None
+
+    def identity(self) -> str:
+        """Changes when the rows do, as far as can be told without reading them: paths, sizes and times."""
+        if self.table is not None:
+            return f"{self.name} {self.table._fingerprint}"
+        stats = [(str(f.resolve()), f.stat()) for f in self.files]
+        return xxhash.xxh3_128_hexdigest(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode())
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows.
+
+        Raises:
+            DataError: a file is unreadable, or none has rows.
+        """
+        count = 0
+        for chunk in _table(self.table, self.name) if self.table is not None else self._files():
+            count += len(chunk.rows)
+            yield chunk
+        if not count:
+            raise DataError(f"data file {self.name} has no rows")
+
+    def _files(self) -> Iterator[Chunk]:
+        share = 1 / len(self.files)
+        for file in self.files:
+            try:
+                yield from _read(file, share)
+            except OSError as e:
+                raise DataError(f"data file {file} cannot be read: {e.strerror or e}") from e
+
+
+def open_source(name: str, *, training: bool) -> Source:
+    """What an entry of `data.train` or `data.eval` stands for.
+
+    Args:
+        name: a file, a folder, or a data set of the Hub: `org/name[/config][:split]`.
+        training: without a split, `train` is taken then; otherwise there must be one split only.
 
     Raises:
-        DataError: names the file, the row and what is wrong with it.
+        DataError: it does not exist, is of an unknown kind, or has no data in it.
     """
-    limit = data.max_length or budget.tokens
-    if limit > budget.tokens:
+    path = Path(name)
+    if path.is_dir():
+        files = tuple(f for f in sorted(path.rglob("*")) if f.suffix in ENDINGS and f.is_file() and not _hidden(f, path))
+        if not files:
+            raise DataError(f"data folder {name} has no {', '.join(ENDINGS)} file")
+        return Source(name, files)
+    if path.is_file():
+        if path.suffix not in ENDINGS:
+            raise DataError(f"data file {name} is a {path.suffix or 'file without an ending'}; use {', '.join(ENDINGS)}")
+        return Source(name, (path,))
+    hub = _HUB_NAME.fullmatch(name)
+    if hub is None or path.suffix in ENDINGS:
+        raise DataError(f"data file {name} does not exist")
+    return Source(name, table=_load_hub(name, hub["name"], hub["config"], hub["split"], training))
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _load_hub(given: str, name: str, config: str | None, split: str | None, training: bool) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        found = datasets.load_dataset(name, config, split=split)
+    except Exception as e:  # of many kinds: no network, no such data set, another config
         raise DataError(
-            f"data.max_length={limit} is more than {budget.setting}: such a sample would fit no micro-batch; raise the budget or "
-            "lower the length"
-        )
-    said = budget.setting if data.max_length is None else f"data.max_length={limit}"
-    samples = list(_fit((s for path in paths for s in _encode(path, tokenizer, data)), data, limit, said))
-    if not samples:
-        raise DataError(f"no sample of {', '.join(paths)} is left to learn from")
-    return samples
+            f"{given} is no file or folder, and loading it as a data set of the Hugging Face Hub failed: {str(e).splitlines()[0]}"
+        ) from e
+    if split is None:
+        splits = list(found)
+        chosen = splits[0] if len(splits) == 1 else "train" if training and "train" in splits else None
+        if chosen is None:
+            raise DataError(f"data set {given} has the splits {', '.join(splits)}; name one, as in {given}:{splits[-1]}")
+        found = found[chosen]
+    return found
 
 
-def _encode(path: str, tokenizer: Any, data: DataConfig) -> Iterator[Sample]:
-    for name, row in read_rows(path):
-        forms = FORMS if data.format == "auto" else {data.format: FORMS[data.format]}
-        # A column that only other rows of the file have comes back as null.
-        form = next((f for f, columns in forms.items() if all(c in row and row[c] is not None for c in columns)), None)
-        if form == "messages":
-            if not tokenizer.chat_template:
-                raise DataError(
-                    f"{name} is a chat, but the model's tokenizer has no chat template; add one, or use prompt and completion"
-                )
-            yield encode_messages(tokenizer, row["messages"], name)
-        elif form == "prompt_completion":
-            yield encode_completion(tokenizer, row["prompt"], row["completion"], name)
-        else:
-            there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
-            wanted = " or ".join(" and ".join(columns) for columns in forms.values())
-            raise DataError(f"{name} has the columns {there}; it needs {wanted}")
+def _read(file: Path, share: float) -> Iterator[Chunk]:
+    if file.suffix == ".parquet":
+        yield from _table(_parquet(file), str(file), share)
+    elif file.suffix == ".json":
+        yield from _array(file, share)
+    else:
+        yield from _lines(file, share)
 
 
-def _fit(samples: Iterable[Sample], data: DataConfig, limit: int, said: str) -> Iterator[Sample]:
-    skipped = emptied = 0
-    for sample in samples:
-        if len(sample.ids) <= limit:
-            yield sample
-            continue
-        if data.too_long == "error":
-            raise DataError(
-                f"{sample.name} has {len(sample.ids)} tokens, more than {said}; raise it, or set data.too_long to skip, "
-                "truncate_left or truncate_right"
-            )
-        part = slice(-limit, None) if data.too_long == "truncate_left" else slice(0, limit)
-        cut = replace(sample, ids=sample.ids[part], supervised=sample.supervised[part])
-        if data.too_long == "skip":
-            skipped += 1
-        elif any(cut.supervised[1:]):  # a first token is never a target
-            yield cut
-        else:
-            emptied += 1
-    if skipped:
-        log.warning("left out (data.too_long=skip): %d of the samples, longer than %s", skipped, said)
-    if emptied:
-        log.warning(
-            "left out: %d of the samples, which data.too_long=%s cut down to a prompt with nothing to learn at %s",
-            emptied,
-            data.too_long,
-            said,
-        )
+def _lines(file: Path, share: float) -> Iterator[Chunk]:
+    # By lines, so that an error names the line that an editor shows; parsed by whoever tokenises.
+    size = max(1, file.stat().st_size)
+    rows: list[tuple[int, bytes | dict[str, Any]]] = []
+    read = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            read += len(line)
+            if line.strip():
+                rows.append((number, line))
+            if len(rows) == CHUNK_ROWS:
+                yield Chunk(str(file), rows, share * read / size)
+                rows, read = [], 0
+    if rows:
+        yield Chunk(str(file), rows, share * read / size)
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as e:
+        raise DataError(f"{place} is not JSON: {e}") from e
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is a JSON {type(row).__name__}; a row is an object with named columns")
+    return row
+
+
+def _array(file: Path, share: float) -> Iterator[Chunk]:
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError as e:
+        raise DataError(f"{file} is not JSON: {e}; a file of one object a line ends in .jsonl") from e
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file} must hold a list of objects with named columns; a file of one object a line ends in .jsonl")
+    for start in range(0, len(rows), CHUNK_ROWS):
+        part = rows[start : start + CHUNK_ROWS]
+        yield Chunk(str(file), list(enumerate(part, start + 1)), share * len(part) / len(rows))
+
+
+def _parquet(file: Path) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_parquet(str(file))
+    except Exception as e:
+        # The reader's own message speaks of internals; its cause names the column.
+        raise DataError(f"data file {file} cannot be read: {e.__cause__ or e}") from e
+
+
+def _table(table: Any, name: str, share: float = 1.0) -> Iterator[Chunk]:
+    """The columns that are read; others, pictures say, are not decoded. Of a table without any, all: an error names them."""
+    known = [c for c in table.column_names if c in COLUMNS]
+    total = max(1, len(table))
+    chosen = table.select_columns(known) if known else table
+    at = 0
+    for columns in chosen.iter(batch_size=CHUNK_ROWS):
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        yield Chunk(name, list(enumerate(rows, at + 1)), share * len(rows) / total)
+        at += len(rows)

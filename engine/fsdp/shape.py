@@ -1,0 +1,51 @@
+"""What a transformers decoder costs a token, read from its parameters and its config."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..flops import ModelShape
+from .root import PackedModel
+
+
+def model_shape(root: PackedModel, config: PreTrainedConfig) -> ModelShape:
+    """Count the matrices of a model, on any device, sharded or not."""
+    lm: Any = root.lm
+    head: Any = root.score if root.score is not None else lm.get_output_embeddings()
+    embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    routed, experts = _experts(config)
+    weights = trained = 0.0
+    for parameter in lm.get_decoder().parameters():
+        if parameter.dim() < 2 or id(parameter) in embeddings or parameter is head.weight:
+            continue
+        # A mixture's experts are one parameter `[E, ...]`, of which a token meets some.
+        active = parameter.numel() * (routed / experts if parameter.dim() == 3 and len(parameter) == experts else 1.0)
+        weights += active
+        trained += active * parameter.requires_grad
+    return ModelShape(
+        weights=weights,
+        trained=trained,
+        head=head.weight.numel(),
+        head_trained=head.weight.numel() * head.weight.requires_grad,
+        attention=_attention(config),
+        positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, n) for n in names if getattr(config, n, None)), 1)
+    return getattr(config, "num_experts_per_tok", None) or 1, experts
+
+
+def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query = getattr(config, "qk_head_dim", None) or size
+    value = getattr(config, "v_head_dim", None) or size
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return ((heads * (query + value), window),) * config.num_hidden_layers
+    return tuple((heads * (query + value), window if kind == "sliding_attention" else None) for kind in kinds)

@@ -1,0 +1,170 @@
+"""Tokenised samples on disk, mapped into memory: every process of a machine shares one copy, and the next run finds it."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from .sample import Sample
+
+FORMAT = 1
+"""Of the files, and of what the tokenising code makes of a row: raised when either changes."""
+META = "meta.json"
+FIELDS = {"ids": np.int32, "supervised": np.bool_, "lengths": np.int32, "files": np.int32, "rows": np.int64, "parts": np.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Samples as arrays.
+
+    Args:
+        ids: `[T]` int32, of all samples end to end.
+        supervised: `[T]` bool.
+        lengths: `[N]` int32.
+        files: `[N]` int32, of which file.
+        rows: `[N]` int64, of which row of it, from 1.
+        parts: `[N]` int32: 0, or the number of the answer, from 1, where a row makes several samples.
+    """
+
+    ids: NDArray[Any]
+    supervised: NDArray[Any]
+    lengths: NDArray[Any]
+    files: NDArray[Any]
+    rows: NDArray[Any]
+    parts: NDArray[Any]
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[int, int, int, Sample]]) -> Self:
+        """From (file, row, part, sample)."""
+        return cls(
+            ids=np.array([i for *_, s in samples for i in s.ids], np.int32),
+            supervised=np.array([i for *_, s in samples for i in s.supervised], np.bool_),
+            lengths=np.array([len(s.ids) for *_, s in samples], np.int32),
+            files=np.array([f for f, *_ in samples], np.int32),
+            rows=np.array([r for _, r, *_ in samples], np.int64),
+            parts=np.array([p for _, _, p, _ in samples], np.int32),
+        )
+
+
+class StoreWriter:
+    """Appends samples to a folder, which appears under its name when complete.
+
+    Args:
+        folder: to write; a sibling until `commit`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._final = folder
+        self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
+        self._temporary.mkdir(parents=True)
+        self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
+        self._digest = xxhash.xxh3_128()
+        self.tokens = self.samples = 0
+
+    def add(self, part: Encoded) -> None:
+        """Append."""
+        for name, file in self._files.items():
+            data = getattr(part, name).tobytes()
+            file.write(data)
+            self._digest.update(data)
+        self.tokens += len(part.ids)
+        self.samples += len(part.lengths)
+
+    def commit(self, files: Sequence[str]) -> None:
+        """Finish.
+
+        Args:
+            files: names by number.
+        """
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        meta = {
+            "format": FORMAT,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "files": list(files),
+            "digest": self._digest.hexdigest(),
+        }
+        (self._temporary / META).write_text(json.dumps(meta))
+        try:
+            self._temporary.rename(self._final)
+        except OSError:
+            # Another run was faster, or a damaged one lies there.
+            if not is_complete(self._final):
+                shutil.rmtree(self._final)
+                self._temporary.rename(self._final)
+            else:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        for file in self._files.values():
+            file.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a store can be opened: all files have the sizes that its description says."""
+    try:
+        meta = json.loads((folder / META).read_text())
+        counts = {name: meta["tokens"] if name in ("ids", "supervised") else meta["samples"] for name in FIELDS}
+        return meta["format"] == FORMAT and all(
+            (folder / name).stat().st_size == count * np.dtype(FIELDS[name]).itemsize for name, count in counts.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+class Store:
+    """Samples of one source.
+
+    Args:
+        folder: complete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        meta = json.loads((folder / META).read_text())
+        self.digest: str = meta["digest"]
+        self._names: list[str] = meta["files"]
+
+        def field(name: str) -> NDArray[Any]:
+            return np.memmap(folder / name, dtype=FIELDS[name], mode="r")
+
+        self._ids, self._supervised = field("ids"), field("supervised")
+        self.lengths = np.asarray(field("lengths"))
+        self._files, self._rows, self._parts = field("files"), field("rows"), field("parts")
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def name(self, index: int) -> str:
+        """File and row of a sample."""
+        part = int(self._parts[index])
+        return f"{self._names[self._files[index]]}:{self._rows[index]}{f' (answer {part})' if part else ''}"
+
+    def sample(self, index: int, first: int, last: int) -> Sample:
+        """Tokens `first` to `last` of a sample."""
+        at = self.starts[index]
+        part = slice(at + first, at + last)
+        return Sample(self.name(index), self._ids[part].tolist(), self._supervised[part].tolist())
+
+    def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+        """Whether something is left to learn of tokens `first` to `last` of each sample; a first token is no target."""
+        return np.array(
+            [
+                bool(self._supervised[self.starts[i] + a + 1 : self.starts[i] + b].any())
+                for i, a, b in zip(indices, first, last, strict=True)
+            ],
+            np.bool_,
+        )

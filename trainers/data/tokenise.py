@@ -1,0 +1,263 @@
+"""Sources to tokenised stores: in several processes, with a bar, once - and by one process of each machine for all of it.
+
+A store is kept under a name made of everything that its contents depend on, so that the next run finds it.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import transformers
+import xxhash
+
+from ...engine.errors import DataError
+from ...engine.topology import agree, exchange
+from ..config import DataConfig
+from .encode import encode_row
+from .sources import Chunk, Source, open_source
+from .store import FORMAT, Encoded, Store, StoreWriter, is_complete
+
+log = logging.getLogger(__name__)
+
+FEW_CHUNKS = 64
+"""Up to so many, tokenising is over before further processes have started."""
+MOST_WORKERS = 16
+NEWS_SECONDS = 15.0
+"""Ranks that wait hear from those that tokenise at least so often: they must not run into their timeout."""
+
+
+def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool) -> list[Store]:
+    """The tokenised samples of each source. Collective over all processes of the job.
+
+    Args:
+        names: entries of `data.train` or `data.eval`.
+        tokenizer: the model's.
+        data: settings.
+        training: of which of the two.
+
+    Raises:
+        DataError: names the file, the row and what is wrong with it, on the rank that found it.
+        RemoteError: on the others.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    root = cache_folder(data)
+    sources: list[Source] = []
+    folders: list[Path] = []
+    error: Exception | None = None
+    if rank == 0:
+        # One rank says which data: file times may differ between machines.
+        try:
+            sources = [open_source(name, training=training) for name in names]
+            shared = shared_key(tokenizer, data)
+            folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
+        except (DataError, OSError) as e:
+            error = e
+    agree(error)
+    folders = exchange(folders)[0]
+    # The first rank goes first; where the cache is no shared folder, the other machines' first ranks follow.
+    for mine in (rank == 0, local_rank == 0):
+        work = _build(names, sources, folders, tokenizer, data, training) if mine else (None for _ in ())
+        with closing(work):
+            _together(work)
+    return _open(folders)
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """Where stores are kept."""
+    if data.cache_dir is not None:
+        return Path(data.cache_dir)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "drivetrain"
+
+
+def shared_key(tokenizer: Any, data: DataConfig) -> str:
+    """What a store depends on beside its source: the tokenizer, the template, the settings, and the versions of both sides."""
+    said = {
+        "format": FORMAT,
+        "transformers": transformers.__version__,
+        "vocabulary": tokenizer.backend_tokenizer.to_str(),
+        "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "settings": [data.format, data.turns, data.chat_template_kwargs],
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
+
+
+def _open(folders: Sequence[Path]) -> list[Store]:
+    stores: list[Store] = []
+    error: Exception | None = None
+    try:
+        stores = [Store(folder) for folder in folders]
+    except (OSError, ValueError, KeyError) as e:
+        error = DataError(f"tokenised data in {folders[0].parent} cannot be read ({e}); set data.cache_dir to another folder")
+    agree(error)
+    said = exchange([store.digest for store in stores])
+    differs = next((r for r, digests in enumerate(said) if digests != said[0]), None)
+    if differs is not None:
+        raise DataError(
+            f"rank {differs} sees other data than rank 0: the files of data.train or data.eval differ between machines"
+        )
+    return stores
+
+
+def _together(work: Generator[None, None, None]) -> None:
+    """Run, while the ranks that have nothing to do wait without a timeout; an error is everybody's. Collective."""
+    while True:
+        error: Exception | None = None
+        done, start = False, time.monotonic()
+        try:
+            while not done and time.monotonic() - start < NEWS_SECONDS:
+                done = next(work, work) is work
+        except Exception as e:  # whatever it is, the others are waiting for this rank
+            error = e
+        agree(error)
+        if all(exchange(done)):
+            return
+
+
+def _build(
+    names: Sequence[str], sources: list[Source], folders: Sequence[Path], tokenizer: Any, data: DataConfig, training: bool
+) -> Generator[None, None, None]:
+    """Make the stores that are missing; pauses after every chunk."""
+    for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
+        if is_complete(folder):
+            continue
+        source = sources[i] if sources else open_source(name, training=training)
+        try:
+            writer = StoreWriter(folder)
+        except OSError as e:
+            raise DataError(
+                f"the folder for tokenised data, {folder.parent}, cannot be made: {e.strerror}; set data.cache_dir"
+            ) from e
+        try:
+            yield from _write(source, writer, tokenizer, data)
+        except OSError as e:
+            raise DataError(f"tokenised data cannot be written to {folder.parent}: {e.strerror}; set data.cache_dir") from e
+        finally:
+            # Also where the run is interrupted; after a commit there is nothing left to remove.
+            writer.abandon()
+
+
+def _write(source: Source, writer: StoreWriter, tokenizer: Any, data: DataConfig) -> Iterator[None]:
+    files: dict[str, int] = {}
+    start, split = time.monotonic(), 0
+    with Bar(f"tokenising {source.name}") as bar:
+        for chunk, encoded in _encoded(source.chunks(), tokenizer, data):
+            encoded.files[:] = files.setdefault(chunk.file, len(files))
+            split += int((encoded.parts == 1).sum())
+            writer.add(encoded)
+            bar.advance(chunk.share, writer.samples)
+            yield
+    writer.commit(list(files))
+    log.info(
+        "tokenised %s: %d samples, %d tokens, %.1f s", source.name, writer.samples, writer.tokens, time.monotonic() - start
+    )
+    if split and data.turns == "auto":
+        log.info(
+            "  %d chats became a sample an answer: the chat template renders earlier turns differently once others follow",
+            split,
+        )
+
+
+def _encoded(chunks: Iterator[Chunk], tokenizer: Any, data: DataConfig) -> Iterator[tuple[Chunk, Encoded]]:
+    """Chunks in order, tokenised here or in processes."""
+    first = list(islice(chunks, FEW_CHUNKS + 1))
+    workers = data.workers
+    if workers is None:
+        workers = 0 if len(first) <= FEW_CHUNKS else min(MOST_WORKERS, os.cpu_count() or 1)
+    every = chain(first, chunks)
+    if workers == 0:
+        for chunk in every:
+            yield chunk, encode_chunk(tokenizer, chunk, data)
+        return
+    # Spawned, not forked: threads of this process, gloo's and the tokenizer's own, would be missing in a fork that needs them.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer, data)) as pool:
+        ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        try:
+            for chunk in every:
+                ahead.append((chunk, pool.submit(_work, chunk)))
+                if len(ahead) >= 4 * workers:
+                    done, future = ahead.popleft()
+                    yield done, future.result()
+            for done, future in ahead:
+                yield done, future.result()
+        except BrokenProcessPool as e:
+            raise DataError("a process that tokenises died (out of memory?); set data.workers to fewer, or to 0") from e
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def encode_chunk(tokenizer: Any, chunk: Chunk, data: DataConfig) -> Encoded:
+    """All samples of a chunk.
+
+    Raises:
+        DataError: names the row.
+    """
+    found = []
+    for number, row in chunk.parsed():
+        samples = encode_row(tokenizer, row, f"{chunk.file}:{number}", data)
+        found += [(0, number, part if len(samples) > 1 else 0, sample) for part, sample in enumerate(samples, 1)]
+    return Encoded.of(found)
+
+
+_worker: tuple[Any, DataConfig]
+
+
+def _start_worker(tokenizer: Any, data: DataConfig) -> None:
+    global _worker
+    _worker = (tokenizer, data)
+
+
+def _work(chunk: Chunk) -> Encoded:
+    tokenizer, data = _worker
+    return encode_chunk(tokenizer, chunk, data)
+
+
+class Bar:
+    """A bar on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._share, self._told = title, 0.0, time.monotonic()
+        self._progress: Any = None
+
+    def __enter__(self) -> "Bar":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[samples]} samples"),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.add_task(self._title, total=1.0, samples=0)
+            self._progress.start()
+        return self
+
+    def advance(self, share: float, samples: int) -> None:
+        """A part of the whole is done, `samples` in all."""
+        self._share += share
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._share, samples=samples)
+        elif time.monotonic() - self._told > NEWS_SECONDS:
+            log.info("%s: %.0f%%, %d samples", self._title, 100 * self._share, samples)
+            self._told = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,73 @@
+"""Where a run goes on: the checkpoint that `trainer.resume` names, and what it says of the data."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.base import BaseEngine
+from ..engine.checkpoint.folder import folder_name, latest, steps
+from ..engine.errors import CheckpointError, ConfigError
+from .config import TrainerConfig
+from .data.loader import Cursor, Loader
+from .watch import Watch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with.
+
+    Args:
+        step: number of the first step to make, from 1.
+        cursor: of its batch.
+    """
+
+    step: int
+    cursor: Cursor
+
+
+def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Loader, watch: Watch) -> Start:
+    """Load the checkpoint that `trainer.resume` names, if any. Collective.
+
+    Args:
+        engine: initialised.
+        config: `trainer`.
+        output: the run's folder.
+        loader: of the training data.
+        watch: over evaluations; takes back what it knew.
+
+    Raises:
+        CheckpointError: the named checkpoint cannot be used, or was made with other data.
+        ConfigError: the run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
+    """
+    root = output / "checkpoints"
+    found: list[Any] = [None, []]
+    if engine.topology.is_main:
+        # The first rank decides: another might see the folder of a shared file system a moment later.
+        found[1] = [folder.name for folder in steps(root)]
+        if config.resume == "auto":
+            manifest, skipped = latest(root)
+            found[0] = None if manifest is None else manifest.folder
+            for reason in skipped:
+                log.warning("not resumed from: %s", reason)
+    chosen, present = engine.topology.exchange(found)[0]
+    if config.resume not in ("auto", "none"):
+        chosen = Path(config.resume)
+    start = Start(step=1, cursor=Cursor())
+    if chosen is not None:
+        restored = engine.load_checkpoint(chosen)
+        try:
+            start = Start(step=restored.step + 1, cursor=loader.restore(restored.extra.get("data", {})))
+        except CheckpointError as e:
+            raise CheckpointError(f"{chosen}: {e}") from e
+        watch.restore(restored.extra.get("watch", {}))
+        another = "" if restored.same_layout else " (another layout: random state drawn anew)"
+        log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
+    if config.resume != "auto" and present and present[-1] >= folder_name(start.step):
+        raise ConfigError(
+            f"trainer.output_dir={output} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step "
+            f"{start.step}; choose another folder, delete {root}, or set trainer.resume=auto to go on with it"
+        )
+    return start

@@ -1,0 +1,36 @@
+"""SIGTERM as a request: finish the step, save, leave."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+from ..engine.topology import Topology
+
+
+class StopSignal:
+    """Catches SIGTERM while it is entered. What came before is put back at the end.
+
+    Signals reach main threads alone; in another one nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __enter__(self) -> Self:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def asked(self, topology: Topology) -> bool:
+        """Whether any rank was asked to stop. Collective: the signal reaches the ranks at different moments, and one that
+        left alone would leave the others waiting in the next step."""
+        return any(topology.exchange(self._asked))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._before)
