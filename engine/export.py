@@ -74,6 +74,8 @@ def export_hf(
             error = e
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            error = CheckpointError(f"{final} cannot be written ({error.strerror or error}); make room, or choose another folder")
     engine.topology.agree(error)
     return final
 

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def gpu() -> None:
     """Skips the test where there is no GPU."""
     if not GPUS:
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A tiny model and forty rows of the embedded task."""
+    from runs import make_task
+
+    make_task(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

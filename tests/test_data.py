@@ -72,7 +72,7 @@ def test_prompt_and_completion_may_be_chats() -> None:
     (sample,) = encode_row(TOKENIZER, {"prompt": CHAT[:3], "completion": CHAT[3:]}, "row", DataConfig())
     assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end><user>10+5=<assistant>15<end>"
     assert learned(sample) == "15<end>"
-    with pytest.raises(DataError, match="row: prompt is str|row: prompt is list; it must be text"):
+    with pytest.raises(DataError, match="row: prompt is list; it must be text"):
         encode_row(TOKENIZER, {"prompt": CHAT[:3], "completion": "15"}, "row", DataConfig())
 
 
@@ -116,7 +116,9 @@ def test_a_message_that_only_calls_tools_needs_no_content() -> None:
         "{% for c in m.tool_calls or [] %}{{ c['name'] }}{% endfor %}"
         "{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    (sample,) = chat([*question(3, 4), {"role": "assistant", "content": None, "tool_calls": [{"name": "7"}]}], with_template(calls))
+    (sample,) = chat(
+        [*question(3, 4), {"role": "assistant", "content": None, "tool_calls": [{"name": "7"}]}], with_template(calls)
+    )
     assert learned(sample) == "7<end>"
 
 
@@ -180,7 +182,9 @@ def test_generation_marks_are_taken_at_their_word() -> None:
     assert learned(sample) == "15"
     assert [learned(s) for s in chat(CHAT, tokenizer, turns="apart")] == ["7", "15"]
     # Marks of two answers that run together cannot be told apart.
-    merged = with_template(MARKED.replace("{% endgeneration %}<end>", "<end>{% endgeneration %}").replace("'<' + m['role'] + '>'", "''"))
+    merged = with_template(
+        MARKED.replace("{% endgeneration %}<end>", "<end>{% endgeneration %}").replace("'<' + m['role'] + '>'", "''")
+    )
     twice = [*CHAT[:1], {**CHAT[1], "train": False}, CHAT[3]]
     with pytest.raises(DataError, match="marks 1 spans as generated for 2 answers"):
         chat(twice, merged)
@@ -248,7 +252,9 @@ def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dic
 def test_what_truncation_leaves_nothing_of_is_left_out(
     tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "111+111=", "completion": "222"}])
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "111+111=", "completion": "222"}]
+    )
     assert len(load([path], cache, max_length=6, too_long="truncate_right")) == 1
     assert "left out: 1 of the samples" in caplog.text
     with pytest.raises(DataError, match=r"no sample of .*a.jsonl is left to learn from"):
@@ -336,7 +342,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             open_source(name, training=True)
-    for file, message in (("b.json", "is not JSON: .*; a file of one object a line ends in .jsonl"), ("c.parquet", "cannot be read")):
+    for file, message in (
+        ("b.json", "is not JSON: .*; a file of one object a line ends in .jsonl"),
+        ("c.parquet", "cannot be read"),
+    ):
         with pytest.raises(DataError, match=message):
             list(open_source(str(tmp_path / file), training=True).chunks())
 
@@ -344,7 +353,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
 def test_chats_without_a_template_are_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="row is a chat, but .* no chat template; give one by model.chat_template=FILE"):
+    with pytest.raises(DataError, match=r"row is a chat, but .* no chat template; give one by model.chat_template=FILE"):
         encode_row(tokenizer, {"messages": CHAT}, "row", DataConfig())
 
 
@@ -363,9 +372,7 @@ def store(folder: Path, lengths: list[int]) -> Store:
 def many(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
     """Samples by count."""
     root = tmp_path_factory.mktemp("stores")
-    return [
-        Samples([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)
-    ]
+    return [Samples([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
 
 
 def loader(samples: Samples, size: int, rank: int = 0, ranks: int = 1, *, shuffle: bool = True, seed: int = 3) -> Loader:
@@ -436,7 +443,7 @@ def test_weights_are_kept_in_every_epoch_and_no_sample_is_favoured(
 
 
 def test_weighted_sources_are_spread_evenly_in_file_order() -> None:
-    assert order([4, 4], [3.0, 1.0], shuffle=False).epoch(0).tolist() == [0, 1, 4, 2, 3, 0] + [5, 1]
+    assert order([4, 4], [3.0, 1.0], shuffle=False).epoch(0).tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
 
 
 def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCaptureFixture) -> None:

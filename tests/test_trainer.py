@@ -10,42 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from runs import losses, records, words
 
 from drivetrain.engine.checkpoint.folder import steps as checkpoint_folders
 from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.demo import make_tokenizer, write_data, write_model
+from drivetrain.trainers.data.demo import make_tokenizer
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.metrics import JSONL
 from drivetrain.trainers.sft import main
 
 TOKENIZER = make_tokenizer()
-
-
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """A tiny model and forty rows of the embedded task."""
-    write_model(tmp_path / "model", 0)
-    write_data(tmp_path / "data", 0)
-    for name in ("train", "eval"):
-        file = tmp_path / "data" / f"{name}.jsonl"
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:40]))
-    return tmp_path
-
-
-def words(task: Path, *more: str) -> list[str]:
-    return [
-        f"model.path={task / 'model'}",
-        f"data.train=[{task / 'data' / 'train.jsonl'}]",
-        "data.batch_size=8",
-        "engine.micro_batch.max_tokens=64",
-        "optim.lr=1e-3",
-        f"trainer.output_dir={task / 'run'}",
-        *more,
-    ]
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "epoch")
@@ -177,44 +151,6 @@ def test_program_of_the_documentation(task: Path) -> None:
     assert "{'note': 'JSON of yours'}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["data.train=[]"], "data.train is not set"),
-        (["data.train=[nowhere.jsonl]"], "data file nowhere.jsonl does not exist"),
-        (["model.path=/nowhere"], "model.path=/nowhere is no folder"),
-        (["model.path={task}"], "has no config.json"),
-        (["engine.parallel.cp=3"], "needs a multiple of 3 processes, but 1 run"),
-        (["engine.parallel.tp=2"], "engine.parallel.tp=2: backend 'fsdp' has the axes"),
-        (["engine.micro_batch.max_tokens=5"], "tokens, more than engine.micro_batch.max_tokens=5"),
-        (["data.batch_size=0"], "data.batch_size=0; it must be at least 1"),
-        (["model.head=value"], "model.head=value: SFT trains a language-model head"),
-        (["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
-        (["trainer.output_dir={task}/model/config.json"], "cannot be made"),
-        (["trainer.resume={task}/none"], "is no complete checkpoint"),
-        (["data.train={task}/nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["optim.lr=fast"], "optim.lr: Value 'fast'"),
-        (
-            ["data.eval=[{task}/data/eval.jsonl]", "engine.micro_batch.infer_max_tokens=6"],
-            "more than engine.micro_batch.infer_max_tokens=6",
-        ),
-    ],
-)
-def test_bad_input_gets_one_clear_line(change: list[str], message: str, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(words(task, "trainer.max_steps=1", *(c.format(task=task) for c in change))) == 1
-    error = capfd.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert error.count("error:") == 1
-
-
-def test_non_finite_loss_stops_the_run(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(words(task, "trainer.max_steps=30", "optim.lr=1e30", "optim.clip_grad_norm=null")) == 1
-    error = capfd.readouterr().err
-    assert "the parameters are as before" in error
-    assert "engine.non_finite=skip" in error
-
-
 def test_metrics_of_steps_to_be_made_again_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
@@ -222,3 +158,146 @@ def test_metrics_of_steps_to_be_made_again_are_dropped(tmp_path: Path) -> None:
     log.log({"step": 3, "loss": float("nan")})
     log.close()
     assert records(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
+
+
+# ---- watched, stopped, answered ---------------------------------------------------------------------------------------
+
+
+def held_out(task: Path) -> str:
+    return f"data.eval=[{task / 'data' / 'eval.jsonl'}]"
+
+
+def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(task: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import load_file
+
+    caplog.set_level("INFO", "drivetrain")
+    # A learning rate that soon ruins what was learned.
+    run = words(
+        task,
+        held_out(task),
+        "trainer.eval_every=2",
+        "trainer.best_metric=loss",
+        "trainer.patience=3",
+        "trainer.max_steps=100",
+        "trainer.keep_last=1",
+        "optim.lr=0.05",
+    )
+    assert main(run) == 0
+    evaluated = {r["step"]: r["loss"] for r in records(task / "run") if r.get("split") == "eval"}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    last = max(evaluated)
+    assert last == best + 6 < 100
+    assert f"best loss: {evaluated[best]:.4g} after step {best}, which is exported" in caplog.text
+    folders = [f.name for f in checkpoint_folders(task / "run" / "checkpoints")]
+    assert folders == [f"step-{best:08d}", f"step-{last:08d}"]
+    # The export is the best one: evaluated again, it has that loss.
+    again = words(task, held_out(task), f"model.path={task / 'run' / 'hf'}", "optim.lr=1e-30", "trainer.max_steps=1")
+    assert main([*again, f"trainer.output_dir={task / 'again'}"]) == 0
+    (measured,) = [r["loss"] for r in records(task / "again") if r.get("split") == "eval"]
+    assert measured == pytest.approx(evaluated[best], rel=1e-5)
+    # Resumed, the run remembers that its patience is at an end.
+    weights = load_file(task / "run" / "hf" / "model.safetensors")
+    shutil.rmtree(task / "run" / "hf")
+    assert main(run) == 0
+    assert len(losses(task / "run")) == last
+    assert all(torch.equal(w, weights[k]) for k, w in load_file(task / "run" / "hf" / "model.safetensors").items())
+
+
+def test_watch_decides() -> None:
+    from drivetrain.engine.errors import ConfigError
+    from drivetrain.trainers.watch import Watch
+
+    watch = Watch("accuracy", 2)
+    assert [watch.see(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]
+    assert not watch.stop
+    again = Watch("accuracy", 2)
+    again.restore(json.loads(json.dumps(watch.state())))
+    assert not again.see(4, {"accuracy": float("nan")})
+    assert again.stop
+    assert (again.best, again.best_step) == (0.3, 2)
+    other = Watch("loss", 2)
+    other.restore(watch.state())
+    assert other.best is None
+    with pytest.raises(ConfigError, match="trainer.best_metric=f1; an evaluation measures loss, accuracy"):
+        Watch("f1", None)
+    with pytest.raises(ConfigError, match="trainer.patience=3 needs trainer.best_metric"):
+        Watch(None, 3)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_sigterm_saves_and_leaves(launcher: str, task: Path) -> None:
+    """And what follows is what would have followed."""
+    command = [sys.executable, "-u"]
+    if launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    long = words(task, "trainer.max_steps=100000", "trainer.export_hf=false")
+    run = subprocess.Popen(
+        [*command, "-m", "drivetrain.trainers.sft", *long],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("step 3/"):
+            break
+    run.terminate()
+    out, error = run.communicate(timeout=60)
+    if launcher == "python":
+        # torchrun itself reports every signal as a failure; its workers end well, or nothing would be saved.
+        assert run.returncode == 0, error
+        assert "checkpoints  " in out
+    assert "stopped by SIGTERM after step" in error
+    made = len(losses(task / "run"))
+    assert made < 100000
+    assert [f.name for f in checkpoint_folders(task / "run" / "checkpoints")] == [f"step-{made:08d}"]
+    short = f"trainer.max_steps={made + 3}"
+    assert main([*long, short]) == 0
+    assert main([*long, short, f"trainer.output_dir={task / 'whole'}"]) == 0
+    assert losses(task / "run") == pytest.approx(losses(task / "whole"), rel=1e-5)
+
+
+def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    asked = ("trainer.generate=3", "trainer.generate_tokens=4", "trainer.max_steps=12", "trainer.eval_every=6")
+    assert main(words(task, held_out(task), *asked)) == 0
+    told = [json.loads(line) for line in (task / "run" / "answers.jsonl").read_text().splitlines()]
+    assert [t["step"] for t in told] == [6, 6, 6, 12, 12, 12]
+    assert f"answer {told[-1]['answer']!r}" in capfd.readouterr().out
+    model: Any = AutoModelForCausalLM.from_pretrained(task / "run" / "hf", dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(task / "run" / "hf")
+    for answer, line in zip(told[3:], (task / "data" / "eval.jsonl").read_text().splitlines(), strict=False):
+        chat = json.loads(line)["messages"]
+        assert answer["prompt"] == tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        assert answer["wanted"] == chat[1]["content"] + "<end>"
+        ids = tokenizer(answer["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
+        out = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert answer["answer"] == tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def test_metrics_tell_the_work(task: Path) -> None:
+    assert main(words(task, "trainer.max_steps=2", "trainer.peak_tflops=0.5")) == 0
+    for record in records(task / "run"):
+        assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["seconds"])
+        assert record["mfu"] == pytest.approx(record["tflops"] / 0.5)
+        assert record["peak_gib"] > 0.05
+
+
+def test_sources_are_mixed_by_weight(task: Path) -> None:
+    rows = (task / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    (task / "data" / "few.jsonl").write_text("".join(rows[:4]))
+    mixed = f"data.train=[{task / 'data' / 'train.jsonl'},{task / 'data' / 'few.jsonl'}]"
+    assert main(words(task, mixed, "data.weights=[1,1]", "data.batch_size=11")) == 0
+    assert [r["sequences"] for r in records(task / "run")] == [11, 11, 11, 11]
+    assert main(words(task, mixed, "data.weights=[1,3]", "trainer.max_steps=9")) == 1
+
+
+def test_wandb_offline(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs the wandb extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert main(words(task, "trainer.max_steps=2", "trainer.loggers=[wandb]", "trainer.export_hf=false")) == 0
+    assert list((task / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert (task / "run" / "wandb_id").read_text()

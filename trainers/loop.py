@@ -2,12 +2,14 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name, rotate
+from ..engine.errors import CheckpointError
 from ..engine.objective import Loss
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
@@ -100,13 +102,12 @@ def train(
                 **result.terms,
                 **result.metrics,
             }
-            for logger in loggers:
-                logger.log(record)
+            error = report(loggers, record)
             best = False
             if evaluation is not None and (step == total or (config.eval_every and step % config.eval_every == 0)):
                 measured = evaluate(engine, evaluation, loggers, step, stop)
                 best = measured is not None and watch.see(step, measured)
-            why = "signal" if stop.asked(engine.topology) else "patience" if watch.stop else "done"
+            why = "signal" if stop.asked(engine.topology, error) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
                 save(engine, config, step, loader, cursor, watch)
     return Ended(step=step, why=why)
@@ -139,16 +140,29 @@ def evaluate(
                 counts[name] += count
     measured = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
     seconds = time.perf_counter() - began
-    for logger in loggers:
-        logger.log({"step": step, "split": "eval", **measured, "tokens": tokens, "seconds": seconds})
+    engine.topology.agree(report(loggers, {"step": step, "split": "eval", **measured, "tokens": tokens, "seconds": seconds}))
     evaluation.tell(step)
     return measured
+
+
+def report(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | None:
+    """Hand a record to the loggers; what kept one from writing it, for all ranks to hear of."""
+    try:
+        for logger in loggers:
+            logger.log(record)
+    except OSError as e:
+        return CheckpointError(f"the metrics of step {record['step']} cannot be written: {e.strerror or e}; make room in the run's folder")
+    return None
 
 
 def save(engine: BaseEngine, config: TrainerConfig, step: int, loader: Loader, cursor: Cursor, watch: Watch) -> None:
     """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept."""
     root = Path(config.output_dir) / "checkpoints"
     engine.save_checkpoint(root, step, {"data": loader.state(cursor), "watch": watch.state()})
+    error: Exception | None = None
     if engine.topology.is_main:
-        rotate(root, config.keep_last, keep=() if watch.best_step is None else (folder_name(watch.best_step),))
-    engine.topology.barrier()
+        try:
+            rotate(root, config.keep_last, keep=() if watch.best_step is None else (folder_name(watch.best_step),))
+        except OSError as e:
+            error = CheckpointError(f"an old checkpoint in {root} cannot be removed: {e}")
+    engine.topology.agree(error)

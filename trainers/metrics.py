@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +90,7 @@ class WandB:
 
         kept = folder / "wandb_id"
         if not kept.is_file():
-            kept.write_text(wandb.util.generate_id())
+            kept.write_text(uuid.uuid4().hex[:12])
         self._run: Any = wandb.init(
             project=project, dir=str(folder), name=folder.name, id=kept.read_text(), resume="allow", config=dict(config)
         )

@@ -24,6 +24,7 @@ from ..engine.tokenizer import load_tokenizer
 from ..engine.topology import agree, init_distributed
 from ..workers.losses.sft import SFTLoss
 from .config import SFTConfig
+from .console import Summary
 from .data.loader import Loader, Order
 from .data.samples import Budget, Samples
 from .data.tokenise import load_stores
@@ -127,7 +128,8 @@ def _run(config: SFTConfig) -> None:
         watch = Watch(config.trainer.best_metric, config.trainer.patience)
         start = resume(engine, config.trainer, output, loader, watch)
         _write_config(engine, config, output, resumed=start.step > 1)
-        with _loggers(engine, config, output, total, start.step - 1) as loggers:
+        summary = Summary(total)
+        with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
             ended = train(
                 engine,
                 SFTLoss(),
@@ -140,17 +142,21 @@ def _run(config: SFTConfig) -> None:
                 total=total,
                 peak=_peak(engine, config),
             )
+        left = {"checkpoints": str(output / "checkpoints")}
         if ended.why == "signal":
             log.info("stopped by SIGTERM after step %d, which is saved; the same command goes on from there", ended.step)
-            return
-        if ended.why == "patience":
+        elif ended.why == "patience":
             log.info(
                 "stopped after step %d: %d evaluations without a better %s", ended.step, config.trainer.patience, watch.metric
             )
         elif ended.step < start.step:
             log.info("step %d of %d is done already; nothing to train", ended.step, total)
-        if config.trainer.export_hf:
-            _export(engine, config, output, watch, ended.step)
+        if config.trainer.export_hf and ended.why != "signal":
+            left |= _export(engine, config, output, watch, ended.step)
+        if (output / "loss.png").is_file():
+            left["loss plot"] = str(output / "loss.png")
+        if engine.topology.is_main and "console" in config.trainer.loggers:
+            print("\n".join(summary.lines(left)), flush=True)
     finally:
         engine.close()
 
@@ -242,27 +248,31 @@ def _peak(engine: BaseEngine, config: SFTConfig) -> float | None:
 
 
 @contextmanager
-def _loggers(engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int) -> Iterator[list[Logger]]:
+def _loggers(
+    engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int, summary: Summary
+) -> Iterator[list[Logger]]:
     """Loggers on the first rank, and a plot of the loss at the end, also of a run that failed; an error there is everybody's."""
     loggers: list[Logger] = []
     error: Exception | None = None
     if engine.topology.is_main:
         try:
-            loggers = make_loggers(config.trainer, output, total, resumed, asdict(config))
+            loggers = [*make_loggers(config.trainer, output, total, resumed, asdict(config)), summary]
+        except OSError as e:
+            error = ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}")
         except Exception as e:  # raised on all ranks by agree
             error = e
     engine.topology.agree(error)
     try:
         yield loggers
     finally:
-        for logger in loggers:
-            logger.close()
-        if loggers and (output / "metrics.jsonl").is_file():
-            try:
+        try:
+            for logger in loggers:
+                logger.close()
+            if loggers and (output / "metrics.jsonl").is_file():
                 plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
-            except OSError as e:
-                # Disk full, say: the run's own error must not be buried by that of its picture.
-                log.warning("no plot of the loss: %s", e)
+        except OSError as e:
+            # Disk full, say: it is told, but must not bury the error that the run may end with.
+            log.warning("metrics or the plot of the loss could not be written to the end: %s", e.strerror or e)
 
 
 def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resumed: bool) -> None:
@@ -286,7 +296,16 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, total: in
         log.info("  %s=%s", name, value)
     parallel, device = engine.topology.parallel, engine.topology.device
     layout = f"dp_replicate={parallel.dp_replicate} dp_shard={parallel.dp_shard} cp={parallel.cp}"
-    log.info("%d samples, %d steps; %d processes on %s, %s", len(samples), total, engine.topology.size, device.type, layout)
+    size = engine.topology.size
+    log.info(
+        "%d samples, %d steps; %d %s on %s, %s",
+        len(samples),
+        total,
+        size,
+        "process" if size == 1 else "processes",
+        device.type,
+        layout,
+    )
     positions, longest = engine.model_shape.positions, int(samples.lengths.max())
     if positions is not None and longest > positions:
         log.warning(
@@ -298,12 +317,11 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, total: in
         )
 
 
-def _export(engine: BaseEngine, config: SFTConfig, output: Path, watch: Watch, last: int) -> None:
+def _export(engine: BaseEngine, config: SFTConfig, output: Path, watch: Watch, last: int) -> dict[str, str]:
     if watch.best_step is not None and watch.best_step != last:
         log.info("best %s: %.4g after step %d, which is exported", watch.metric, watch.best, watch.best_step)
         engine.load_checkpoint(output / "checkpoints" / folder_name(watch.best_step))
-    adapted = config.model.lora.rank > 0
-    if adapted:
-        export_hf(engine, output / "adapter", adapters="only")
-    folder = export_hf(engine, output / "hf")
-    log.info("model in Hugging Face format: %s%s", folder, f"; adapter alone: {output / 'adapter'}" if adapted else "")
+    left = {}
+    if config.model.lora.rank > 0:
+        left["adapter"] = str(export_hf(engine, output / "adapter", adapters="only"))
+    return {**left, "model": str(export_hf(engine, output / "hf"))}

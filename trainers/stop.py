@@ -5,6 +5,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
+from ..engine.errors import RemoteError
 from ..engine.topology import Topology
 
 
@@ -26,10 +27,21 @@ class StopSignal:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
 
-    def asked(self, topology: Topology) -> bool:
+    def asked(self, topology: Topology, error: Exception | None = None) -> bool:
         """Whether any rank was asked to stop. Collective: the signal reaches the ranks at different moments, and one that
-        left alone would leave the others waiting in the next step."""
-        return any(topology.exchange(self._asked))
+        left alone would leave the others waiting in the next step.
+
+        Args:
+            topology: of the engine.
+            error: of this rank, made everybody's on the way, as `Topology.agree` does.
+        """
+        found = topology.exchange((self._asked, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise RemoteError(f"rank {rank} failed: {text}")
+        return any(asked for asked, _ in found)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._main:

@@ -81,7 +81,7 @@ def save_state(
     Returns:
         the folder.
     """
-    temporary = Path(_on_main(topology, lambda: str(new_temporary(root, step))))
+    temporary = Path(_on_main(topology, root, lambda: str(new_temporary(root, step))))
     error: Exception | None = None
     index: dict[str, Any] = {}
     file = f"rank-{topology.rank:05d}.safetensors"
@@ -91,7 +91,7 @@ def save_state(
             (temporary / "model").mkdir()
             write_model_files(temporary / "model")
     except Exception as e:  # disk full, a broken tensor: the other ranks must hear of it
-        error = e
+        error = _unwritten(root, e)
     try:
         topology.agree(error)
         parts = topology.exchange((index, rng_state(), (temporary / file).stat().st_size))
@@ -112,7 +112,7 @@ def save_state(
             }
             return str(commit(temporary, step, manifest))
 
-        return Path(_on_main(topology, finish))
+        return Path(_on_main(topology, root, finish))
     except Exception:
         if topology.is_main:
             with suppress(OSError):
@@ -120,14 +120,24 @@ def save_state(
         raise
 
 
-def _on_main(topology: Topology, do: Callable[[], str]) -> str:
+def _unwritten(root: Path, error: Exception) -> Exception:
+    """A disk's error with what to do about it; any other as it is."""
+    if not isinstance(error, OSError):
+        return error
+    return CheckpointError(
+        f"the checkpoint in {root} cannot be written ({error.strerror or error}); make room, or choose another folder. Those saved "
+        "before are untouched"
+    )
+
+
+def _on_main(topology: Topology, root: Path, do: Callable[[], str]) -> str:
     """Run on the first rank; its result, or its error, on all."""
     result, error = "", None
     if topology.is_main:
         try:
             result = do()
         except Exception as e:  # raised on all ranks by agree
-            error = e
+            error = _unwritten(root, e)
     topology.agree(error)
     return str(topology.exchange(result)[0])
 
