@@ -48,7 +48,7 @@ def _module(module: str, words: list[str]) -> int:
             return 2
         nproc = words[at + 1]
         del words[at : at + 2]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc] if nproc != "1" else []
+    launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc] if nproc != "1" else []
     return subprocess.run([sys.executable, *launcher, "-m", module, *words], check=False).returncode
 
 

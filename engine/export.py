@@ -75,7 +75,9 @@ def export_hf(
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            error = CheckpointError(f"{final} cannot be written ({error.strerror or error}); make room, or choose another folder")
+            error = CheckpointError(
+                f"{final} cannot be written ({error.strerror or error}); make room, or choose another folder"
+            )
     engine.topology.agree(error)
     return final
 

@@ -209,6 +209,10 @@ def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **
     return Samples(load_stores(paths, tokenizer, config, training=True), config, BUDGET, paths)
 
 
+def every(samples: Samples) -> list[Sample]:
+    return [samples[i] for i in range(len(samples))]
+
+
 ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}]
 
 
@@ -226,7 +230,7 @@ def test_formats_files_and_folders(tmp_path: Path, cache: dict[str, Any]) -> Non
     (folder / "1.json").write_text(json.dumps([{"text": "6", "prompt": None}]))
     write_rows(folder / ".hidden.jsonl", [{"text": "7"}])
     samples = load([jsonl, parquet, chats, str(folder)], cache)
-    assert [learned(s) for s in samples] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>", "6<end>", "5<end>"]
+    assert [learned(s) for s in every(samples)] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>", "6<end>", "5<end>"]
     assert samples[1].name == f"{jsonl}:2"
     assert samples[5].name == f"{folder}/1.json:1"
     assert samples.sizes == [2, 2, 1, 2]
@@ -240,8 +244,8 @@ def test_formats_files_and_folders(tmp_path: Path, cache: dict[str, Any]) -> Non
 def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dict[str, Any]) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2222"}])
     samples = load([path], cache, max_length=6, too_long=too_long)
-    assert [TOKENIZER.decode(s.ids) for s in samples] == kept
-    assert samples.lengths.tolist() == [len(s.ids) for s in samples]
+    assert [TOKENIZER.decode(s.ids) for s in every(samples)] == kept
+    assert samples.lengths.tolist() == [len(s.ids) for s in every(samples)]
     with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
         load([path], cache, max_length=6)
     with pytest.raises(DataError, match=r"data.max_length=200 is more than engine.micro_batch.max_tokens=100"):

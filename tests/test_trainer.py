@@ -167,7 +167,9 @@ def held_out(task: Path) -> str:
     return f"data.eval=[{task / 'data' / 'eval.jsonl'}]"
 
 
-def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(task: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(
+    task: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import load_file
 
     caplog.set_level("INFO", "drivetrain")
@@ -218,9 +220,9 @@ def test_watch_decides() -> None:
     other = Watch("loss", 2)
     other.restore(watch.state())
     assert other.best is None
-    with pytest.raises(ConfigError, match="trainer.best_metric=f1; an evaluation measures loss, accuracy"):
+    with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; an evaluation measures loss, accuracy"):
         Watch("f1", None)
-    with pytest.raises(ConfigError, match="trainer.patience=3 needs trainer.best_metric"):
+    with pytest.raises(ConfigError, match=r"trainer.patience=3 needs trainer.best_metric"):
         Watch(None, 3)
 
 

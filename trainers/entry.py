@@ -44,7 +44,6 @@ def _fail(error: Exception) -> int:
     # torchrun ends with a report of its own on the worker that failed; told this way, the report ends with the message.
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        told = {"message": f"error: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(report, "w") as file:
-            json.dump({"message": told}, file)
+            json.dump({"message": f"error: {error}", "timestamp": int(time.time())}, file)
     return 1

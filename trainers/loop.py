@@ -151,7 +151,9 @@ def report(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | 
         for logger in loggers:
             logger.log(record)
     except OSError as e:
-        return CheckpointError(f"the metrics of step {record['step']} cannot be written: {e.strerror or e}; make room in the run's folder")
+        return CheckpointError(
+            f"the metrics of step {record['step']} cannot be written: {e.strerror or e}; make room in the run's folder"
+        )
     return None
 
 

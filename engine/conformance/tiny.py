@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {**_WINDOW, "logit_scale": 0.25},
     "starcoder2": _NO_DROPOUT,
     "gpt_neox": {},
-    "gpt2": {**_NO_DROPOUT, "n_embd": 64, "n_layer": 2, "n_head": 8},
+    "gpt2": {**_NO_DROPOUT, "n_embd": 64, "n_layer": 2, "n_head": 8, "head_dim": 8},
     "apertus": {},
     "seed_oss": _NO_DROPOUT,
     "hunyuan_v1_dense": {},

@@ -1,0 +1,28 @@
+"""torchrun, but for one thing: where a worker has said what is wrong, no stack of the launcher buries it.
+
+python -m drivetrain.launch --nproc-per-node N -m drivetrain.trainers.sft key=value ...
+"""
+
+import logging
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+
+def main(words: list[str]) -> int:
+    """Launch; the exit code of the worker that failed first."""
+    # It reports a failed worker at length, then raises what is reported again.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(["--standalone", *words]))
+    except ChildFailedError as e:
+        _, failure = e.get_first_failure()
+        if not failure.message.startswith("error: "):
+            raise
+        return failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
