@@ -1,6 +1,6 @@
-"""`make bench`: every benchmark, one table. Takes about half an hour on two cores.
+"""`make bench`: every benchmark, one table at the end. Takes about half an hour on two cores.
 
-python -m benchmarks [--only step head load balance] [--steps 16]
+python -m benchmarks [--only step head load startup balance gpu] [--steps 16]
 """
 
 import argparse
@@ -21,42 +21,42 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         "step": [[*step, "none"], [*TORCHRUN, "2", *step, "replicate"], [*TORCHRUN, "2", *step, "shard"]],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
+        "startup": [["-m", "benchmarks.startup"]],
         "balance": [["-m", "benchmarks.balance"]],
+        "gpu": [["-m", "benchmarks.gpu"]],
     }
 
 
 def main() -> int:
-    """Run, and print the rows."""
+    """Run, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(commands(0)))
     parser.add_argument("--steps", type=int, default=16, help="counted steps of the step benchmark; at least 15 for a figure")
     args = parser.parse_args()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
-    failed = 0
+    failed, rows = 0, []
     for name, runs in commands(args.steps).items():
         if args.only and name not in args.only:
             continue
-        print(f"\n== {name}", flush=True)
         for words in runs:
-            done = subprocess.run(
-                [sys.executable, *words],
-                env=environment,
-                text=True,
-                capture_output=True,
-                check=False,
-            )
-            rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            print("\n".join(line(row) for row in rows), flush=True)
+            print(f"running {' '.join(words)}", file=sys.stderr, flush=True)
+            done = subprocess.run([sys.executable, *words], env=environment, text=True, capture_output=True, check=False)
+            rows += [(name, json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
             if done.returncode:
                 failed += 1
                 print(f"failed: {' '.join(words)}\n{done.stderr[-2000:]}", file=sys.stderr)
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print("\n".join(table(rows)), flush=True)
     return 1 if failed else 0
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row as `name value` pairs."""
-    return "  ".join(f"{name} {value}" for name, value in row.items())
+def table(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Lines of one table: a line for each figure."""
+    cells = [("benchmark", "case", "measure", "value")]
+    for name, row in rows:
+        cells += [(name, str(row["case"]), measure, str(value)) for measure, value in row.items() if measure != "case"]
+    widths = [max(len(line[i]) for line in cells) for i in range(3)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]]) for line in cells]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
             costs = [cost(n, ratio) for n in drawn]
             ours.append(imbalance(costs, balance(drawn, ranks, ratio=ratio)))
             greedy.append(imbalance(costs, sorted_greedy(costs, ranks)))
-        row: dict[str, object] = {"samples": samples, "ranks": ranks}
+        row: dict[str, object] = {"case": f"{samples} samples on {ranks} ranks"}
         for name, values in (("ours", ours), ("sorted_greedy", greedy)):
             row |= {f"{name}_median": f"{statistics.median(values):.2e}", f"{name}_worst": f"{max(values):.2e}"}
         print(json.dumps(row))

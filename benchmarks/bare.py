@@ -50,12 +50,16 @@ class BareLoop:
     config: PreTrainedConfig
     sharding: Sharding
     lr: float
+    dtype: torch.dtype = torch.float32
+    norm: float = 0.0
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(self.config), attn_implementation="bare_segments", dtype=torch.float32
         ).train()
+        # From the same float32 weights.
+        self.model.to(self.dtype)
         if self.sharding == "shard":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in self.model.model.layers:
@@ -65,8 +69,21 @@ class BareLoop:
 
     def step(self, batch: PackedBatch, total: float) -> float:
         """One optimizer step on this rank's share; `total` supervised tokens over all ranks."""
-        sizes = [end - start for start, end in pairwise(batch.bounds)]
         self.optimizer.zero_grad()
+        loss = self.gradient(batch, total)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self.norm = float(norm)
+        if dist.get_world_size() > 1:
+            loss = loss.detach().clone()
+            dist.all_reduce(loss)
+        return loss.item()
+
+    def gradient(self, batch: PackedBatch, total: float) -> Tensor:
+        """This rank's part of the loss; its gradient, summed over ranks, in the parameters."""
+        sizes = [end - start for start, end in pairwise(batch.bounds)]
         if self.sharding == "shard":
             # The head's weight is gathered by the root's hook, so the head must run inside the root's forward.
             logits = self.model(
@@ -93,11 +110,4 @@ class BareLoop:
             for p in self.model.parameters():
                 p.grad = flat[at : at + p.numel()].view_as(p)
                 at += p.numel()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if dist.get_world_size() > 1:
-            loss = loss.detach().clone()
-            dist.all_reduce(loss)
-        return loss.item() + 0.0 * float(norm)
+        return loss

@@ -50,10 +50,7 @@ def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, obj
     seconds = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 2**20
     return {
-        "kind": kind,
-        "tokens": tokens,
-        "vocabulary": vocabulary,
-        "hidden": size,
+        "case": f"{kind}, T={tokens} V={vocabulary} H={size}",
         "seconds": round(seconds, 1),
         "peak_gib": round(peak, 3),
     }

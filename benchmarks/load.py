@@ -75,11 +75,10 @@ def main() -> None:
             print(
                 json.dumps(
                     {
-                        "model_gb": round(size / 1e9, 3),
-                        "processes": len(grown),
+                        "case": f"{size / 1e9:.2f} GB, {len(grown)} processes",
                         "seconds": round(seconds, 2),
-                        "own_memory_gb": [round(a / 1e9, 3) for a, _ in grown],
-                        "peak_resident_gb": [round(b / 1e9, 3) for _, b in grown],
+                        "own_memory_gb": " ".join(f"{a / 1e9:.3f}" for a, _ in grown),
+                        "peak_resident_gb": " ".join(f"{b / 1e9:.3f}" for _, b in grown),
                         "largest_share_of_model": round(max(a for a, _ in grown) / size, 3),
                     }
                 ),

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.step --layout replicate | shard
 
 Bare, engine and bare again take turns on every batch; the ratio is the median over batches of engine's over bare's, and
-the spread that of the second bare loop over the first.
+the spread that of the second bare loop over the first. The gradient norms of the first batch are compared with float64's.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.microbatch import balance
+from drivetrain.engine.objective import StepResult
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
@@ -63,6 +64,14 @@ def share(step: int, rank: int, size: int) -> tuple[PackedBatch, float]:
     return batch, float(sum(sum(s[1:]) for s in supervised))
 
 
+def float64_norm(config: Qwen3Config) -> float:
+    """The gradient's norm on the first batch, in float64 and in one process."""
+    batch, total = share(0, 0, 1)
+    exact = BareLoop(config, "none", 0.0, torch.float64)
+    exact.gradient(batch, total)
+    return float(torch.stack([p.grad.norm() for p in exact.model.parameters()]).norm())
+
+
 def main() -> None:
     """Run and print one line of JSON on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -89,23 +98,30 @@ def main() -> None:
             optim=OptimConfig(lr=lr, betas=(0.9, 0.999)),
         ).initialize()
         dist.barrier()
+    exact = float64_norm(config)
     bare, again = BareLoop(config, args.layout, lr), BareLoop(config, args.layout, lr)
-    loss, rows = SFTLoss(), []
+    loss, rows, norms = SFTLoss(), [], [0.0, 0.0]
     with engine.train_mode():
         for step in range(-2, args.steps):
             batch, total = share(step + 2, rank, world)
             seconds, losses = [], []
             for run in (
                 lambda b=batch, t=total: bare.step(b, t),
-                lambda b=batch: engine.train_batch(b, loss).loss,
+                lambda b=batch: engine.train_batch(b, loss),
                 lambda b=batch, t=total: again.step(b, t),
             ):
                 dist.barrier()
                 start = time.process_time()
-                losses.append(run())
+                done = run()
+                if isinstance(done, StepResult):
+                    assert done.grad_norm is not None
+                    engine_norm, done = done.grad_norm, done.loss
+                losses.append(done)
                 spent = torch.tensor(time.process_time() - start)
                 dist.all_reduce(spent)
                 seconds.append(float(spent))
+            if step == -2:
+                norms = [abs(engine_norm - exact) / exact, abs(bare.norm - exact) / exact]
             assert abs(losses[1] - losses[0]) < 1e-4 * losses[0], f"the loops do not train the same model: {losses}"
             if step >= 0:
                 rows.append(seconds)
@@ -113,15 +129,16 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "layout": args.layout,
-                    "processes": world,
+                    "case": f"{world} process{'es' if world > 1 else ''}, {args.layout}",
                     "parameters": sum(p.numel() for p in again.model.parameters()),
                     "steps": len(rows),
                     "bare_tokens_per_cpu_s": round(statistics.median(TOKENS / r[0] for r in rows), 1),
                     "engine_tokens_per_cpu_s": round(statistics.median(TOKENS / r[1] for r in rows), 1),
                     "ratio": round(statistics.median((r[0] + r[2]) / 2 / r[1] for r in rows), 3),
                     "bare_against_bare": round(statistics.median(r[0] / r[2] for r in rows), 3),
-                    "spread": [round(min(r[0] / r[2] for r in rows), 3), round(max(r[0] / r[2] for r in rows), 3)],
+                    "spread": f"{min(r[0] / r[2] for r in rows):.3f} to {max(r[0] / r[2] for r in rows):.3f}",
+                    "engine_grad_norm_off": f"{norms[0]:.1e}",
+                    "bare_grad_norm_off": f"{norms[1]:.1e}",
                 }
             ),
             flush=True,

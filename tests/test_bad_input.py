@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import records, words
 
 from drivetrain.engine.checkpoint.folder import latest
 from drivetrain.trainers.sft import main
 from harness import run_ranks
+from runs import records, words
 
 USER = {"role": "user", "content": "1+2="}
 ANSWER = {"role": "assistant", "content": "3"}
@@ -115,6 +115,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("logger", nothing, ["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
     ("metric", nothing, ["trainer.best_metric=loss"], "trainer.best_metric=loss needs data.eval"),
     ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be made"),
+    ("output folder of the kernel", nothing, ["trainer.output_dir=/proc/nowhere"], "cannot be made"),
     ("cache folder", nothing, ["data.cache_dir={task}/model/config.json"], "set data.cache_dir"),
 ]
 

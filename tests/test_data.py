@@ -1,6 +1,9 @@
 """Rows to samples: what is learned of each form, where rows come from, how they are kept, and in which order they come."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from drivetrain.trainers.data.samples import Budget, Samples
 from drivetrain.trainers.data.sources import open_source
 from drivetrain.trainers.data.store import Encoded, Store, StoreWriter, is_complete
 from drivetrain.trainers.data.tokenise import load_stores
+from hub import serve
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
@@ -352,6 +356,56 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             list(open_source(str(tmp_path / file), training=True).chunks())
+
+
+CARD = b"""---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
+LOADED = """
+import json, sys
+from drivetrain.trainers.data.sources import open_source
+found = []
+for name, training in json.loads(sys.argv[1]):
+    try:
+        found.append([row for chunk in open_source(name, training=training).chunks() for row in chunk.rows])
+    except Exception as e:
+        found.append(f"{type(e).__name__}: {e}")
+print(json.dumps(found))
+"""
+
+
+def test_data_sets_of_the_hub(tmp_path: Path) -> None:
+    files = {"train.jsonl": b'{"text": "1"}\n{"text": "2"}\n', "test.jsonl": b'{"text": "3"}\n', "README.md": CARD}
+    asked = [
+        ("org/some", True),
+        ("org/some:test", False),
+        ("org/some/default:train[1:]", True),
+        ("org/some", False),
+        ("org/some:nix", True),
+        ("org/other", True),
+    ]
+    with serve("org/some", files) as address:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        words = [sys.executable, "-c", LOADED, json.dumps(asked)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment, timeout=100)
+    whole, test, part, unnamed, no_split, no_name = json.loads(done.stdout.splitlines()[-1])
+    assert whole == [[1, {"text": "1"}], [2, {"text": "2"}]]
+    assert test == [[1, {"text": "3"}]]
+    assert part == [[1, {"text": "2"}]]
+    assert unnamed == "DataError: data set org/some has the splits train, test; name one, as in org/some:test"
+    assert 'Unknown split "nix". Should be one of' in no_split
+    assert "DataError: org/other is no file or folder, and loading it as a data set of the Hugging Face Hub failed" in no_name
 
 
 def test_chats_without_a_template_are_refused() -> None:

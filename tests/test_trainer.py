@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from runs import losses, records, words
 
 from drivetrain.engine.checkpoint.folder import steps as checkpoint_folders
 from drivetrain.trainers.config import DataConfig
@@ -18,6 +17,7 @@ from drivetrain.trainers.data.demo import make_tokenizer
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.metrics import JSONL
 from drivetrain.trainers.sft import main
+from runs import losses, records, words
 
 TOKENIZER = make_tokenizer()
 
