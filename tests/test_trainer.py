@@ -143,6 +143,26 @@ def test_commands_of_the_readme(task: Path) -> None:
     }
 
 
+def test_the_page_for_ones_own_data(task: Path) -> None:
+    """docs/own-data.md, typed from top to bottom."""
+    page = (Path(__file__).parent.parent / "docs" / "own-data.md").read_text()
+    blocks = [part.split("```")[0] for part in page.split("```bash\n")[1:]]
+    program = page.split("```python\n")[1].split("```")[0]
+    assert "make setup" in blocks[0]
+    shutil.copy(task / "data" / "train.jsonl", task / "chats.jsonl")
+    script = "\n".join(["set -e", *blocks[1:]]).replace("model.path=MODEL", f"model.path={task / 'model'}")
+    python = Path(sys.executable).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29513", "PATH": f"{python}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=task, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "best loss" in done.stderr or "evaluation" in done.stdout
+    # The tiny model may answer with special tokens alone.
+    program = program.replace("Where is my parcel?", "3+4=").replace("skip_special_tokens=True", "skip_special_tokens=False")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=task)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def test_program_of_the_documentation(task: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "engine.md").read_text()
     program = page.split("```python\n")[1].split("```")[0].replace('"MODEL"', repr(str(task / "model")))
@@ -203,6 +223,16 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(
     assert main(run) == 0
     assert len(losses(task / "run")) == last
     assert all(torch.equal(w, weights[k]) for k, w in load_file(task / "run" / "hf" / "model.safetensors").items())
+
+
+def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = words(task, held_out(task), "trainer.eval_every=2", "trainer.best_metric=loss", "trainer.export_hf=false")
+    assert main([*run, "trainer.max_steps=4", "trainer.keep_last=null"]) == 0
+    other = [f"trainer.output_dir={task / 'other'}", f"trainer.resume={task / 'run' / 'checkpoints' / 'step-00000004'}"]
+    assert main([*run, "trainer.max_steps=5", "optim.lr=1", *other]) == 0
+    assert "is not in" in caplog.text
+    # Worse than before, but the best of this folder.
+    assert [f.name for f in checkpoint_folders(task / "other" / "checkpoints")] == ["step-00000005"]
 
 
 def test_watch_decides() -> None:

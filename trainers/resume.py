@@ -63,6 +63,15 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
         except CheckpointError as e:
             raise CheckpointError(f"{chosen}: {e}") from e
         watch.restore(restored.extra.get("watch", {}))
+        if watch.best_step is not None and folder_name(watch.best_step) not in present:
+            # Taken from another run's folder, or deleted by hand: what is not there cannot be exported.
+            log.warning(
+                "the checkpoint of the best %s, step %d, is not in %s; it is looked for anew",
+                watch.metric,
+                watch.best_step,
+                root,
+            )
+            watch.forget()
         another = "" if restored.same_layout else " (another layout: random state drawn anew)"
         log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
     if config.resume != "auto" and present and present[-1] >= folder_name(start.step):

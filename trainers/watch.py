@@ -48,6 +48,10 @@ class Watch:
         """Whether `patience` evaluations brought nothing better."""
         return self._patience is not None and self._since >= self._patience
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.best, self.best_step, self._since = None, None, 0
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "since": self._since}

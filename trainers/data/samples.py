@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Samples:
         store = self._stores[self._source[index]]
         return store.sample(int(self._index[index]), int(self._first[index]), int(self._last[index]))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Changes when any sample does."""
         cuts = xxhash.xxh3_128(np.stack([self._index, self._first, self._last]).tobytes())
