@@ -1,0 +1,81 @@
+"""What a person sees of a run."""
+
+import os
+import subprocess
+import sys
+
+RECORD = {
+    "step": 2,
+    "loss": 1.5,
+    "grad_norm": 0.25,
+    "lr": 1e-4,
+    "tokens": 1000,
+    "tokens_per_s": 500.0,
+    "mfu": None,
+    "peak_gib": 1.25,
+    "seconds": 2.0,
+    "skipped": False,
+}
+
+
+def test_a_line_lives_on_a_terminal_and_is_printed_elsewhere() -> None:
+    from io import StringIO
+
+    from rich.console import Console as RichConsole
+
+    from drivetrain.trainers.console import Console
+
+    for terminal in (True, False):
+        out = StringIO()
+        console = Console(10, 2, RichConsole(file=out, force_terminal=terminal, width=120, highlight=False))
+        console.log({**RECORD, "step": 1})
+        console.log({**RECORD, "mfu": 0.512, "skipped": True})
+        console.log({"step": 2, "split": "eval", "loss": 1.25, "accuracy": 0.5, "tokens": 77, "seconds": 1.0})
+        console.close()
+        shown = out.getvalue()
+        assert ("\x1b[2K" in shown) == terminal
+        assert terminal or "step 1/10" not in shown
+        assert (
+            "step 2/10  loss 1.5  grad_norm 0.25  lr 1.00e-04  500 tokens/s  mfu 51.2%  1.2 GiB  0:00:00 left  skipped"
+            in shown
+        )
+        assert "step 2  loss 1.25  accuracy 0.5  77 tokens" in shown
+
+
+def test_a_summary_tells_what_was_done() -> None:
+    from drivetrain.trainers.console import Summary
+
+    summary = Summary(3)
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        summary.log(
+            {**RECORD, "step": step, "loss": loss, "tokens_per_s": 100.0 * step, "skipped": step == 2, "mfu": 0.1 * step}
+        )
+    summary.log({"step": 2, "split": "eval", "loss": 2.5})
+    summary.log({"step": 3, "split": "eval", "loss": 2.75})
+    told = dict(line.split(maxsplit=1) for line in summary.lines({"model": "runs/x/hf"}))
+    assert told["steps"] == "1 to 3 of 3, 1 skipped"
+    assert told["loss"] == "3 at first, 1 at last"
+    # The first step, which compiles and allocates, is left out.
+    assert told["tokens"] == "3000, 250 a second (median)"
+    assert told["mfu"] == "25.0%"
+    assert told["evaluation"] == "loss 2.75 at last, 2.5 at best (step 2)"
+    assert told["model"] == "runs/x/hf"
+
+
+def test_tokenising_shows_a_bar_on_a_terminal() -> None:
+    import pty
+
+    program = (
+        "from drivetrain.trainers.data.tokenise import Bar\n"
+        "with Bar('tokenising x') as bar:\n    bar.advance(0.5, 123)\n    bar._progress.refresh()\n"
+    )
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    )
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "tokenising x" in shown
+    assert "50%" in shown
+    assert "123 samples" in shown

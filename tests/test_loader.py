@@ -1,0 +1,129 @@
+"""Which sample comes when: mixtures, epochs, cursors, shares."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivetrain.engine.batch import IGNORE
+from drivetrain.engine.errors import CheckpointError
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.loader import Cursor, Loader, Order
+from drivetrain.trainers.data.sample import Sample
+from drivetrain.trainers.data.samples import Budget, Samples
+from drivetrain.trainers.data.store import Encoded, Store, StoreWriter
+
+BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
+
+
+def store(folder: Path, lengths: list[int]) -> Store:
+    writer = StoreWriter(folder)
+    samples = [Sample("", list(range(2, n + 2)), [True] * n) for n in lengths]
+    writer.add(Encoded.of([(0, i, 0, s) for i, s in enumerate(samples)]))
+    writer.commit(["s"])
+    return Store(folder)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
+    """Samples by count."""
+    root = tmp_path_factory.mktemp("stores")
+    return [Samples([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
+
+
+def loader(samples: Samples, size: int, rank: int = 0, ranks: int = 1, *, shuffle: bool = True, seed: int = 3) -> Loader:
+    order = Order(samples.sizes, weights=None, seed=seed, shuffle=shuffle)
+    return Loader(samples, order, batch_size=size, dp_rank=rank, dp_size=ranks, ratio=1e-4)
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(1, 23), size=st.integers(1, 9), ranks=st.integers(1, 5), steps=st.integers(1, 12))
+def test_order_depends_on_the_seed_alone(many: list[Samples], count: int, size: int, ranks: int, steps: int) -> None:
+    """Any number of ranks sees the same batches; each epoch has every sample once; a cursor resumes at the next sample."""
+    samples = many[count - 1]
+    streams = [loader(samples, size, r, ranks).batches(Cursor()) for r in range(ranks)]
+    whole = loader(samples, size).batches(Cursor())
+    seen, cursors = [], []
+    for _ in range(steps):
+        shares = [next(s) for s in streams]
+        one, cursor = next(whole)
+        assert all(c == cursor for _, c in shares)
+        together = sorted(n for batch, _ in shares for n in batch.names or ())
+        assert together == sorted(one.names or ())
+        seen.append(one.names)
+        cursors.append(cursor)
+    for at, cursor in enumerate(cursors[:-1]):
+        again = loader(samples, size)
+        assert next(again.batches(again.restore(json.loads(json.dumps(again.state(cursor))))))[0].names == seen[at + 1]
+    per_epoch = -(-count // size)
+    if steps >= per_epoch:
+        assert sorted(n for names in seen[:per_epoch] for n in names or ()) == sorted(f"s:{i}" for i in range(count))
+
+
+def order(sizes: list[int], weights: list[float] | None = None, *, seed: int = 3, shuffle: bool = True) -> Order:
+    return Order(sizes, weights=weights, seed=seed, shuffle=shuffle)
+
+
+def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: list[Samples]) -> None:
+    assert order([20]).epoch(0).tolist() != order([20]).epoch(1).tolist()
+    assert order([20]).epoch(0).tolist() != order([20], seed=4).epoch(0).tolist()
+    assert order([12, 8], shuffle=False).epoch(5).tolist() == list(range(20))
+    assert [b.names for b in loader(many[4], 2).once()] == [("s:0", "s:1"), ("s:2", "s:3"), ("s:4",)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_weights_are_kept_in_every_epoch_and_no_sample_is_favoured(
+    sizes: list[int], seed: int, shuffle: bool, data: st.DataObject
+) -> None:
+    weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
+    mixed = order(sizes, weights, seed=seed, shuffle=shuffle)
+    starts = np.cumsum([0, *sizes])
+    uses = np.zeros(sum(sizes), int)
+    for epoch in range(5):
+        drawn = mixed.epoch(epoch)
+        assert len(drawn) == sum(sizes)
+        np.add.at(uses, drawn, 1)
+        for (begin, end), weight in zip(pairwise(starts), weights, strict=True):
+            share = ((drawn >= begin) & (drawn < end)).sum()
+            assert abs(share - sum(sizes) * weight / sum(weights)) < 1
+    for begin, end in pairwise(starts):
+        assert np.ptp(uses[begin:end]) <= 1
+    again = order(sizes, weights, seed=seed, shuffle=shuffle)
+    assert again.epoch(3).tolist() == mixed.epoch(3).tolist()
+
+
+def test_weighted_sources_are_spread_evenly_in_file_order() -> None:
+    assert order([4, 4], [3.0, 1.0], shuffle=False).epoch(0).tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
+
+
+def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCaptureFixture) -> None:
+    mine = loader(many[9], 2)
+    state = mine.state(Cursor(epoch=1, position=4))
+    assert mine.restore(state) == Cursor(epoch=1, position=4)
+    for other, message in (
+        (loader(many[8], 2), r"the number of samples = \[10\], now it is \[9\]"),
+        (loader(many[9], 2, seed=4), "data.seed = 3, now it is 4"),
+        (loader(many[9], 2, shuffle=False), "data.shuffle = True, now it is False"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            other.restore(state)
+    with pytest.raises(CheckpointError, match="does not say where in the data"):
+        mine.restore({})
+    assert "contents have changed" not in caplog.text
+    mine.restore({**state, "digest": "another"})
+    assert "contents have changed" in caplog.text
+
+
+def test_labels_survive_packing(many: list[Samples]) -> None:
+    batch = next(loader(many[0], 1).batches(Cursor()))[0]
+    assert batch.labels.tolist() == [3, IGNORE]
