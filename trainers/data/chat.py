@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from ...engine.errors import DataError
 from ..config import Turns
 from .sample import Sample
@@ -158,7 +160,11 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) 
 def _tokens(tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
     """The whole text tokenised once; a token belongs to the span in which it begins."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    supervised = [end > start and any(low <= start < high for low, high in spans) for start, end in encoded["offset_mapping"]]
+    starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(starts), dtype=np.bool_)
+    for low, high in spans:
+        inside |= (starts >= low) & (starts < high)
+    supervised = (inside & (ends > starts)).tolist()
     return _sample(name, encoded["input_ids"], supervised)
 
 
