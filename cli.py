@@ -1,6 +1,6 @@
 """The `drivetrain` command: hands over to the module that does the work, and imports nothing else."""
 
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,7 +49,9 @@ def _module(module: str, words: list[str]) -> int:
         nproc = words[at + 1]
         del words[at : at + 2]
     launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc] if nproc != "1" else []
-    return subprocess.run([sys.executable, *launcher, "-m", module, *words], check=False).returncode
+    # In place of this process: what stops the command, a signal or Ctrl-C, must reach the one that trains.
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *words])
 
 
 if __name__ == "__main__":

@@ -6,16 +6,20 @@ python -m drivetrain.launch --nproc-per-node N -m drivetrain.trainers.sft key=va
 import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 
 def main(words: list[str]) -> int:
-    """Launch; the exit code of the worker that failed first."""
+    """Launch; the exit code of the worker that failed first, or 128 + the signal that ended all."""
     # It reports a failed worker at length, then raises what is reported again.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(["--standalone", *words]))
+    except SignalException as e:
+        # The workers have been told, and had their time to save.
+        return 128 + e.sigval
     except ChildFailedError as e:
         _, failure = e.get_first_failure()
         if not failure.message.startswith("error: "):

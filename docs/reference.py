@@ -4,7 +4,7 @@ from pathlib import Path
 
 from drivetrain.engine.registry import backends, options_class
 from drivetrain.trainers.config import SFTConfig
-from drivetrain.trainers.options import Key, keys
+from drivetrain.trainers.options import RECIPES, Key, keys
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -30,6 +30,9 @@ def page() -> str:
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
     for section in ("model", "data", "engine", "optim", "trainer"):
         parts += ["", f"## {section}", "", table([k for k in every if k.name.startswith(f"{section}.")])]
+    parts += ["", "## Built-in recipes", "", "What each sets; everything else is as above."]
+    for recipe in sorted(RECIPES.glob("*.yaml")):
+        parts += ["", f"### {recipe.stem}", "", "```yaml", recipe.read_text().strip(), "```"]
     for name in backends():
         options = options_class(name)
         if options is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .batch import PackedBatch
@@ -26,7 +27,7 @@ from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutput
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency, Where
 from .step import Collected, MicroBatch, Objective, plan_step
-from .topology import Topology
+from .topology import Topology, resolve_parallel
 
 Mode = Literal["train", "eval"]
 Adapters = Literal["folded", "only"]
@@ -180,6 +181,18 @@ class BaseEngine(ABC):
                 self._backward(loss, micro_batch)
 
     # ---- life ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what can be told from the settings and the model's config: nothing is built and no weight is read. `initialize`
+        does so too; a trainer calls this before it works on its data. Not collective.
+
+        Raises:
+            ConfigError, ModelError, TopologyError: name the setting and the way out.
+        """
+        self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        if dist.is_initialized():
+            resolve_parallel(self.config.parallel, dist.get_world_size() if self._ranks is None else len(self._ranks))
+        self._check_model()
 
     def initialize(self) -> Self:
         """Check everything that can be checked, then build. An error of one rank is raised on all."""

@@ -4,6 +4,8 @@ Every class takes one message, so that an error pickles and crosses a process bo
 names the setting, the values on both sides and the way out.
 """
 
+import errno
+
 
 class DrivetrainError(Exception):
     """Base of every error that Drivetrain raises on purpose."""
@@ -43,6 +45,19 @@ class NonFiniteError(DrivetrainError, ArithmeticError):
 
 class CheckpointError(DrivetrainError):
     """A checkpoint is missing, incomplete, damaged or of another model."""
+
+
+def disk_error(what: str, error: OSError) -> CheckpointError:
+    """A disk's error with what to do about it.
+
+    Args:
+        what: cannot be written.
+        error: of the system.
+    """
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return CheckpointError(
+        f"{what} cannot be written ({error.strerror or error}){'; make room, or choose another folder' if full else ''}"
+    )
 
 
 class RemoteError(DrivetrainError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .checkpoint.tensorfile import TensorWriter, fsync_folder, write_json
-from .errors import CheckpointError
+from .errors import CheckpointError, disk_error
 
 if TYPE_CHECKING:
     from .base import Adapters, BaseEngine
@@ -75,9 +75,7 @@ def export_hf(
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            error = CheckpointError(
-                f"{final} cannot be written ({error.strerror or error}); make room, or choose another folder"
-            )
+            error = disk_error(str(final), error)
     engine.topology.agree(error)
     return final
 

@@ -5,6 +5,7 @@ of weights that are active for a token, and attention over the keys that a query
 embedding look-ups, norms and activations, and the head at tokens whose output nobody asks for.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class ModelShape:
         head_trained: the same of the head.
         attention: for each layer its (width, window): queries' and values' sizes added over heads, and the largest number
             of keys that a query sees, or None.
+        parameters: of the model, adapters and head included, each once.
+        parameters_trained: how many of them are trained.
         positions: the longest document that the model was made for, or None.
     """
 
@@ -32,6 +35,8 @@ class ModelShape:
     head: float
     head_trained: float
     attention: tuple[tuple[int, int | None], ...]
+    parameters: int = 0
+    parameters_trained: int = 0
     positions: int | None = None
 
     @property
@@ -85,4 +90,4 @@ def known_peak_tflops(device_name: str, compute: str) -> float | None:
     """A device's peak in 1e12 FLOP/s; None where it is not known, or for arithmetic other than 16 bits."""
     if compute not in ("bfloat16", "float16"):
         return None
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)

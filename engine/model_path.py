@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import xxhash
+
 from .errors import ModelError
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -18,6 +22,27 @@ def check_model_path(path: str) -> None:
         raise ModelError("model.path is not set; give a folder with config.json, tokenizer and safetensors")
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"model.path={path} has no config.json; give a folder in Hugging Face format")
+            inside = next((p.parent for p in sorted(Path(path).glob("*/config.json"))), None)
+            hint = f"; did you mean {inside}?" if inside else "; give a folder in Hugging Face format"
+            raise ModelError(f"model.path={path} has no config.json{hint}")
     elif not _HUB_NAME.fullmatch(path) or path.startswith("."):
         raise ModelError(f"model.path={path} is no folder; give a folder with config.json, or a Hugging Face name (org/name)")
+
+
+def fingerprint(path: str) -> str:
+    """Tells one model from another, wherever its folder lies, without reading all of it: sizes, and samples of the weights.
+
+    Args:
+        path: `model.path`; a name on the Hub stands for itself.
+    """
+    if not Path(path).is_dir():
+        return path
+    digest = xxhash.xxh3_128()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as handle:
+            for i in range(SAMPLES):
+                handle.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(handle.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -24,12 +24,14 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise ModelError(f"model.path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy them beside config.json")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as e:
-        raise ModelError(f"model.path={path} has no usable tokenizer: {str(e).splitlines()[0]}") from e
+    except Exception as e:  # of many kinds, as files can be damaged in many ways
+        raise ModelError(f"model.path={path} has no usable tokenizer: {(str(e) or type(e).__name__).splitlines()[0]}") from e
     if not tokenizer.is_fast:
         raise ModelError(
             f"model.path={path}: {type(tokenizer).__name__} has no fast version, which tells where in the text a token begins"
         )
+    if not all(model.added_tokens):
+        raise ModelError("model.added_tokens has an empty token; leave it out")
     # Those that the tokenizer has already, of an earlier run say, stay as they are.
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in model.added_tokens], special_tokens=True)
     if model.chat_template is not None:

@@ -5,6 +5,7 @@ a sequence are neighbours on one machine. Parameters are sharded over dp_shard x
 """
 
 import datetime
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +85,17 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
+
+
+def close_distributed() -> None:
+    """End the default process group and all others, which engines have given back.
+
+    Gloo's threads end with the last reference to their group; one that outlived this would free tensors while the interpreter
+    is already ending, which aborts the process.
+    """
+    _POOL.forget()
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -248,6 +260,9 @@ class _Pool:
         assert isinstance(made, ProcessGroup)
         self._keys[made] = key
         return made
+
+    def forget(self) -> None:
+        self._free, self._keys, self._default = {}, {}, None
 
     def give_back(self, group: ProcessGroup) -> None:
         if self._default is dist.group.WORLD:

@@ -35,6 +35,11 @@ def family(task: Path) -> None:
     AutoConfig.for_model("qwen3_next", num_hidden_layers=2, vocab_size=32).save_pretrained(task / "model")
 
 
+def spoil_config(task: Path, **changes: Any) -> None:
+    file = task / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 def no_template(task: Path) -> None:
     for file in (task / "model").glob("chat_template*"):
         file.unlink()
@@ -80,7 +85,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
         "null content",
         lambda t: rows(t, {"messages": [{**USER, "content": None}, ANSWER]}),
         [],
-        "train.jsonl:3: the content of message 1 is NoneType; it must be text",
+        "train.jsonl:3: the content of message 1 is null; it must be text",
     ),
     (
         "role",
@@ -113,6 +118,25 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("negative weight", nothing, ["data.weights=[-1]"], "data.weights=[-1.0]; a weight is more than 0"),
     ("head", nothing, ["model.head=value"], "model.head=value: SFT trains a language-model head"),
     ("logger", nothing, ["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
+    ("length", nothing, ["data.max_length=65"], "data.max_length=65 is more than engine.micro_batch.max_tokens=64"),
+    ("learning rate", nothing, ["optim.lr=-1"], "optim.lr=-1.0; it must be from 0"),
+    ("seed", nothing, ["data.seed=-1"], "data.seed=-1; it must be at least 0"),
+    ("timeout", nothing, ["trainer.timeout_minutes=0"], "trainer.timeout_minutes=0.0; it must be more than 0"),
+    ("name from elsewhere", nothing, ["learning_rate=1"], "did you mean 'optim.lr'?"),
+    ("option", nothing, ["--optim.lr=1"], "'--optim.lr=1' is no setting; write optim.lr=1"),
+    ("evaluation without data", nothing, ["trainer.eval_every=2"], "trainer.eval_every=2 needs data.eval"),
+    (
+        "patience without evaluations",
+        nothing,
+        ["data.eval={task}/data/eval.jsonl", "trainer.best_metric=loss", "trainer.patience=2"],
+        "trainer.patience=2 counts evaluations, and there is one at the end only",
+    ),
+    ("variable", nothing, ["data.chat_template_kwargs.tokenize=true"], "data.chat_template_kwargs has tokenize"),
+    ("resume", nothing, ["trainer.resume=yes"], "trainer.resume=True is no folder; give auto, none or a checkpoint folder"),
+    ("config", lambda t: spoil_config(t, hidden_size="abc"), [], "the config cannot be read"),
+    ("several files", nothing, ["data.train=a.jsonl\\,b.jsonl"], "several are given as 'data.train=[a.jsonl,b.jsonl]'"),
+    ("a pattern", nothing, ["data.train=data/*.jsonl"], "patterns are not expanded: give the folder"),
+    ("output folder is a file", nothing, ["trainer.output_dir={task}/model/config.json"], "is a file; choose a folder"),
     ("metric", nothing, ["trainer.best_metric=loss"], "trainer.best_metric=loss needs data.eval"),
     ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be made"),
     ("output folder of the kernel", nothing, ["trainer.output_dir=/proc/nowhere"], "cannot be made"),

@@ -61,6 +61,22 @@ def test_one_path_may_stand_for_a_list_of_one() -> None:
     assert config.model.lora.targets == ("q_proj",)
 
 
+def test_a_pattern_is_no_reference_of_yaml() -> None:
+    for word in ("model.freeze=*.mlp.*", "model.freeze=[*.mlp.*]", 'model.freeze=["*.mlp.*"]'):
+        assert parse(SFTConfig, [word], USAGE).model.freeze == ("*.mlp.*",)
+    assert parse(SFTConfig, ["model.freeze=[a.*,*.b, *c]"], USAGE).model.freeze == ("a.*", "*.b", "*c")
+    assert parse(SFTConfig, ["model.added_tokens=[<a>,<b>]"], USAGE).model.added_tokens == ("<a>", "<b>")
+
+
+def test_a_recipe_may_stand_on_another(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: sft\noptim: {lr: 0.5}\n")
+    config = parse(SFTConfig, [f"recipe={tmp_path / 'mine.yaml'}"], USAGE)
+    assert (config.optim.lr, config.engine.precision.compute) == (0.5, "bfloat16")
+    (tmp_path / "round.yaml").write_text(f"recipe: {tmp_path / 'round.yaml'}\n")
+    with pytest.raises(ConfigError, match="go round in a circle"):
+        parse(SFTConfig, [f"recipe={tmp_path / 'round.yaml'}"], USAGE)
+
+
 def test_what_a_run_has_otherwise_is_told(tmp_path: Path) -> None:
     config = parse(SFTConfig, ["optim.lr=1", "engine.options.reshard_after_forward=false"], USAGE)
     assert changes(config) == {"optim.lr": 1.0, "engine.options.reshard_after_forward": False}

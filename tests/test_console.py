@@ -36,10 +36,10 @@ def test_a_line_lives_on_a_terminal_and_is_printed_elsewhere() -> None:
         assert ("\x1b[2K" in shown) == terminal
         assert terminal or "step 1/10" not in shown
         assert (
-            "step 2/10  loss 1.5  grad_norm 0.25  lr 1.00e-04  500 tokens/s  mfu 51.2%  1.2 GiB  0:00:00 left  skipped"
+            "step 2/10  loss 1.5000  grad_norm 0.250  lr 1.00e-04  500 tokens/s  mfu 51.2%  1.2 GiB  0:00:00 left  skipped"
             in shown
         )
-        assert "step 2  loss 1.25  accuracy 0.5  77 tokens" in shown
+        assert "step 2  loss 1.2500  accuracy 0.5000  77 tokens" in shown
 
 
 def test_a_summary_tells_what_was_done() -> None:
@@ -58,7 +58,7 @@ def test_a_summary_tells_what_was_done() -> None:
     # The first step, which compiles and allocates, is left out.
     assert told["tokens"] == "3000, 250 a second (median)"
     assert told["mfu"] == "25.0%"
-    assert told["evaluation"] == "loss 2.75 at last, 2.5 at best (step 2)"
+    assert told["evaluation"] == "loss 2.75 at last, 2.5 at lowest (step 2)"
     assert told["model"] == "runs/x/hf"
 
 

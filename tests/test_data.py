@@ -8,9 +8,11 @@ from drivetrain.engine.errors import DataError
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.demo import make_tokenizer, pairs, question
-from drivetrain.trainers.data.encode import encode_completion, encode_row
+from drivetrain.trainers.data.encode import encode_completion, encode_row, marked
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.samples import Budget
+from drivetrain.trainers.data.sources import Chunk
+from drivetrain.trainers.data.tokenise import encode_chunk
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
@@ -119,7 +121,7 @@ def test_a_message_that_only_calls_tools_needs_no_content() -> None:
         ([{"role": "user"}], "message 1 has no role or no content"),
         ([{"role": None, "content": "1"}], "message 1 has no role or no content"),
         ([{"role": "robot", "content": "1"}], "role 'robot'"),
-        ([{"role": "user", "content": None}], "content of message 1 is NoneType"),
+        ([{"role": "user", "content": None}], "content of message 1 is null"),
         (question(1, 2), "no message has the role assistant"),
         ([*question(1, 2), {"role": "assistant", "content": "3", "train": "no"}], "train of message 2 is 'no'"),
     ],
@@ -152,8 +154,78 @@ def test_a_template_that_rewrites_the_past_makes_a_sample_of_each_answer() -> No
 
 def test_a_template_whose_prompt_is_no_part_of_the_answer_is_refused() -> None:
     tokenizer = with_template(FORGETFUL.replace("<assistant>{% endif %}", "<assistant>5{% endif %}"))
-    with pytest.raises(DataError, match="row: the chat template begins the answer of message 2 otherwise"):
+    with pytest.raises(
+        DataError, match=r"row: the chat template begins the answer of message 2 with '.*<assistant>5', but renders it with"
+    ):
         chat(CHAT, tokenizer)
+
+
+@pytest.mark.parametrize("greeting", [False, True])
+def test_a_chat_may_begin_with_the_assistant(greeting: bool) -> None:
+    opening = [{"role": "assistant", "content": "1", "train": greeting}, *CHAT[:2]]
+    (sample,) = chat(opening)
+    assert TOKENIZER.decode(sample.ids) == "<assistant>1<end><user>3+4=<assistant>7<end>"
+    assert learned(sample) == ("1<end>7<end>" if greeting else "7<end>")
+
+
+def test_a_tokenizer_may_have_a_template_for_tools_alone() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": TOKENIZER.chat_template, "tool_use": TOOLS + TOKENIZER.chat_template}
+    (plain,), (tools,) = chat(CHAT[:2], tokenizer), chat(CHAT[:2], tokenizer, tools=[{"name": "5"}])
+    assert tokenizer.decode(plain.ids) == "<user>3+4=<assistant>7<end>"
+    assert tokenizer.decode(tools.ids) == "5<user>3+4=<assistant>7<end>"
+
+
+def bytes_tokenizer(template: str) -> Any:
+    """Byte-level BPE that has merged ' 7' into a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {w: i for i, w in enumerate([*letters, "Ġ7", "<end>"])}
+    made = Tokenizer(models.BPE(vocabulary, [("Ġ", "7")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_no_token_stands_across_the_border_of_prompt_and_answer() -> None:
+    """When the model answers, its prompt ends there: the token before it is a space of its own."""
+    tokenizer = bytes_tokenizer(
+        "{% for m in messages %}{{ m.role[0] + ': ' + m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    (sample,) = chat([{"role": "user", "content": "3 7"}, {"role": "assistant", "content": "7"}], tokenizer)
+    assert tokenizer.decode(sample.ids) == "u: 3 7a: 7<end>"
+    assert learned(sample, tokenizer) == "7<end>"
+    prompt = tokenizer("u: 3 7a: ", add_special_tokens=False)["input_ids"]
+    assert list(sample.ids[: len(prompt)]) == prompt
+    # Without the cut the answer's first token is the one with the space.
+    assert tokenizer("u: 3 7a: 7<end>", add_special_tokens=False)["input_ids"] != list(sample.ids)
+
+
+def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
+    with pytest.raises(DataError, match="row: the content of message 2 is empty; there is nothing to learn"):
+        chat([CHAT[0], {"role": "assistant", "content": ""}])
+    with pytest.raises(DataError, match="row: message 1 has a part of the kind text without one"):
+        chat([{"role": "user", "content": [{"type": "text", "text": None}]}, CHAT[1]])
+    with pytest.raises(DataError, match="chat_template_kwargs has tokenize, which is no variable of a template"):
+        chat(CHAT, chat_template_kwargs={"tokenize": True})
+    chunk = Chunk(
+        "f.jsonl", [(1, b'{"prompt": "1", "completion": "2"}'), (2, b'{"prompt": "1", "completion": "2\\ud800"}')], 1.0
+    )
+    with pytest.raises(DataError, match=r"f.jsonl:2: '\\ud800' is half of a character"):
+        encode_chunk(TOKENIZER, chunk, DataConfig())
+    with pytest.raises(DataError, match=r"it needs .*ShareGPT's form"):
+        encode_row(TOKENIZER, {"conversations": []}, "row", DataConfig())
+
+
+def test_what_is_learned_is_shown() -> None:
+    (sample,) = chat(CHAT)
+    assert marked(TOKENIZER, sample) == "<user>3+4=<assistant>«7<end>»<user>10+5=<assistant>«15<end>»"
+    assert marked(TOKENIZER, sample, 20) == "<user>3+4= ... >«15<end>»"
 
 
 MARKED = (

@@ -58,7 +58,10 @@ def test_order_depends_on_the_seed_alone(many: list[Samples], count: int, size: 
         cursors.append(cursor)
     for at, cursor in enumerate(cursors[:-1]):
         again = loader(samples, size)
-        assert next(again.batches(again.restore(json.loads(json.dumps(again.state(cursor))))))[0].names == seen[at + 1]
+        assert (
+            next(again.batches(again.restore(json.loads(json.dumps(again.state(cursor))), epochs=True)))[0].names
+            == seen[at + 1]
+        )
     per_epoch = -(-count // size)
     if steps >= per_epoch:
         assert sorted(n for names in seen[:per_epoch] for n in names or ()) == sorted(f"s:{i}" for i in range(count))
@@ -109,18 +112,23 @@ def test_weighted_sources_are_spread_evenly_in_file_order() -> None:
 def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCaptureFixture) -> None:
     mine = loader(many[9], 2)
     state = mine.state(Cursor(epoch=1, position=4))
-    assert mine.restore(state) == Cursor(epoch=1, position=4)
+    assert mine.restore(state, epochs=True) == Cursor(epoch=1, position=4)
     for other, message in (
-        (loader(many[8], 2), r"the number of samples = \[10\], now it is \[9\]"),
+        (loader(many[8], 2), r"the number of samples = 10, now it is 9"),
         (loader(many[9], 2, seed=4), "data.seed = 3, now it is 4"),
         (loader(many[9], 2, shuffle=False), "data.shuffle = True, now it is False"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            other.restore(state)
+            other.restore(state, epochs=False)
+    # Steps are counted in batches: those of other epochs cannot be, those up to a maximum can.
+    larger = loader(many[9], 5)
+    with pytest.raises(CheckpointError, match=r"data.batch_size = 2, now it is 5, .*set trainer.max_steps"):
+        larger.restore(state, epochs=True)
+    assert larger.restore(state, epochs=False) == Cursor(epoch=1, position=4)
     with pytest.raises(CheckpointError, match="does not say where in the data"):
-        mine.restore({})
+        mine.restore({}, epochs=False)
     assert "contents have changed" not in caplog.text
-    mine.restore({**state, "digest": "another"})
+    mine.restore({**state, "digest": "another"}, epochs=False)
     assert "contents have changed" in caplog.text
 
 

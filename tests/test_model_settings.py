@@ -274,4 +274,6 @@ def test_known_devices() -> None:
     assert known_peak_tflops("NVIDIA H200", "bfloat16") == 989.0
     assert known_peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
     assert known_peak_tflops("NVIDIA H200", "float32") is None
-    assert known_peak_tflops("Some card", "bfloat16") is None
+    assert known_peak_tflops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312.0
+    for other in ("NVIDIA RTX A1000", "NVIDIA RTX A4000", "Some card"):
+        assert known_peak_tflops(other, "bfloat16") is None

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from drivetrain.trainers.data.demo import make_tokenizer, question
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.samples import Budget, Samples
 from drivetrain.trainers.data.sources import open_source
-from drivetrain.trainers.data.store import is_complete
 from drivetrain.trainers.data.tokenise import load_stores
 from hub import serve
 
 TOKENIZER = make_tokenizer()
+CHAT = [*question(3, 4), {"role": "assistant", "content": "7"}]
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
 
 
@@ -94,8 +95,6 @@ def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dic
     assert samples.lengths.tolist() == [len(s.ids) for s in every(samples)]
     with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
         load([path], cache, max_length=6)
-    with pytest.raises(DataError, match=r"data.max_length=200 is more than engine.micro_batch.max_tokens=100"):
-        load([path], cache, max_length=200)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -134,12 +133,12 @@ def test_tokenised_data_is_kept_and_made_again_when_anything_changes(
     write_rows(tmp_path / "a.jsonl", [*ROWS, *ROWS])
     assert len(load([path], cache)) == 4
     assert made()
-    # A file of it is cut short: it is not taken at its name.
-    (store,) = [f for f in Path(cache["cache_dir"]).iterdir() if (f / "ids").stat().st_size == 24 * 4]
-    (store / "ids").write_bytes(b"x")
-    assert not is_complete(store)
-    assert len(load([path], cache)) == 4
-    assert made()
+    # A file of it is damaged, or cut short: it is not taken at its name.
+    for name, content in (("ids", b"x" * 24 * 4), ("supervised", b"x")):
+        (store,) = [f for f in Path(cache["cache_dir"]).iterdir() if (f / "lengths").stat().st_size == 4 * 4]
+        (store / name).write_bytes(content)
+        assert [learned(s) for s in every(load([path], cache))] == ["2<end>", "4<end>"] * 2
+        assert made()
     assert not [f for f in Path(cache["cache_dir"]).iterdir() if f.name.startswith(".tmp")]
 
 
@@ -219,6 +218,72 @@ for name, training in json.loads(sys.argv[1]):
         found.append(f"{type(e).__name__}: {e}")
 print(json.dumps(found))
 """
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_tables_nulls_are_no_keys(tmp_path: Path, cache: dict[str, Any]) -> None:
+    """Rows of a table all have the keys that any has; the template sees those of the row alone, as from a jsonl file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": CHAT, "tools": [{"name": "5"}]},
+        {"messages": [{**CHAT[0], "name": "6"}, CHAT[1]], "tools": [{"sign": "="}]},
+    ]
+    tokenizer = with_template(
+        "{% for t in tools %}{% for k in t %}{{ t[k] }}{% endfor %}{% endfor %}" + str(TOKENIZER.chat_template)
+    )
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    paths = [write_rows(tmp_path / "a.jsonl", rows), str(tmp_path / "a.parquet")]
+    one, two, three, four = (s.ids for s in every(load(paths, cache, tokenizer)))
+    assert (one, two) == (three, four)
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1", "answer": "2"}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet has the columns prompt, answer; it needs"):
+        load([str(tmp_path / "b.parquet")], cache)
+
+
+ENDLESS = """
+import sys
+from drivetrain.engine.topology import init_distributed
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.data.tokenise import load_stores
+if __name__ == "__main__":
+    init_distributed()
+    load_stores([sys.argv[1]], make_tokenizer(), DataConfig(cache_dir=sys.argv[2], workers=2), training=True)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "2"}] * 400_000)
+    (tmp_path / "program.py").write_text(ENDLESS)
+    words = [sys.executable, str(tmp_path / "program.py"), path, str(tmp_path / "cache")]
+    parent = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        workers = waited(lambda: found if len(found := spawned(parent.pid)) == 2 and made(tmp_path / "cache") else None)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def spawned(parent: int) -> list[int]:
+    """Working children of a process."""
+    children = [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def made(folder: Path) -> bool:
+    """Whether samples have arrived."""
+    return any(f.stat().st_size for f in folder.glob(".tmp-*/ids"))
+
+
+def waited(check: Any) -> Any:
+    for _ in range(600):
+        if found := check():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("nothing happened in a minute")
 
 
 def test_data_sets_of_the_hub(tmp_path: Path) -> None:

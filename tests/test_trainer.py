@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_a_folder_of_an_earlier_run_is_not_mixed_up_with_this_one(task: Path, ca
     file = task / "data" / "train.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:30]))
     assert main(words(task, "trainer.max_steps=5")) == 1
-    assert "was saved with the number of samples = [40], now it is [30]" in capfd.readouterr().err
+    assert "was saved with the number of samples = 40, now it is 30" in capfd.readouterr().err
 
 
 def test_evaluation_is_exact(task: Path) -> None:
@@ -239,32 +240,27 @@ def test_watch_decides() -> None:
     from drivetrain.engine.errors import ConfigError
     from drivetrain.trainers.watch import Watch
 
-    watch = Watch("accuracy", 2)
+    watch = Watch("accuracy", 2, "x")
     assert [watch.see(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]
     assert not watch.stop
-    again = Watch("accuracy", 2)
+    again = Watch("accuracy", 2, "x")
     again.restore(json.loads(json.dumps(watch.state())))
     assert not again.see(4, {"accuracy": float("nan")})
     assert again.stop
     assert (again.best, again.best_step) == (0.3, 2)
-    other = Watch("loss", 2)
-    other.restore(watch.state())
-    assert other.best is None
+    for other in (Watch("loss", 2, "x"), Watch("accuracy", 2, "y")):
+        other.restore(watch.state())
+        assert other.best is None
     with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; an evaluation measures loss, accuracy"):
-        Watch("f1", None)
+        Watch("f1", None, "")
     with pytest.raises(ConfigError, match=r"trainer.patience=3 needs trainer.best_metric"):
-        Watch(None, 3)
+        Watch(None, 3, "")
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_sigterm_saves_and_leaves(launcher: str, task: Path) -> None:
-    """And what follows is what would have followed."""
-    command = [sys.executable, "-u"]
-    if launcher == "torchrun":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    long = words(task, "trainer.max_steps=100000", "trainer.export_hf=false")
+def started(task: Path, launcher: list[str], *more: str) -> subprocess.Popen[str]:
+    """A long run, in its third step at least."""
     run = subprocess.Popen(
-        [*command, "-m", "drivetrain.trainers.sft", *long],
+        [sys.executable, "-u", *launcher, *words(task, "trainer.max_steps=100000", "trainer.export_hf=false", *more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -273,21 +269,99 @@ def test_sigterm_saves_and_leaves(launcher: str, task: Path) -> None:
     assert run.stdout is not None
     for line in run.stdout:
         if line.startswith("step 3/"):
-            break
-    run.terminate()
+            return run
+    raise AssertionError(run.communicate()[1])
+
+
+ALONE = ["-m", "drivetrain.trainers.sft"]
+LAUNCHERS = {
+    "python": ALONE,
+    "command": ["-m", "drivetrain.cli", "sft"],
+    "command of two": ["-m", "drivetrain.cli", "sft", "--nproc", "2"],
+    "one rank of torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *ALONE],
+    "ctrl-c": ALONE,
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHERS)
+def test_a_signal_saves_and_leaves(how: str, task: Path) -> None:
+    """Whoever gets it; and what follows is what would have followed."""
+    run = started(task, LAUNCHERS[how])
+    target = run.pid
+    if how == "one rank of torchrun":
+        target = int(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()[-1])
+    os.kill(target, signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
     out, error = run.communicate(timeout=60)
-    if launcher == "python":
-        # torchrun itself reports every signal as a failure; its workers end well, or nothing would be saved.
-        assert run.returncode == 0, error
-        assert "checkpoints  " in out
-    assert "stopped by SIGTERM after step" in error
+    assert run.returncode == (143 if how == "command of two" else 0), error
+    assert "stopped by a signal after step" in error
+    assert "Traceback" not in error
+    assert "checkpoints  " in out
     made = len(losses(task / "run"))
     assert made < 100000
     assert [f.name for f in checkpoint_folders(task / "run" / "checkpoints")] == [f"step-{made:08d}"]
-    short = f"trainer.max_steps={made + 3}"
-    assert main([*long, short]) == 0
-    assert main([*long, short, f"trainer.output_dir={task / 'whole'}"]) == 0
+    long = words(task, "trainer.export_hf=false", f"trainer.max_steps={made + 3}")
+    assert main(long) == 0
+    assert main([*long, f"trainer.output_dir={task / 'whole'}"]) == 0
     assert losses(task / "run") == pytest.approx(losses(task / "whole"), rel=1e-5)
+
+
+def test_an_evaluation_that_a_signal_ends_is_made_up_for(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.trainers.data.loader import Loader
+
+    run = words(task, held_out(task), "trainer.eval_every=2", "trainer.best_metric=loss", "trainer.max_steps=4")
+    once = Loader.once
+
+    def struck(self: Loader) -> Any:
+        for i, batch in enumerate(once(self)):
+            if i == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    for _ in range(2):
+        # Twice: an evaluation that is made up for may be struck again.
+        monkeypatch.setattr(Loader, "once", struck)
+        assert main(run) == 0
+        assert [(r["step"], r.get("split")) for r in records(task / "run")] == [(1, None), (2, None)]
+        assert not (task / "run" / "hf").exists()
+    monkeypatch.setattr(Loader, "once", once)
+    assert main(run) == 0
+    assert main([*run, f"trainer.output_dir={task / 'whole'}"]) == 0
+    mine, whole = records(task / "run"), records(task / "whole")
+    assert [(r["step"], r.get("split"), r["loss"]) for r in mine] == [(r["step"], r.get("split"), r["loss"]) for r in whole]
+
+
+def test_a_folder_in_use_is_refused(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = started(task, ALONE)
+    try:
+        assert main(words(task, "trainer.max_steps=1")) == 1
+        assert f"is in use by another run (process {run.pid} on" in capfd.readouterr().err
+    finally:
+        run.kill()
+        run.communicate()
+    assert main(words(task, "trainer.max_steps=1")) == 0
+
+
+def test_another_model_in_the_same_folder_is_refused(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words(task, "trainer.max_steps=2")) == 0
+    shutil.copytree(task / "model", task / "elsewhere")
+    moved = words(task, "trainer.max_steps=3", f"model.path={task / 'elsewhere'}")
+    assert main(moved) == 0
+    capfd.readouterr()
+    assert main(words(task, "trainer.max_steps=4", f"model.path={task / 'run' / 'hf'}")) == 1
+    assert f"now it is {task / 'run' / 'hf'}, another model, whose weights would not be read" in capfd.readouterr().err
+
+
+def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:
+    run = words(task, "trainer.save_every=1", "trainer.keep_last=2", "trainer.export_hf=false")
+    assert main([*run, "trainer.max_steps=5", "trainer.keep_last=null"]) == 0
+    root = task / "run" / "checkpoints"
+    for step in (4, 5):
+        (root / f"step-{step:08d}" / "rank-00000.safetensors").write_bytes(b"x")
+    assert main([*run, "trainer.max_steps=4"]) == 0
+    assert [f.name for f in checkpoint_folders(root)] == ["step-00000003", "step-00000004", "step-00000005"]
+    assert main([*run, "trainer.max_steps=5"]) == 0
+    assert len(losses(task / "run")) == 5
+    assert [f.name for f in checkpoint_folders(root)] == ["step-00000004", "step-00000005"]
 
 
 def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +374,8 @@ def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.Capture
     assert f"answer {told[-1]['answer']!r}" in capfd.readouterr().out
     model: Any = AutoModelForCausalLM.from_pretrained(task / "run" / "hf", dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(task / "run" / "hf")
-    for answer, line in zip(told[3:], (task / "data" / "eval.jsonl").read_text().splitlines(), strict=False):
+    lines = (task / "data" / "eval.jsonl").read_text().splitlines()
+    for answer, line in zip(told[3:], (lines[0], lines[13], lines[26]), strict=True):
         chat = json.loads(line)["messages"]
         assert answer["prompt"] == tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         assert answer["wanted"] == chat[1]["content"] + "<end>"
@@ -317,13 +392,19 @@ def test_metrics_tell_the_work(task: Path) -> None:
         assert record["peak_gib"] > 0.05
 
 
-def test_sources_are_mixed_by_weight(task: Path) -> None:
+def test_sources_are_mixed_by_weight(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = (task / "data" / "train.jsonl").read_text().splitlines(keepends=True)
     (task / "data" / "few.jsonl").write_text("".join(rows[:4]))
     mixed = f"data.train=[{task / 'data' / 'train.jsonl'},{task / 'data' / 'few.jsonl'}]"
-    assert main(words(task, mixed, "data.weights=[1,1]", "data.batch_size=11")) == 0
-    assert [r["sequences"] for r in records(task / "run")] == [11, 11, 11, 11]
+    assert main(words(task, mixed, "data.weights=[1,1]", "data.batch_size=44")) == 0
+    # Half of the epoch are the four short rows' tokens, over and over.
+    tokens = [len(encode_row(TOKENIZER, json.loads(row), "row", DataConfig())[0].ids) for row in rows]
+    (record,) = records(task / "run")
+    few = sum(tokens[:4]) / 4 * 22
+    assert abs(record["tokens"] - few - sum(tokens) * 22 / 40) < 22
+    assert record["sequences"] == 44
     assert main(words(task, mixed, "data.weights=[1,3]", "trainer.max_steps=9")) == 1
+    assert "data.weights = [1.0, 1.0], now it is [1.0, 3.0]" in capfd.readouterr().err
 
 
 def test_wandb_offline(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

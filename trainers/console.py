@@ -23,7 +23,7 @@ class Console:
     """
 
     def __init__(self, total_steps: int, every: int, out: RichConsole | None = None) -> None:
-        self._out = out or RichConsole(highlight=False, soft_wrap=True)
+        self._out = out or RichConsole(highlight=False)
         self._total, self._every, self._start = total_steps, every, time.monotonic()
         self._made = 0
         self._live: Live | None = None
@@ -36,8 +36,9 @@ class Console:
         """Show it."""
         if record.get("split") == "eval":
             self._out.print(
-                f"[bold]eval[/bold]  step {record['step']}  loss {record['loss']:.4g}  accuracy {record['accuracy']:.4g}  "
-                f"{record['tokens']} tokens  {record['seconds']:.1f} s"
+                f"[bold]eval[/bold]  step {record['step']}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}  "
+                f"{record['tokens']} tokens  {record['seconds']:.1f} s",
+                soft_wrap=True,
             )
             return
         self._made, step = self._made + 1, record["step"]
@@ -46,12 +47,16 @@ class Console:
         if self._live is not None:
             self._live.update(Text(line, style="red" if record["skipped"] else ""))
         elif step % self._every == 0 or step == self._total:
-            self._out.print(line, markup=False)
+            self._out.print(line, markup=False, soft_wrap=True)
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Print them."""
         for answer in given:
-            self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    wanted {answer.wanted!r}", markup=False)
+            self._out.print(
+                f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    wanted {answer.wanted!r}",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def close(self) -> None:
         """Take the line away."""
@@ -69,12 +74,26 @@ class Summary:
 
     def __init__(self, total_steps: int) -> None:
         self._total, self._start = total_steps, time.monotonic()
-        self._seen: list[Mapping[str, Any]] = []
-        self._evaluated: list[Mapping[str, Any]] = []
+        self._first: Mapping[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
+        self._speeds: list[float] = []
+        self._shares: list[float] = []
+        self._tokens = self._skipped = 0
+        self._seconds = 0.0
+        self._evaluated: list[tuple[float, int]] = []
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Keep it."""
-        (self._evaluated if record.get("split") == "eval" else self._seen).append(record)
+        """Keep of it what the summary needs."""
+        if record.get("split") == "eval":
+            self._evaluated.append((record["loss"], record["step"]))
+            return
+        self._first, self._last = self._first or record, record
+        self._speeds.append(record["tokens_per_s"])
+        if record["mfu"] is not None:
+            self._shares.append(record["mfu"])
+        self._tokens += record["tokens"]
+        self._skipped += record["skipped"]
+        self._seconds += record["seconds"]
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Not part of a summary."""
@@ -89,23 +108,23 @@ class Summary:
             left: what is in the run's folder, by name.
         """
         rows: dict[str, str] = {}
-        if self._seen:
-            first, last = self._seen[0], self._seen[-1]
+        if self._speeds:
             # The first step compiles and allocates.
-            steady = self._seen[1:] or self._seen
-            skipped = sum(r["skipped"] for r in self._seen)
-            speed = statistics.median(r["tokens_per_s"] for r in steady)
+            speed, mfu = (
+                statistics.median(values[1:] or values) if values else None for values in (self._speeds, self._shares)
+            )
+            skipped = f", {self._skipped} skipped" if self._skipped else ""
             rows = {
-                "steps": f"{first['step']} to {last['step']} of {self._total}{f', {skipped} skipped' if skipped else ''}",
-                "time": f"{duration(time.monotonic() - self._start)}, {sum(r['seconds'] for r in self._seen):.1f} s of it in steps",
-                "loss": f"{first['loss']:.4g} at first, {last['loss']:.4g} at last",
-                "tokens": f"{sum(r['tokens'] for r in self._seen)}, {speed:.0f} a second (median)",
-                "mfu": share(None if last["mfu"] is None else statistics.median(r["mfu"] for r in steady)),
-                "peak memory": f"{last['peak_gib']:.2f} GiB",
+                "steps": f"{self._first['step']} to {self._last['step']} of {self._total}{skipped}",
+                "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
+                "loss": f"{self._first['loss']:.4g} at first, {self._last['loss']:.4g} at last",
+                "tokens": f"{self._tokens}, {speed:.0f} a second (median)",
+                "mfu": share(mfu),
+                "peak memory": f"{self._last['peak_gib']:.2f} GiB",
             }
         if self._evaluated:
-            best, last = min(self._evaluated, key=lambda r: r["loss"]), self._evaluated[-1]
-            rows["evaluation"] = f"loss {last['loss']:.4g} at last, {best['loss']:.4g} at best (step {best['step']})"
+            lowest, step = min(self._evaluated)
+            rows["evaluation"] = f"loss {self._evaluated[-1][0]:.4g} at last, {lowest:.4g} at lowest (step {step})"
         return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
 
 
@@ -119,8 +138,8 @@ def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
     """
     parts = [
         f"step {record['step']}/{total}",
-        f"loss {record['loss']:.4g}",
-        f"grad_norm {record['grad_norm']:.4g}",
+        f"loss {record['loss']:.4f}",
+        f"grad_norm {record['grad_norm']:.3f}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_s']:.0f} tokens/s",
         f"mfu {share(record['mfu'])}",

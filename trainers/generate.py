@@ -14,6 +14,7 @@ from ..engine.base import BaseEngine
 from ..engine.batch_convert import from_lists
 from ..engine.objective import OutputRequest
 from .data.sample import Sample
+from .stop import StopSignal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,11 @@ class Answer:
     wanted: str
 
 
-def answers(engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int) -> list[Answer]:
-    """Greedy answers. Collective; every rank passes the same samples and gets all answers.
+def answers(
+    engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
+) -> list[Answer]:
+    """Greedy answers. Collective; every rank passes the same samples and gets all answers, as far as they came before a rank
+    was asked to stop.
 
     Args:
         engine: initialised.
@@ -42,17 +46,20 @@ def answers(engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most:
         samples: with something supervised.
         most: tokens of an answer, at most.
         budget: tokens of a micro-batch: an answer ends where its text would exceed it.
+        stop: the run's.
     """
     topology = engine.topology
     mine = range(topology.dp_rank, len(samples), topology.dp_size)
     texts = {i: list(samples[i].ids[: _first_target(samples[i])]) for i in mine}
     prompts = {i: len(text) for i, text in texts.items()}
     open_ = dict.fromkeys(texts, True)
+    ends = {i: _ends(tokenizer, samples[i]) for i in mine}
     request = OutputRequest(greedy=True)
     for _ in range(most):
         going = [i for i in texts if open_[i] and len(texts[i]) < budget]
         # All ranks together, also those whose own answers are complete: the forward pass is collective.
-        if not any(topology.exchange(bool(going))):
+        told = topology.exchange((bool(going), stop.here))
+        if not any(more for more, _ in told) or any(asked for _, asked in told):
             break
         batch = from_lists([texts[i] for i in going])
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
@@ -60,10 +67,10 @@ def answers(engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most:
         found = engine.infer_batch(batch, request, tokens=last)["greedy"][last].tolist()
         for i, token in zip(going, found, strict=True):
             texts[i].append(int(token))
-            open_[i] = token != tokenizer.eos_token_id
-    told = {i: tokenizer.decode(text[prompts[i] :]) for i, text in texts.items()}
+            open_[i] = token not in ends[i]
+    said = {i: tokenizer.decode(text[prompts[i] :]) for i, text in texts.items()}
     every: dict[int, str] = {}
-    for part in topology.exchange(told if topology.is_output_rank else {}):
+    for part in topology.exchange(said if topology.is_output_rank else {}):
         every |= part
     return [
         Answer(
@@ -74,6 +81,13 @@ def answers(engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most:
         )
         for i, sample in enumerate(samples)
     ]
+
+
+def _ends(tokenizer: Any, sample: Sample) -> set[int]:
+    """Tokens that end an answer: end of sequence, and the special token, if any, that ends the wanted answer's turn."""
+    special = set(tokenizer.all_special_ids)
+    turn = [t for t, s in zip(sample.ids, sample.supervised, strict=True) if s and t in special]
+    return {tokenizer.eos_token_id, *turn[-1:]}
 
 
 def _first_target(sample: Sample) -> int:

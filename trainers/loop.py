@@ -9,7 +9,8 @@ from typing import Any
 
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name, rotate
-from ..engine.errors import CheckpointError
+from ..engine.errors import CheckpointError, disk_error
+from ..engine.model_path import fingerprint
 from ..engine.objective import Loss
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
@@ -26,12 +27,12 @@ class Evaluation:
     Args:
         loader: of held-out samples.
         loss: with the metrics that only an evaluation has.
-        tell: what else is shown then, given the step: sample answers. Collective.
+        tell: what else is shown then, given the step and the run's signal: sample answers. Collective.
     """
 
     loader: Loader
     loss: Loss
-    tell: Callable[[int], None]
+    tell: Callable[[int, StopSignal], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Ended:
 
     Args:
         step: the last one made.
-        why: `done`, `patience` (nothing better for so many evaluations) or `signal` (SIGTERM).
+        why: `done`, `patience` (nothing better for so many evaluations) or `signal` (SIGTERM or Ctrl-C).
     """
 
     step: int
@@ -78,6 +79,13 @@ def train(
     why = "patience" if watch.stop else "done"
     step = start.step - 1
     with StopSignal() as stop:
+        if start.evaluate and evaluation is not None:
+            measured = evaluate(engine, evaluation, loggers, step, stop)
+            if measured is None:
+                return Ended(step=step, why="signal")
+            watch.see(step, measured)
+            why = "patience" if watch.stop else "done"
+            save(engine, config, step, loader, start.cursor, watch)
         while step < total and why == "done":
             began = time.perf_counter()
             batch, cursor = next(batches)
@@ -103,13 +111,14 @@ def train(
                 **result.metrics,
             }
             error = report(loggers, record)
-            best = False
+            best = due = False
             if evaluation is not None and (step == total or (config.eval_every and step % config.eval_every == 0)):
                 measured = evaluate(engine, evaluation, loggers, step, stop)
+                due = measured is None
                 best = measured is not None and watch.see(step, measured)
             why = "signal" if stop.asked(engine.topology, error) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
-                save(engine, config, step, loader, cursor, watch)
+                save(engine, config, step, loader, cursor, watch, evaluate=due)
     return Ended(step=step, why=why)
 
 
@@ -141,30 +150,61 @@ def evaluate(
     measured = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
     seconds = time.perf_counter() - began
     engine.topology.agree(report(loggers, {"step": step, "split": "eval", **measured, "tokens": tokens, "seconds": seconds}))
-    evaluation.tell(step)
+    evaluation.tell(step, stop)
     return measured
 
 
 def report(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | None:
     """Hand a record to the loggers; what kept one from writing it, for all ranks to hear of."""
-    try:
+
+    def write() -> None:
         for logger in loggers:
             logger.log(record)
+
+    return written(record["step"], write)
+
+
+def written(step: int, write: Callable[[], object]) -> Exception | None:
+    """Write what belongs to a step; what kept it from being written."""
+    try:
+        write()
     except OSError as e:
-        return CheckpointError(
-            f"the metrics of step {record['step']} cannot be written: {e.strerror or e}; make room in the run's folder"
-        )
+        return disk_error(f"the metrics of step {step}", e)
     return None
 
 
-def save(engine: BaseEngine, config: TrainerConfig, step: int, loader: Loader, cursor: Cursor, watch: Watch) -> None:
-    """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept."""
+def save(
+    engine: BaseEngine,
+    config: TrainerConfig,
+    step: int,
+    loader: Loader,
+    cursor: Cursor,
+    watch: Watch,
+    *,
+    evaluate: bool = False,
+) -> None:
+    """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept.
+
+    Args:
+        engine: to save.
+        config: where to, and how many.
+        step: its number.
+        loader: of the training data.
+        cursor: of the next batch.
+        watch: over evaluations.
+        evaluate: the evaluation of this step is still to be made.
+    """
     root = Path(config.output_dir) / "checkpoints"
-    engine.save_checkpoint(root, step, {"data": loader.state(cursor), "watch": watch.state()})
+    model = {"path": engine.model_config.path, "fingerprint": fingerprint(engine.model_config.path)}
+    engine.save_checkpoint(
+        root, step, {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
+    )
     error: Exception | None = None
     if engine.topology.is_main:
         try:
-            rotate(root, config.keep_last, keep=() if watch.best_step is None else (folder_name(watch.best_step),))
+            rotate(
+                root, config.keep_last, newest=step, keep=() if watch.best_step is None else (folder_name(watch.best_step),)
+            )
         except OSError as e:
             error = CheckpointError(f"an old checkpoint in {root} cannot be removed: {e}")
     engine.topology.agree(error)

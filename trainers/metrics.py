@@ -65,7 +65,7 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write every number."""
@@ -91,9 +91,14 @@ class WandB:
         kept = folder / "wandb_id"
         if not kept.is_file():
             kept.write_text(uuid.uuid4().hex[:12])
-        self._run: Any = wandb.init(
-            project=project, dir=str(folder), name=folder.name, id=kept.read_text(), resume="allow", config=dict(config)
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=project, dir=str(folder), name=folder.name, id=kept.read_text(), resume="allow", config=dict(config)
+            )
+        except wandb.errors.Error as e:
+            raise ConfigError(
+                f"trainer.loggers names 'wandb', which cannot start: {e}; log in (wandb login), set WANDB_MODE=offline, or leave it out"
+            ) from e
         self._table: Any = wandb.Table
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -170,7 +175,7 @@ def _reopened(path: Path, resumed_step: int) -> Any:
     """A file to append to, cut back to the step that a run resumes from."""
     kept = []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n"):
             record = _parsed(line)
             if record is not None and record["step"] <= resumed_step:
                 kept.append(line)

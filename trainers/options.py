@@ -1,6 +1,7 @@
 """From YAML and dotted overrides to a typed config. Imports no torch: `--help` and a typing error answer at once."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +15,21 @@ from ..engine.errors import ConfigError
 from ..engine.registry import options_class
 
 RECIPES = Path(__file__).parent / "recipes"
+
+FOREIGN = {
+    "learning_rate": "optim.lr",
+    "num_train_epochs": "trainer.epochs",
+    "num_epochs": "trainer.epochs",
+    "per_device_train_batch_size": "data.batch_size",
+    "micro_batch_size": "engine.micro_batch.max_tokens",
+    "gradient_accumulation_steps": "data.batch_size",
+    "max_seq_length": "data.max_length",
+    "sequence_len": "data.max_length",
+    "lr_scheduler_type": "optim.schedule",
+    "load_in_4bit": "model.quantization",
+    "load_in_8bit": "model.quantization",
+}
+"""What others call a setting."""
 
 Config = TypeVar("Config")
 
@@ -116,14 +132,17 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
 def _words(words: Sequence[str]) -> DictConfig:
     for word in words:
         if "=" not in word or word.startswith("-"):
+            if word.startswith("--") and "=" in word:
+                raise ConfigError(f"{word!r} is no setting; write {word.lstrip('-')}")
             raise ConfigError(f"{word!r} is no setting; write key=value, as in engine.parallel.cp=2 (--help lists all)")
     try:
-        return OmegaConf.from_dotlist(list(words))
+        # YAML takes a word that begins with * for a reference; here it is a pattern.
+        return OmegaConf.from_dotlist([re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word) for word in words])
     except Exception as e:
         raise ConfigError(f"the settings cannot be read: {e}") from e
 
 
-def _recipe(name: str) -> DictConfig:
+def _recipe(name: str, depth: int = 0) -> DictConfig:
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if not path.is_file():
         built_in = sorted(p.stem for p in RECIPES.glob("*.yaml"))
@@ -138,7 +157,12 @@ def _recipe(name: str) -> DictConfig:
         raise ConfigError(f"recipe={name}: {path} is no valid YAML: {e}") from e
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"recipe={name}: {path} holds no settings")
-    return loaded
+    base = loaded.pop("recipe", None)
+    if base is None:
+        return loaded
+    if depth > 4:
+        raise ConfigError(f"recipe={name}: recipes that stand on recipes go round in a circle")
+    return DictConfig(OmegaConf.merge(_recipe(str(base), depth + 1), loaded))
 
 
 def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
@@ -148,10 +172,11 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
         if name.startswith("engine.options."):
             own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
             raise ConfigError(f"unknown setting {name!r}; engine.options of this backend has {own}")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            name.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1
+        last = name.rpartition(".")[2]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
+            last, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7
         )
-        full = next((k for k in sorted(known) if near and k.endswith(near[0])), None)
+        full = FOREIGN.get(last) or next((k for k in sorted(known) if near and k.endswith(near[0])), None)
         raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all)")
 
 

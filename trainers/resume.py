@@ -8,6 +8,7 @@ from typing import Any
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name, latest, steps
 from ..engine.errors import CheckpointError, ConfigError
+from ..engine.model_path import fingerprint
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
 from .watch import Watch
@@ -22,13 +23,15 @@ class Start:
     Args:
         step: number of the first step to make, from 1.
         cursor: of its batch.
+        evaluate: the evaluation of the step before was given up, for a SIGTERM, and is still to be made.
     """
 
     step: int
     cursor: Cursor
+    evaluate: bool = False
 
 
-def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Loader, watch: Watch) -> Start:
+def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Loader, watch: Watch, model_path: str) -> Start:
     """Load the checkpoint that `trainer.resume` names, if any. Collective.
 
     Args:
@@ -37,6 +40,7 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
         output: the run's folder.
         loader: of the training data.
         watch: over evaluations; takes back what it knew.
+        model_path: `model.path`, whose weights a resumed run would not read.
 
     Raises:
         CheckpointError: the named checkpoint cannot be used, or was made with other data.
@@ -58,8 +62,18 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
     start = Start(step=1, cursor=Cursor())
     if chosen is not None:
         restored = engine.load_checkpoint(chosen)
+        was = restored.extra.get("model", {})
+        if was and was["fingerprint"] != fingerprint(model_path):
+            raise CheckpointError(
+                f"{chosen} was trained from model.path={was['path']}, now it is {model_path}, another model, whose weights would not be "
+                "read; choose another trainer.output_dir"
+            )
         try:
-            start = Start(step=restored.step + 1, cursor=loader.restore(restored.extra.get("data", {})))
+            start = Start(
+                step=restored.step + 1,
+                cursor=loader.restore(restored.extra.get("data", {}), epochs=config.max_steps is None),
+                evaluate=bool(restored.extra.get("evaluate")),
+            )
         except CheckpointError as e:
             raise CheckpointError(f"{chosen}: {e}") from e
         watch.restore(restored.extra.get("watch", {}))

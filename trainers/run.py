@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name, sweep
@@ -20,19 +19,20 @@ from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
 from ..engine.objective import OutputRequest
 from ..engine.registry import engine_class
-from ..engine.tokenizer import load_tokenizer
-from ..engine.topology import agree, init_distributed
+from ..engine.topology import agree, close_distributed, init_distributed
 from ..workers.losses.sft import SFTLoss
 from .config import SFTConfig
 from .console import Summary
+from .data.encode import marked
 from .data.loader import Loader, Order
-from .data.samples import Budget, Samples
-from .data.tokenise import load_stores
+from .data.samples import Samples
 from .generate import answers
-from .loop import Evaluation, train
-from .metrics import Logger, check_loggers, make_loggers, plot_loss
+from .loop import Evaluation, train, written
+from .metrics import Logger, make_loggers, plot_loss
 from .options import changes, differences, to_yaml
+from .prepare import check_run, load_data, lock_folder, make_folder, sample_budget
 from .resume import resume
+from .stop import StopSignal
 from .watch import Watch
 
 log = logging.getLogger(__name__)
@@ -63,71 +63,47 @@ def run_sft(config: SFTConfig) -> None:
     try:
         _run(config)
     finally:
-        dist.destroy_process_group()
-
-
-def check_run(config: SFTConfig) -> None:
-    """Refuse what no run could be made of.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    trainer, data = config.trainer, config.data
-    if not data.train:
-        raise ConfigError("data.train is not set; give files, folders or Hub names, as in data.train=[train.jsonl]")
-    for name, value, least in (
-        ("data.batch_size", data.batch_size, 1),
-        ("data.max_length", data.max_length, 1),
-        ("data.workers", data.workers, 0),
-        ("engine.micro_batch.max_tokens", config.engine.micro_batch.max_tokens, 1),
-        ("trainer.epochs", trainer.epochs, 1),
-        ("trainer.max_steps", trainer.max_steps, 1),
-        ("trainer.eval_every", trainer.eval_every, 1),
-        ("trainer.save_every", trainer.save_every, 1),
-        ("trainer.keep_last", trainer.keep_last, 1),
-        ("trainer.patience", trainer.patience, 1),
-        ("trainer.generate", trainer.generate, 0),
-        ("trainer.generate_tokens", trainer.generate_tokens, 1),
-        ("trainer.log_every", trainer.log_every, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value}; it must be at least {least}")
-    if data.weights is not None:
-        if len(data.weights) != len(data.train):
-            raise ConfigError(
-                f"data.weights has {len(data.weights)} numbers, data.train {len(data.train)} sources; give one for each"
-            )
-        if not all(0 < w < float("inf") for w in data.weights):
-            raise ConfigError(
-                f"data.weights={list(data.weights)}; a weight is more than 0: leave a source out of data.train instead"
-            )
-    for name, asked in (("trainer.best_metric", trainer.best_metric), ("trainer.generate", trainer.generate)):
-        if asked and not data.eval:
-            raise ConfigError(f"{name}={asked} needs data.eval, which is not set")
-    if trainer.peak_tflops is not None and not trainer.peak_tflops > 0:
-        raise ConfigError(f"trainer.peak_tflops={trainer.peak_tflops}; it must be more than 0")
-    Watch(trainer.best_metric, trainer.patience)
-    if config.model.head != "lm":
-        raise ConfigError(f"model.head={config.model.head}: SFT trains a language-model head; set model.head=lm")
-    check_loggers(trainer.loggers)
+        close_distributed()
 
 
 def _run(config: SFTConfig) -> None:
     output = Path(config.trainer.output_dir)
+    engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
+    error: Exception | None = None
+    lock: TextIO | None = None
+    try:
+        engine.check()
+        make_folder(output)
+        if os.environ.get("RANK", "0") == "0":
+            lock = lock_folder(output)
+    except DrivetrainError as e:
+        error = e
+    try:
+        agree(error)
+        _train(config, output, engine)
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
     tokenizer, samples, held_out = load_data(config)
     order = Order(samples.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
     total = config.trainer.max_steps or config.trainer.epochs * -(-len(order) // config.data.batch_size)
-    engine = engine_class(config.engine.backend)(
-        model=config.model, engine=config.engine, optim=config.optim, total_steps=total
-    ).initialize()
+    if not min(order.drawn):
+        log.warning("data.weights=%s: %d samples an epoch leave a source without any", config.data.weights, len(order))
+    engine.total_steps = total
+    engine.initialize()
     try:
         if engine.topology.is_main:
             sweep(output / "checkpoints")
-        _announce(engine, config, samples, total)
+        _announce(engine, config, samples, order, total)
+        log.info("first sample, what is learned of it between « and »:\n  %s", marked(tokenizer, samples[0]))
         loader = _loader(engine, config, samples, order)
-        watch = Watch(config.trainer.best_metric, config.trainer.patience)
-        start = resume(engine, config.trainer, output, loader, watch)
-        _write_config(engine, config, output, resumed=start.step > 1)
+        watch = Watch(config.trainer.best_metric, config.trainer.patience, "" if held_out is None else held_out.digest)
+        start = resume(engine, config.trainer, output, loader, watch, config.model.path)
+        if start.step <= total:
+            _write_config(engine, config, output, resumed=start.step > 1)
         summary = Summary(total)
         with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
             ended = train(
@@ -144,7 +120,7 @@ def _run(config: SFTConfig) -> None:
             )
         left = {"checkpoints": str(output / "checkpoints")}
         if ended.why == "signal":
-            log.info("stopped by SIGTERM after step %d, which is saved; the same command goes on from there", ended.step)
+            log.info("stopped by a signal after step %d, which is saved; the same command goes on from there", ended.step)
         elif ended.why == "patience":
             log.info(
                 "stopped after step %d: %d evaluations without a better %s", ended.step, config.trainer.patience, watch.metric
@@ -153,61 +129,12 @@ def _run(config: SFTConfig) -> None:
             log.info("step %d of %d is done already; nothing to train", ended.step, total)
         if config.trainer.export_hf and ended.why != "signal":
             left |= _export(engine, config, output, watch, ended.step)
-        if (output / "loss.png").is_file():
+        if "jsonl" in config.trainer.loggers:
             left["loss plot"] = str(output / "loss.png")
         if engine.topology.is_main and "console" in config.trainer.loggers:
             print("\n".join(summary.lines(left)), flush=True)
     finally:
         engine.close()
-
-
-def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
-    """The tokenizer, training and held-out samples; an error of one rank is everybody's, before any weight is read."""
-    error: Exception | None = None
-    tokenizer: Any = None
-    budget = sample_budget(config)
-    try:
-        make_folder(Path(config.trainer.output_dir))
-        tokenizer = load_tokenizer(config.model)
-    except DrivetrainError as e:
-        error = e
-    agree(error)
-    found: list[Samples] = []
-    for names, training in ((config.data.train, True), (config.data.eval, False)):
-        if not names:
-            continue
-        stores = load_stores(names, tokenizer, config.data, training=training)
-        try:
-            found.append(Samples(stores, config.data, budget, names))
-        except DrivetrainError as e:
-            error = e
-        agree(error)
-    return tokenizer, found[0], found[1] if config.data.eval else None
-
-
-def sample_budget(config: SFTConfig) -> Budget:
-    """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
-    sizes, cp = config.engine.micro_batch, max(1, config.engine.parallel.cp)
-    least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
-    if config.data.eval and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
-        least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-    usable = least // cp * cp
-    rounded = "" if usable == least else f" ({usable}, since engine.parallel.cp={cp} ranks share it evenly)"
-    return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
-
-
-def make_folder(folder: Path) -> None:
-    """The run's folder.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"trainer.output_dir={folder} cannot be made: {e}") from e
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"trainer.output_dir={folder} cannot be written by this user; choose another folder")
 
 
 def _loader(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order) -> Loader:
@@ -226,13 +153,19 @@ def _evaluation(
 ) -> Evaluation | None:
     if held_out is None:
         return None
-    shown = [held_out[i] for i in range(min(config.trainer.generate, len(held_out)))]
+    # From all over the file: neighbours may be answers of one chat.
+    count = min(config.trainer.generate, len(held_out))
+    shown = [held_out[i * len(held_out) // count] for i in range(count)]
 
-    def tell(step: int) -> None:
+    def tell(step: int, stop: StopSignal) -> None:
         if shown:
-            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, sample_budget(config).tokens)
-            for logger in loggers:
-                logger.answers(step, given)
+            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, sample_budget(config).tokens, stop)
+
+            def write() -> None:
+                for logger in loggers:
+                    logger.answers(step, given)
+
+            engine.topology.agree(written(step, write))
 
     order = Order(held_out.sizes, weights=None, seed=0, shuffle=False)
     loss = SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
@@ -268,7 +201,7 @@ def _loggers(
         try:
             for logger in loggers:
                 logger.close()
-            if loggers and (output / "metrics.jsonl").is_file():
+            if loggers and "jsonl" in config.trainer.loggers:
                 plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
         except OSError as e:
             # Disk full, say: it is told, but must not bury the error that the run may end with.
@@ -290,7 +223,7 @@ def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resume
     engine.topology.agree(error)
 
 
-def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, total: int) -> None:
+def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order, total: int) -> None:
     log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
@@ -306,6 +239,11 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, total: in
         device.type,
         layout,
     )
+    shape = engine.model_shape
+    log.info("%d parameters, %d of them trained", shape.parameters, shape.parameters_trained)
+    for name, size, drawn, tokens in zip(config.data.train, samples.sizes, order.drawn, samples.tokens, strict=True):
+        times = "" if drawn == size else f"; {drawn} an epoch ({drawn / size:.2f} times)"
+        log.info("  %s: %d samples, %d tokens%s", name, size, tokens, times)
     positions, longest = engine.model_shape.positions, int(samples.lengths.max())
     if positions is not None and longest > positions:
         log.warning(

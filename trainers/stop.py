@@ -1,4 +1,4 @@
-"""SIGTERM as a request: finish the step, save, leave."""
+"""SIGTERM, and the first Ctrl-C, as a request: finish the step, save, leave."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ from ..engine.topology import Topology
 
 
 class StopSignal:
-    """Catches SIGTERM while it is entered. What came before is put back at the end.
+    """Catches the two signals while it is entered. What came before is put back at the end. A second Ctrl-C interrupts at once.
 
     Signals reach main threads alone; in another one nothing is caught.
     """
@@ -21,11 +21,19 @@ class StopSignal:
     def __enter__(self) -> Self:
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            # The next one is not caught any more.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._asked = True
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self._asked
 
     def asked(self, topology: Topology, error: Exception | None = None) -> bool:
         """Whether any rank was asked to stop. Collective: the signal reaches the ranks at different moments, and one that
@@ -45,4 +53,5 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._main:
-            signal.signal(signal.SIGTERM, self._before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)

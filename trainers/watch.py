@@ -16,17 +16,18 @@ class Watch:
     Args:
         metric: its name, or None: nothing is followed.
         patience: evaluations without a better value after which to stop; None: never.
+        data: what is evaluated on: values on other data are no measure.
 
     Raises:
         ConfigError: there is no such metric, or patience without one.
     """
 
-    def __init__(self, metric: str | None, patience: int | None) -> None:
+    def __init__(self, metric: str | None, patience: int | None, data: str) -> None:
         if metric is not None and metric not in LOWER_IS_BETTER:
             raise ConfigError(f"trainer.best_metric={metric}; an evaluation measures {', '.join(LOWER_IS_BETTER)}")
         if patience is not None and metric is None:
             raise ConfigError(f"trainer.patience={patience} needs trainer.best_metric, the metric that has to get better")
-        self.metric, self._patience = metric, patience
+        self.metric, self._patience, self._data = metric, patience, data
         self.best: float | None = None
         self.best_step: int | None = None
         self._since = 0
@@ -54,9 +55,15 @@ class Watch:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "since": self._since}
+        return {
+            "metric": self.metric,
+            "data": self._data,
+            "best": self.best,
+            "best_step": self.best_step,
+            "since": self._since,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From a checkpoint; what was known of another metric is forgotten."""
-        if state.get("metric") == self.metric:
+        """From a checkpoint; what was known of another metric, or of other data, is forgotten."""
+        if (state.get("metric"), state.get("data")) == (self.metric, self._data):
             self.best, self.best_step, self._since = state["best"], state["best_step"], int(state["since"])

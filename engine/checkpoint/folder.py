@@ -230,11 +230,18 @@ def latest(root: Path) -> tuple[Manifest | None, list[str]]:
     return None, skipped
 
 
-def rotate(root: Path, keep_last: int | None, keep: Collection[str] = ()) -> None:
-    """Delete all but the last `keep_last` checkpoints and those named in `keep`; None keeps all."""
+def rotate(root: Path, keep_last: int | None, *, newest: int, keep: Collection[str] = ()) -> None:
+    """Delete old checkpoints.
+
+    Args:
+        root: folder of all checkpoints of a run.
+        keep_last: how many to keep; None keeps all.
+        newest: the step just saved. Later folders are damaged ones that were passed over, and must not count as kept.
+        keep: names that stay.
+    """
     if keep_last is None:
         return
-    for folder in steps(root)[: -max(1, keep_last)]:
+    for folder in [f for f in steps(root) if f.name <= folder_name(newest)][: -max(1, keep_last)]:
         if folder.name in keep:
             continue
         folder.rename(root / f"{DELETED}{folder.name}-{uuid.uuid4().hex[:8]}")

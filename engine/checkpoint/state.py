@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..boxes import Box, intersect
-from ..errors import CheckpointError
+from ..errors import CheckpointError, disk_error
 from ..topology import Topology
 from .folder import FORMAT, Manifest, commit, describe_files, merge_index, new_temporary
 from .rng import restore_rng, rng_state, seed_all
@@ -124,10 +124,7 @@ def _unwritten(root: Path, error: Exception) -> Exception:
     """A disk's error with what to do about it; any other as it is."""
     if not isinstance(error, OSError):
         return error
-    return CheckpointError(
-        f"the checkpoint in {root} cannot be written ({error.strerror or error}); make room, or choose another folder. Those saved "
-        "before are untouched"
-    )
+    return CheckpointError(f"{disk_error(f'the checkpoint in {root}', error)}. Those saved before are untouched")
 
 
 def _on_main(topology: Topology, root: Path, do: Callable[[], str]) -> str:

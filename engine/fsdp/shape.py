@@ -29,6 +29,8 @@ def model_shape(root: PackedModel, config: PreTrainedConfig) -> ModelShape:
         head=head.weight.numel(),
         head_trained=head.weight.numel() * head.weight.requires_grad,
         attention=_attention(config),
+        parameters=sum(p.numel() for p in root.parameters()),
+        parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),
         positions=getattr(config, "max_position_embeddings", None),
     )
 

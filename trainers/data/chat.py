@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,20 @@ from ...engine.errors import DataError
 from ..config import Turns
 from .sample import Sample
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+RESERVED: tuple[str, ...] = (
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "chat_template",
+    "tokenizer_kwargs",
+    "tools",
+)
+RESERVED += ("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "conversation")
+"""What a template's variables cannot be called: the trainer's own business with `apply_chat_template`."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -54,6 +67,10 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
         asked = [m.pop("train", m["role"] == "assistant") for m in messages]
         learned = [i >= len(prompt) and a for i, a in enumerate(asked)]
     for i, (message, wanted) in enumerate(zip(messages, learned, strict=True), 1):
+        if wanted and not (message["content"] or set(message) - {"role", "content"}):
+            raise DataError(
+                f"{name}: the content of message {i} is empty; there is nothing to learn: leave it out, or set its train to false"
+            )
         if wanted and message["role"] != "assistant":
             raise DataError(
                 f"{name}: message {i} has train=true and the role {message['role']!r}; only an assistant's can be learned"
@@ -71,6 +88,8 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
             continue
         if not isinstance(value, kind):
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be a {kind.__name__}, or JSON of one")
+        if column == "chat_template_kwargs" and (taken := sorted({*value} & {*RESERVED})):
+            raise DataError(f"{name}: chat_template_kwargs has {', '.join(taken)}, which is no variable of a template")
         given |= value if column == "chat_template_kwargs" else {"tools": value}
     return Chat(name=name, messages=messages, learned=learned, variables=given)
 
@@ -94,7 +113,8 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
     Raises:
         DataError: the template refuses the chat, the answers' spans cannot be told, or no token is left to learn.
     """
-    if GENERATION_MARK.search(tokenizer.chat_template):
+    # A tokenizer may have several templates, one of them for chats with tools.
+    if GENERATION_MARK.search(tokenizer.get_chat_template(tools=chat.variables.get("tools"))):
         if turns == "apart":
             return [_marked(tokenizer, _until(chat, i)) for i, learned in enumerate(chat.learned) if learned]
         return [_marked(tokenizer, chat)]
@@ -113,15 +133,26 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
 
 def _answer(tokenizer: Any, chat: Chat, turn: int) -> tuple[str, int]:
     """The chat up to and with an answer, as rendered then, and where the answer begins."""
-    before = _render(tokenizer, chat, turn, add_generation_prompt=True)
     whole = _render(tokenizer, chat, turn + 1)
+    if turn == 0:
+        # No template renders an empty chat: how an answer begins is seen behind the first message.
+        prompt = _render(tokenizer, chat, 1, add_generation_prompt=True).removeprefix(whole)
+        before = whole[: max(0, whole.find(prompt))] + prompt
+    else:
+        before = _render(tokenizer, chat, turn, add_generation_prompt=True)
     if not whole.startswith(before):
         raise DataError(
-            f"{chat.name}: the chat template begins the answer of message {turn + 1} otherwise than it renders it (some add or drop a "
-            "thought), so what to learn cannot be told; use a template with {% generation %} marks (model.chat_template), or prompt "
-            "and completion as texts"
+            f"{chat.name}: the chat template begins the answer of message {turn + 1} with {_from(before, whole)!r}, but renders it with "
+            f"{_from(whole, before)!r} (some add or drop a thought; see data.chat_template_kwargs), so what to learn cannot be told; "
+            "use a template with {% generation %} marks (model.chat_template), or prompt and completion as texts"
         )
     return whole, len(before)
+
+
+def _from(text: str, other: str) -> str:
+    """What follows in a text where it parts from another."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[max(0, same - 20) : same + 20]
 
 
 def _until(chat: Chat, turn: int) -> Chat:
@@ -158,14 +189,32 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) 
 
 
 def _tokens(tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
-    """The whole text tokenised once; a token belongs to the span in which it begins."""
+    """The whole text tokenised once; a token belongs to the span in which it begins.
+
+    A token across a span's border would be one that the model never sees when it answers: its prompt ends there. The text is
+    then tokenised in pieces, cut at the borders.
+    """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = encoded["input_ids"]
     starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    borders = sorted({border for span in spans for border in span})
+    if any(((starts < border) & (border < ends)).any() for border in borders):
+        pieces = [
+            (a, tokenizer(text[a:b], add_special_tokens=False, return_offsets_mapping=True))
+            for a, b in pairwise([0, *borders, len(text)])
+        ]
+        whole, ids = ids, [i for _, piece in pieces for i in piece["input_ids"]]
+        if tokenizer.decode(ids) != tokenizer.decode(whole):
+            raise DataError(
+                f"{name}: a token stands across the border of prompt and answer, and this tokenizer reads the two otherwise when they "
+                "are apart; use a template whose generation prompt does not end in a space (model.chat_template)"
+            )
+        starts, ends = np.concatenate([np.array(p["offset_mapping"], np.int64).reshape(-1, 2) + a for a, p in pieces]).T
     inside = np.zeros(len(starts), dtype=np.bool_)
     for low, high in spans:
         inside |= (starts >= low) & (starts < high)
     supervised = (inside & (ends > starts)).tolist()
-    return _sample(name, encoded["input_ids"], supervised)
+    return _sample(name, ids, supervised)
 
 
 def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample:
@@ -178,7 +227,7 @@ def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample
 def _messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
-            f"{name}: {column} is {'empty' if value == [] else type(value).__name__}; it must be a list of {{role, content}}"
+            f"{name}: {column} is {'empty' if value == [] else kind(value)}; it must be a list of {{role, content}}"
         )
     return [_message(m, f"message {i}" if column == "messages" else f"{column} {i}", name) for i, m in enumerate(value, 1)]
 
@@ -207,10 +256,18 @@ def _content(content: Any, calls: bool, which: str, name: str) -> str:
         kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
         if any(kind != "text" for kind in kinds):
             raise DataError(f"{name}: {which} has parts of the kinds {', '.join(map(str, kinds))}; this trainer reads text")
-        content = "".join(str(part["text"]) for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{name}: {which} has a part of the kind text without one")
+        content = "".join(texts)
     if not isinstance(content, str):
-        raise DataError(f"{name}: the content of {which} is {type(content).__name__}; it must be text")
+        raise DataError(f"{name}: the content of {which} is {kind(content)}; it must be text")
     return content
+
+
+def kind(value: Any) -> str:
+    """What a value is, in the words of JSON."""
+    return "null" if value is None else type(value).__name__
 
 
 def _json(value: Any, column: str, name: str) -> Any:

@@ -47,7 +47,8 @@ class Order:
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
         self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
         self._starts = np.cumsum([0, *sizes])
-        self._drawn = list(sizes) if weights is None else shares(sum(sizes), weights)
+        self.drawn = list(sizes) if weights is None else shares(sum(sizes), weights)
+        """Samples of each source in an epoch."""
         self._kept: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class Order:
 
     def _draws(self, source: int, epoch: int) -> NDArray[Any]:
         """What a source gives an epoch: its part of the endless row of the source's passes."""
-        size, count = self.sizes[source], self._drawn[source]
+        size, count = self.sizes[source], self.drawn[source]
         begin, end = epoch * count, (epoch + 1) * count
         passes = range(begin // size, -(-end // size))
         rows = [self._permutation(size, p, source + 1) if self.shuffle else np.arange(size) for p in passes]
@@ -84,7 +85,12 @@ class Order:
 
     def describe(self) -> dict[str, Any]:
         """What the order depends on, for a checkpoint."""
-        return {"samples": self.sizes, "weights": self.weights, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "samples": self.sizes,
+            "weights": None if self.weights is None else list(self.weights),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -140,13 +146,17 @@ class Loader:
     def state(self, cursor: Cursor) -> dict[str, Any]:
         """For a checkpoint: where to go on, and what that means."""
         place = {"epoch": cursor.epoch, "position": cursor.position}
-        return {**place, **self._order.describe(), "digest": self.samples.digest}
+        return {**place, "batch_size": self._size, **self._order.describe(), "digest": self.samples.digest}
 
-    def restore(self, state: Mapping[str, Any]) -> Cursor:
+    def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
         """Where a checkpoint says to go on.
 
+        Args:
+            state: from `state`.
+            epochs: the run ends by its epochs, whose steps are counted in batches of one size.
+
         Raises:
-            CheckpointError: its order is another one, so the next sample cannot be told.
+            CheckpointError: its order is another one, so the next sample cannot be told; or the end cannot.
         """
         try:
             cursor = Cursor(epoch=int(state["epoch"]), position=int(state["position"]))
@@ -157,13 +167,18 @@ class Loader:
             ) from e
         for name, now in self._order.describe().items():
             was = told[name]
-            # JSON knows no tuples.
-            if was != (list(now) if isinstance(now, tuple) else now):
+            if was != now:
                 said = "the number of samples" if name == "samples" else f"data.{name}"
+                was, now = (v[0] if isinstance(v, list) and len(v) == 1 else v for v in (was, now))
                 raise CheckpointError(
                     f"it was saved with {said} = {was}, now it is {now}, so the next sample cannot be told; use the same data "
                     "and settings, or start anew from the exported model in another trainer.output_dir"
                 )
+        if epochs and state.get("batch_size") != self._size:
+            raise CheckpointError(
+                f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self._size}, so the steps of trainer.epochs "
+                "cannot be counted on; set trainer.max_steps, or keep the batch size"
+            )
         if digest != self.samples.digest:
             log.warning("as many samples as in the checkpoint, but their contents have changed")
         return cursor

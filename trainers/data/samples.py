@@ -40,12 +40,7 @@ class Samples:
     """
 
     def __init__(self, stores: Sequence[Store], data: DataConfig, budget: Budget, names: Sequence[str]) -> None:
-        limit = data.max_length or budget.tokens
-        if limit > budget.tokens:
-            raise DataError(
-                f"data.max_length={limit} is more than {budget.setting}: such a sample would fit no micro-batch; raise the budget "
-                "or lower the length"
-            )
+        limit = min(data.max_length or budget.tokens, budget.tokens)
         said = budget.setting if data.max_length is None else f"data.max_length={limit}"
         self._stores = stores
         fitted = [_fit(store, data, limit, said) for store in stores]
@@ -58,6 +53,8 @@ class Samples:
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
         """Tokens of each sample."""
+        self.tokens = [int(last.sum() - first.sum()) for _, first, last in fitted]
+        """Tokens of each source."""
 
     def __len__(self) -> int:
         return len(self._index)

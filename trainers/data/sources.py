@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from ...engine.errors import DataError
-from .encode import COLUMNS
+from .encode import COLUMNS, FORMS
 
 CHUNK_ROWS = 256
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -106,7 +106,12 @@ def open_source(name: str, *, training: bool) -> Source:
         return Source(name, (path,))
     hub = _HUB_NAME.fullmatch(name)
     if hub is None or path.suffix in ENDINGS:
-        raise DataError(f"data file {name} does not exist")
+        hint = ""
+        if "," in name:
+            hint = "; several are given as 'data.train=[a.jsonl,b.jsonl]'"
+        elif any(c in name for c in "*?"):
+            hint = "; patterns are not expanded: give the folder"
+        raise DataError(f"data file {name} does not exist{hint}")
     return Source(name, table=_load_hub(name, hub["name"], hub["config"], hub["split"], training))
 
 
@@ -135,7 +140,7 @@ def _load_hub(given: str, name: str, config: str | None, split: str | None, trai
 
 def _read(file: Path, share: float) -> Iterator[Chunk]:
     if file.suffix == ".parquet":
-        yield from _table(_parquet(file), str(file), share)
+        yield from _parquet(file, share)
     elif file.suffix == ".json":
         yield from _array(file, share)
     else:
@@ -162,7 +167,9 @@ def _lines(file: Path, share: float) -> Iterator[Chunk]:
 def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as e:
+    except UnicodeDecodeError as e:
+        raise DataError(f"{place} is not UTF-8 text: {e}") from e
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{place} is not JSON: {e}") from e
     if not isinstance(row, dict):
         raise DataError(f"{place} is a JSON {type(row).__name__}; a row is an object with named columns")
@@ -181,24 +188,52 @@ def _array(file: Path, share: float) -> Iterator[Chunk]:
         yield Chunk(str(file), list(enumerate(part, start + 1)), share * len(part) / len(rows))
 
 
-def _parquet(file: Path) -> Any:
-    import datasets
+def _parquet(file: Path, share: float) -> Iterator[Chunk]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
 
-    datasets.disable_progress_bars()
     try:
-        return datasets.Dataset.from_parquet(str(file))
-    except Exception as e:
-        # The reader's own message speaks of internals; its cause names the column.
-        raise DataError(f"data file {file} cannot be read: {e.__cause__ or e}") from e
+        with ParquetFile(file) as table:
+            batches = table.iter_batches(CHUNK_ROWS, columns=_columns(table.schema_arrow.names, str(file)))
+            yield from _chunks((batch.to_pylist() for batch in batches), str(file), share / max(1, table.metadata.num_rows))
+    except ArrowException as e:
+        raise DataError(f"data file {file} cannot be read: {e}") from e
 
 
-def _table(table: Any, name: str, share: float = 1.0) -> Iterator[Chunk]:
-    """The columns that are read; others, pictures say, are not decoded. Of a table without any, all: an error names them."""
-    known = [c for c in table.column_names if c in COLUMNS]
-    total = max(1, len(table))
-    chosen = table.select_columns(known) if known else table
+def _table(table: Any, name: str) -> Iterator[Chunk]:
+    chosen = table.select_columns(_columns(table.column_names, name))
+    rows = (
+        [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        for columns in chosen.iter(batch_size=CHUNK_ROWS)
+    )
+    yield from _chunks(rows, name, 1 / max(1, len(table)))
+
+
+def _columns(names: Sequence[str], source: str) -> list[str]:
+    """Those that are read; others, pictures say, are not decoded.
+
+    Raises:
+        DataError: no form of a row has all of its columns.
+    """
+    if not any(set(form) <= set(names) for form in FORMS.values()):
+        wanted = " or ".join(" and ".join(form) for form in FORMS.values())
+        raise DataError(f"{source} has the columns {', '.join(names) or 'none'}; it needs {wanted}")
+    return [c for c in names if c in COLUMNS]
+
+
+def _chunks(parts: Iterable[list[dict[str, Any]]], name: str, share: float) -> Iterator[Chunk]:
     at = 0
-    for columns in chosen.iter(batch_size=CHUNK_ROWS):
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        yield Chunk(name, list(enumerate(rows, at + 1)), share * len(rows) / total)
+    for rows in parts:
+        yield Chunk(name, [(at + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], share * len(rows))
         at += len(rows)
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A table gives every row the keys that any row has, inside columns too; those it lacks are null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: clean(v) for k, v in value.items() if v is not None}
+        return [clean(v) for v in value] if isinstance(value, list) else value
+
+    return {column: clean(value) for column, value in row.items()}

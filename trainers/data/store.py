@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .sample import Sample
 FORMAT = 1
 """Of the files, and of what the tokenising code makes of a row: raised when either changes."""
 META = "meta.json"
+STALE_SECONDS = 7 * 24 * 3600
 FIELDS = {"ids": np.int32, "supervised": np.bool_, "lengths": np.int32, "files": np.int32, "rows": np.int64, "parts": np.int32}
 
 
@@ -65,8 +67,12 @@ class StoreWriter:
         self._final = folder
         self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
         self._temporary.mkdir(parents=True)
+        for left in folder.parent.glob(".tmp-*"):
+            # Of runs that were killed; one that is still written is younger.
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
-        self._digest = xxhash.xxh3_128()
+        self._digests = {name: xxhash.xxh3_128() for name in FIELDS}
         self.tokens = self.samples = 0
 
     def add(self, part: Encoded) -> None:
@@ -74,7 +80,7 @@ class StoreWriter:
         for name, file in self._files.items():
             data = getattr(part, name).tobytes()
             file.write(data)
-            self._digest.update(data)
+            self._digests[name].update(data)
         self.tokens += len(part.ids)
         self.samples += len(part.lengths)
 
@@ -93,7 +99,7 @@ class StoreWriter:
             "tokens": self.tokens,
             "samples": self.samples,
             "files": list(files),
-            "digest": self._digest.hexdigest(),
+            "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
         }
         (self._temporary / META).write_text(json.dumps(meta))
         try:
@@ -125,6 +131,19 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
+def is_undamaged(folder: Path) -> bool:
+    """Whether every byte of a complete store is as it was written."""
+    digests = json.loads((folder / META).read_text())["digests"]
+    for name in FIELDS:
+        digest = xxhash.xxh3_128()
+        with open(folder / name, "rb") as file:
+            while part := file.read(2**24):
+                digest.update(part)
+        if digest.hexdigest() != digests[name]:
+            return False
+    return True
+
+
 class Store:
     """Samples of one source.
 
@@ -134,7 +153,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / META).read_text())
-        self.digest: str = meta["digest"]
+        self.digest: str = xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode())
         self._names: list[str] = meta["files"]
 
         def field(name: str) -> NDArray[Any]:

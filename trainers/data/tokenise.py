@@ -7,7 +7,9 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from itertools import chain, islice
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from ...engine.topology import agree, exchange
 from ..config import DataConfig
 from .encode import encode_row
 from .sources import Chunk, Source, open_source
-from .store import FORMAT, Encoded, Store, StoreWriter, is_complete
+from .store import FORMAT, Encoded, Store, StoreWriter, is_complete, is_undamaged
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
     error: Exception | None = None
     if rank == 0:
         # One rank says which data: file times may differ between machines.
+        # Settings that the tokenizer brings, and that its first call would apply: lengths are this trainer's business.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         try:
             sources = [open_source(name, training=training) for name in names]
             shared = shared_key(tokenizer, data)
@@ -132,7 +138,10 @@ def _build(
     """Make the stores that are missing; pauses after every chunk."""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         if is_complete(folder):
-            continue
+            if is_undamaged(folder):
+                continue
+            log.warning("tokenised data in %s is damaged; it is made again", folder)
+            shutil.rmtree(folder)
         source = sources[i] if sources else open_source(name, training=training)
         try:
             writer = StoreWriter(folder)
@@ -207,9 +216,23 @@ def encode_chunk(tokenizer: Any, chunk: Chunk, data: DataConfig) -> Encoded:
     """
     found = []
     for number, row in chunk.parsed():
-        samples = encode_row(tokenizer, row, f"{chunk.file}:{number}", data)
+        name = f"{chunk.file}:{number}"
+        try:
+            samples = encode_row(tokenizer, row, name, data)
+        except DataError:
+            raise
+        except Exception as e:  # of the tokenizer or of a template, which may raise anything
+            raise DataError(f"{name}: {_why(row, e)}") from e
         found += [(0, number, part if len(samples) > 1 else 0, sample) for part, sample in enumerate(samples, 1)]
     return Encoded.of(found)
+
+
+def _why(row: Any, error: Exception) -> str:
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as e:
+        return f"{e.object[e.start : e.end]!r} is half of a character, cut in two; no tokenizer can read it"
+    return f"it cannot be tokenised: {type(error).__name__}: {error}"
 
 
 _worker: tuple[Any, DataConfig]
@@ -218,6 +241,15 @@ _worker: tuple[Any, DataConfig]
 def _start_worker(tokenizer: Any, data: DataConfig) -> None:
     global _worker
     _worker = (tokenizer, data)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    # A parent that is killed cannot tell its workers, which would wait for more for ever.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(chunk: Chunk) -> Encoded:

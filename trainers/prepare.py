@@ -1,0 +1,161 @@
+"""What comes before a model is built: settings that no run could be made of, the run's folder, the data."""
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..engine.errors import ConfigError, DrivetrainError
+from ..engine.optim import check_optim
+from ..engine.tokenizer import load_tokenizer
+from ..engine.topology import agree
+from .config import SFTConfig
+from .data.chat import RESERVED
+from .data.samples import Budget, Samples
+from .data.tokenise import load_stores
+from .metrics import check_loggers
+from .watch import Watch
+
+
+def check_run(config: SFTConfig) -> None:
+    """Refuse what no run could be made of.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    trainer, data = config.trainer, config.data
+    if not data.train:
+        raise ConfigError("data.train is not set; give files, folders or Hub names, as in data.train=[train.jsonl]")
+    for name, value, least in (
+        ("data.batch_size", data.batch_size, 1),
+        ("data.max_length", data.max_length, 1),
+        ("data.workers", data.workers, 0),
+        ("engine.micro_batch.max_tokens", config.engine.micro_batch.max_tokens, 1),
+        ("trainer.epochs", trainer.epochs, 1),
+        ("trainer.max_steps", trainer.max_steps, 1),
+        ("trainer.eval_every", trainer.eval_every, 1),
+        ("trainer.save_every", trainer.save_every, 1),
+        ("trainer.keep_last", trainer.keep_last, 1),
+        ("trainer.patience", trainer.patience, 1),
+        ("trainer.generate", trainer.generate, 0),
+        ("trainer.generate_tokens", trainer.generate_tokens, 1),
+        ("trainer.log_every", trainer.log_every, 1),
+        ("data.seed", data.seed, 0),
+        ("engine.seed", config.engine.seed, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}; it must be at least {least}")
+    if data.weights is not None:
+        if len(data.weights) != len(data.train):
+            raise ConfigError(
+                f"data.weights has {len(data.weights)} numbers, data.train {len(data.train)} sources; give one for each"
+            )
+        if not all(0 < w < float("inf") for w in data.weights):
+            raise ConfigError(
+                f"data.weights={list(data.weights)}; a weight is more than 0: leave a source out of data.train instead"
+            )
+    for name, asked in (
+        ("trainer.best_metric", trainer.best_metric),
+        ("trainer.generate", trainer.generate),
+        ("trainer.eval_every", trainer.eval_every),
+    ):
+        if asked and not data.eval:
+            raise ConfigError(f"{name}={asked} needs data.eval, which is not set")
+    if trainer.patience is not None and trainer.eval_every is None:
+        raise ConfigError(
+            f"trainer.patience={trainer.patience} counts evaluations, and there is one at the end only; set trainer.eval_every"
+        )
+    if trainer.resume not in ("auto", "none") and not Path(trainer.resume).is_dir():
+        raise ConfigError(f"trainer.resume={trainer.resume} is no folder; give auto, none or a checkpoint folder")
+    if not trainer.timeout_minutes > 0:
+        raise ConfigError(f"trainer.timeout_minutes={trainer.timeout_minutes}; it must be more than 0")
+    if taken := sorted({*data.chat_template_kwargs} & {*RESERVED}):
+        raise ConfigError(
+            f"data.chat_template_kwargs has {', '.join(taken)}, which is no variable of a template; leave it out"
+        )
+    sample_budget(config)
+    check_optim(config.optim, trainer.max_steps or 1)
+    if trainer.peak_tflops is not None and not trainer.peak_tflops > 0:
+        raise ConfigError(f"trainer.peak_tflops={trainer.peak_tflops}; it must be more than 0")
+    Watch(trainer.best_metric, trainer.patience, "")
+    if config.model.head != "lm":
+        raise ConfigError(f"model.head={config.model.head}: SFT trains a language-model head; set model.head=lm")
+    check_loggers(trainer.loggers)
+
+
+def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
+    """The tokenizer, training and held-out samples; an error of one rank is everybody's, before any weight is read."""
+    error: Exception | None = None
+    tokenizer: Any = None
+    budget = sample_budget(config)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except DrivetrainError as e:
+        error = e
+    agree(error)
+    found: list[Samples] = []
+    for names, training in ((config.data.train, True), (config.data.eval, False)):
+        if not names:
+            continue
+        stores = load_stores(names, tokenizer, config.data, training=training)
+        try:
+            found.append(Samples(stores, config.data, budget, names))
+        except DrivetrainError as e:
+            error = e
+        agree(error)
+    return tokenizer, found[0], found[1] if config.data.eval else None
+
+
+def sample_budget(config: SFTConfig) -> Budget:
+    """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
+    sizes, cp = config.engine.micro_batch, max(1, config.engine.parallel.cp)
+    least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
+    if config.data.eval and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
+        least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    usable = least // cp * cp
+    longest = config.data.max_length
+    if longest is not None and longest > usable:
+        raise ConfigError(
+            f"data.max_length={longest} is more than {name}={least}: such a sample would fit no micro-batch; raise the budget or lower the length"
+        )
+    rounded = "" if usable == least else f" ({usable}, since engine.parallel.cp={cp} ranks share it evenly)"
+    return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
+
+
+def make_folder(folder: Path) -> None:
+    """The run's folder.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"trainer.output_dir={folder} is a file; choose a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"trainer.output_dir={folder} cannot be made: {e.strerror or e}") from e
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"trainer.output_dir={folder} cannot be written by this user; choose another folder")
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Take a run's folder for this process alone; closing the file, or dying, gives it back.
+
+    Raises:
+        ConfigError: another run has it.
+    """
+    file = open(folder / ".lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ConfigError(
+            f"trainer.output_dir={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
+        ) from e
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
