@@ -5,7 +5,6 @@ a sequence are neighbours on one machine. Parameters are sharded over dp_shard x
 """
 
 import datetime
-import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,14 +87,9 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
 
 
 def close_distributed() -> None:
-    """End the default process group and all others, which engines have given back.
-
-    Gloo's threads end with the last reference to their group; one that outlived this would free tensors while the interpreter
-    is already ending, which aborts the process.
-    """
+    """End the default process group and all others, which engines have given back."""
     _POOL.forget()
     dist.destroy_process_group()
-    gc.collect()
 
 
 def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:

@@ -4,9 +4,9 @@ torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...
 python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one process)
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
+from ..engine.process import leave
 from .config import SFTConfig
 from .entry import run_main
 
@@ -23,4 +23,4 @@ def _load() -> Callable[[SFTConfig], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

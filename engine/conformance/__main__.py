@@ -11,8 +11,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, DrivetrainError
+from ..process import leave
 from ..registry import spec_of
-from ..topology import init_distributed, resolve_parallel
+from ..topology import close_distributed, init_distributed, resolve_parallel
 from .bench import ConformanceError, bench
 from .checks import CHECKS
 
@@ -63,13 +64,13 @@ def main() -> int:
                 print(f"{'FAIL' if first else 'ok':4}  {name:14} {first or ''}", flush=True)
     if main_rank:
         print(f"{len(args.only or CHECKS) - failed} checks hold, {failed} fail, on {dist.get_world_size()} processes")
-    dist.destroy_process_group()
+    close_distributed()
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        leave(main())
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(1)
+        leave(1)
