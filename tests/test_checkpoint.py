@@ -217,8 +217,11 @@ def test_latest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
     assert manifest.data["step"] == 2
     assert len(skipped) == 1
     assert "step-00000003 is no complete checkpoint" in skipped[0]
-    rotate(tmp_path, 1)
+    # The damaged one is later than what was saved last: it does not count as kept.
+    rotate(tmp_path, 1, newest=2)
     sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    rotate(tmp_path, 1, newest=3)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
     assert latest(tmp_path / "nowhere") == (None, [])
 
