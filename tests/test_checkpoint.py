@@ -278,10 +278,10 @@ def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorWriter, "_put", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"No space left.*; make room"):
         engine.save_checkpoint(folder.parent, 6)
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"No space left.*; make room"):
         export_hf(engine, folder.parent / "hf")
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 

@@ -313,3 +313,13 @@ def test_data_sets_of_the_hub(tmp_path: Path) -> None:
     assert unnamed == "DataError: data set org/some has the splits train, test; name one, as in org/some:test"
     assert 'Unknown split "nix". Should be one of' in no_split
     assert "DataError: org/other is no file or folder, and loading it as a data set of the Hugging Face Hub failed" in no_name
+
+
+@pytest.mark.usefixtures("process_group")
+def test_chats_whose_answers_came_apart_are_counted(tmp_path: Path, cache: dict[str, Any]) -> None:
+    chat = [*CHAT, *question(10, 5), {"role": "assistant", "content": "15"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": CHAT}])
+    apart = load([path], cache, turns="apart")
+    assert [s.name for s in every(apart)] == [f"{path}:1 (answer 1)", f"{path}:1 (answer 2)", f"{path}:2"]
+    assert (apart.sizes, apart.apart) == ([3], [1])
+    assert load([path], cache).apart == [0]

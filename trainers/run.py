@@ -241,9 +241,11 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Or
     )
     shape = engine.model_shape
     log.info("%d parameters, %d of them trained", shape.parameters, shape.parameters_trained)
-    for name, size, drawn, tokens in zip(config.data.train, samples.sizes, order.drawn, samples.tokens, strict=True):
+    columns = (config.data.train, samples.sizes, order.drawn, samples.tokens, samples.apart)
+    for name, size, drawn, tokens, apart in zip(*columns, strict=True):
         times = "" if drawn == size else f"; {drawn} an epoch ({drawn / size:.2f} times)"
-        log.info("  %s: %d samples, %d tokens%s", name, size, tokens, times)
+        split = f"; {apart} chats, each answer a sample of its own (data.turns={config.data.turns})" if apart else ""
+        log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, times, split)
     positions, longest = engine.model_shape.positions, int(samples.lengths.max())
     if positions is not None and longest > positions:
         log.warning(

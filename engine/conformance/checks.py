@@ -167,6 +167,8 @@ def check_infer(bench: Bench) -> None:
         mine = bench.indices(engine, documents)[::-1]
         batch = bench.pack(documents, mine)
         found = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
+        every = torch.ones(batch.num_tokens, dtype=torch.bool)
+        greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=every)["greedy"]
         for place, i in enumerate(mine):
             start, end = batch.bounds[place], batch.bounds[place + 1]
             want = reference.log_probs(documents[i], temperature=0.7).detach()
@@ -181,6 +183,8 @@ def check_infer(bench: Bench) -> None:
             entropy = -(distribution.exp() * distribution).sum(-1).detach()
             off = float((found["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
             holds(off <= 1e-4, f"entropy of document {i} is off by {off:.1e}")
+            likeliest = reference.logits(documents[i]).argmax(-1)
+            holds(torch.equal(greedy[start:end], likeliest), f"the likeliest tokens of document {i} are others")
 
 
 def check_weights(bench: Bench) -> None:

@@ -73,7 +73,7 @@ class WeightFolder:
         except CheckpointError as e:
             raise ModelError(str(e)) from e
         box = Box(piece.offset, tuple(piece.data.shape))
-        rows = len(piece.data)
+        rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))
             box = Box(piece.offset, (rows, *piece.data.shape[1:]))
@@ -89,7 +89,7 @@ class WeightFolder:
                 raise ModelError(
                     f"{key} in {self.folder / file} has numbers that are not finite (NaN or infinity); the weights are damaged"
                 )
-            if rows < len(piece.data):
+            if rows < total:
                 mean = self._mean_row(file, key, shape)
                 piece.data[rows:] = mean[
                     tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.data.shape[1:], strict=True))

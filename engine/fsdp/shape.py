@@ -42,12 +42,15 @@ def _experts(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    query = getattr(config, "qk_head_dim", None) or size
-    value = getattr(config, "v_head_dim", None) or size
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return ((heads * (query + value), window),) * config.num_hidden_layers
-    return tuple((heads * (query + value), window if kind == "sliding_attention" else None) for kind in kinds)
+    layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
+    found = []
+    for i in range(config.num_hidden_layers):
+        # Layers of one model may differ (Gemma 4); transformers then answers for each alone.
+        layer = config if layers is None else layers[i]
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        query = getattr(layer, "qk_head_dim", None) or size
+        value = getattr(layer, "v_head_dim", None) or size
+        windowed = kinds is None or kinds[i] == "sliding_attention"
+        found.append((heads * (query + value), getattr(layer, "sliding_window", None) if windowed else None))
+    return tuple(found)

@@ -53,6 +53,8 @@ class Samples:
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
         """Tokens of each sample."""
+        self.apart = [store.apart for store in stores]
+        """Chats of each source that became a sample of each answer."""
         self.tokens = [int(last.sum() - first.sum()) for _, first, last in fitted]
         """Tokens of each source."""
 

@@ -167,6 +167,11 @@ class Store:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def apart(self) -> int:
+        """Rows that became a sample of each answer."""
+        return int((self._parts == 1).sum())
+
     def name(self, index: int) -> str:
         """File and row of a sample."""
         part = int(self._parts[index])

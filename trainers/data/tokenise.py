@@ -160,11 +160,10 @@ def _build(
 
 def _write(source: Source, writer: StoreWriter, tokenizer: Any, data: DataConfig) -> Iterator[None]:
     files: dict[str, int] = {}
-    start, split = time.monotonic(), 0
+    start = time.monotonic()
     with Bar(f"tokenising {source.name}") as bar:
         for chunk, encoded in _encoded(source.chunks(), tokenizer, data):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
-            split += int((encoded.parts == 1).sum())
             writer.add(encoded)
             bar.advance(chunk.share, writer.samples)
             yield
@@ -172,11 +171,6 @@ def _write(source: Source, writer: StoreWriter, tokenizer: Any, data: DataConfig
     log.info(
         "tokenised %s: %d samples, %d tokens, %.1f s", source.name, writer.samples, writer.tokens, time.monotonic() - start
     )
-    if split and data.turns == "auto":
-        log.info(
-            "  %d chats became a sample an answer: the chat template renders earlier turns differently once others follow",
-            split,
-        )
 
 
 def _encoded(chunks: Iterator[Chunk], tokenizer: Any, data: DataConfig) -> Iterator[tuple[Chunk, Encoded]]:
