@@ -10,7 +10,6 @@ from typing import Any
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name, rotate
 from ..engine.errors import CheckpointError, disk_error
-from ..engine.model_path import fingerprint
 from ..engine.objective import Loss
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
@@ -85,7 +84,7 @@ def train(
                 return Ended(step=step, why="signal")
             watch.see(step, measured)
             why = "patience" if watch.stop else "done"
-            save(engine, config, step, loader, start.cursor, watch)
+            save(engine, config, step, loader, start.cursor, watch, start.model)
         while step < total and why == "done":
             began = time.perf_counter()
             batch, cursor = next(batches)
@@ -118,7 +117,7 @@ def train(
                 best = measured is not None and watch.see(step, measured)
             why = "signal" if stop.asked(engine.topology, error) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
-                save(engine, config, step, loader, cursor, watch, evaluate=due)
+                save(engine, config, step, loader, cursor, watch, start.model, evaluate=due)
     return Ended(step=step, why=why)
 
 
@@ -180,6 +179,7 @@ def save(
     loader: Loader,
     cursor: Cursor,
     watch: Watch,
+    model: Mapping[str, str],
     *,
     evaluate: bool = False,
 ) -> None:
@@ -192,10 +192,10 @@ def save(
         loader: of the training data.
         cursor: of the next batch.
         watch: over evaluations.
+        model: which one the run began with.
         evaluate: the evaluation of this step is still to be made.
     """
     root = Path(config.output_dir) / "checkpoints"
-    model = {"path": engine.model_config.path, "fingerprint": fingerprint(engine.model_config.path)}
     engine.save_checkpoint(
         root, step, {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
     )

@@ -1,6 +1,7 @@
 """What comes before a model is built: settings that no run could be made of, the run's folder, the data."""
 
 import fcntl
+import logging
 import os
 import socket
 from pathlib import Path
@@ -16,6 +17,8 @@ from .data.samples import Budget, Samples
 from .data.tokenise import load_stores
 from .metrics import check_loggers
 from .watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 def check_run(config: SFTConfig) -> None:
@@ -143,9 +146,12 @@ def lock_folder(folder: Path) -> TextIO:
     """Take a run's folder for this process alone; closing the file, or dying, gives it back.
 
     Raises:
-        ConfigError: another run has it.
+        ConfigError: another run has it, or it cannot be written.
     """
-    file = open(folder / ".lock", "a+")
+    try:
+        file = open(folder / ".lock", "a+")
+    except OSError as e:
+        raise ConfigError(f"trainer.output_dir={folder} cannot be written: {e.strerror or e}") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
@@ -155,6 +161,9 @@ def lock_folder(folder: Path) -> TextIO:
         raise ConfigError(
             f"trainer.output_dir={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
         ) from e
+    except OSError as e:
+        # Some network file systems have no locks.
+        log.warning("%s cannot be locked (%s): a second run in it would not be noticed", folder, e.strerror or e)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

@@ -1,6 +1,7 @@
 """Where a run goes on: the checkpoint that `trainer.resume` names, and what it says of the data."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ class Start:
     Args:
         step: number of the first step to make, from 1.
         cursor: of its batch.
+        model: which one the run began with, for its checkpoints: its path and fingerprint.
         evaluate: the evaluation of the step before was given up, for a SIGTERM, and is still to be made.
     """
 
     step: int
     cursor: Cursor
+    model: Mapping[str, str]
     evaluate: bool = False
 
 
@@ -59,11 +62,13 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
     chosen, present = engine.topology.exchange(found)[0]
     if config.resume not in ("auto", "none"):
         chosen = Path(config.resume)
-    start = Start(step=1, cursor=Cursor())
+    # Told once, by one rank: every checkpoint of the run says it.
+    model = {"path": model_path, "fingerprint": engine.topology.exchange(fingerprint(model_path))[0]}
+    start = Start(step=1, cursor=Cursor(), model=model)
     if chosen is not None:
         restored = engine.load_checkpoint(chosen)
         was = restored.extra.get("model", {})
-        if was and was["fingerprint"] != fingerprint(model_path):
+        if was and was["fingerprint"] != model["fingerprint"]:
             raise CheckpointError(
                 f"{chosen} was trained from model.path={was['path']}, now it is {model_path}, another model, whose weights would not be "
                 "read; choose another trainer.output_dir"
@@ -72,6 +77,7 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
             start = Start(
                 step=restored.step + 1,
                 cursor=loader.restore(restored.extra.get("data", {}), epochs=config.max_steps is None),
+                model=model,
                 evaluate=bool(restored.extra.get("evaluate")),
             )
         except CheckpointError as e:

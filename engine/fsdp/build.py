@@ -30,7 +30,7 @@ from .lora import add_adapters, peft_config, wants_adapters
 from .names import hf_name
 from .options import FSDPOptions
 from .root import PackedModel, RouterSettings
-from .shape import model_shape
+from .shape import experts_of, model_shape
 from .shard import build_mesh, decoder_layers, shard
 from .state import value_pieces
 
@@ -134,8 +134,7 @@ def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSetti
     """
     if not coefficient:
         return None
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+    experts = experts_of(config)
     if experts is None:
         raise ModelError(
             f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it"

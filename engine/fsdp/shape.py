@@ -14,7 +14,8 @@ def model_shape(root: PackedModel, config: PreTrainedConfig) -> ModelShape:
     lm: Any = root.lm
     head: Any = root.score if root.score is not None else lm.get_output_embeddings()
     embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    routed, experts = _experts(config)
+    experts = experts_of(config) or 1
+    routed = config.num_experts_per_tok if experts > 1 else 1
     weights = trained = 0.0
     for parameter in lm.get_decoder().parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or parameter is head.weight:
@@ -35,10 +36,10 @@ def model_shape(root: PackedModel, config: PreTrainedConfig) -> ModelShape:
     )
 
 
-def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+def experts_of(config: PreTrainedConfig) -> int | None:
+    """Experts of a mixture, by whichever name the family has for them; None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(config, n) for n in names if getattr(config, n, None)), 1)
-    return getattr(config, "num_experts_per_tok", None) or 1, experts
+    return next((getattr(config, n) for n in names if getattr(config, n, None)), None)
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:

@@ -227,7 +227,7 @@ def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample
 def _messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
-            f"{name}: {column} is {'empty' if value == [] else kind(value)}; it must be a list of {{role, content}}"
+            f"{name}: {column} is {'empty' if value == [] else json_kind(value)}; it must be a list of {{role, content}}"
         )
     return [_message(m, f"message {i}" if column == "messages" else f"{column} {i}", name) for i, m in enumerate(value, 1)]
 
@@ -261,11 +261,11 @@ def _content(content: Any, calls: bool, which: str, name: str) -> str:
             raise DataError(f"{name}: {which} has a part of the kind text without one")
         content = "".join(texts)
     if not isinstance(content, str):
-        raise DataError(f"{name}: the content of {which} is {kind(content)}; it must be text")
+        raise DataError(f"{name}: the content of {which} is {json_kind(content)}; it must be text")
     return content
 
 
-def kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """What a value is, in the words of JSON."""
     return "null" if value is None else type(value).__name__
 

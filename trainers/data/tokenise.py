@@ -59,8 +59,8 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
     folders: list[Path] = []
     error: Exception | None = None
     if rank == 0:
-        # One rank says which data: file times may differ between machines.
-        # Settings that the tokenizer brings, and that its first call would apply: lengths are this trainer's business.
+        # One rank says which data: file times may differ between machines. The tokenizer's own truncation and padding, which its
+        # first call takes off, come off before the key is made of it.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         try:
@@ -72,7 +72,7 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
     agree(error)
     folders = exchange(folders)[0]
     # The first rank goes first; where the cache is no shared folder, the other machines' first ranks follow.
-    for mine in (rank == 0, local_rank == 0):
+    for mine in (rank == 0, local_rank == 0 and rank != 0):
         work = _build(names, sources, folders, tokenizer, data, training) if mine else (None for _ in ())
         with closing(work):
             _together(work)
