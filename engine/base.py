@@ -23,10 +23,10 @@ from .checkpoint.state import Piece, RestoredState, load_state, restore_random_s
 from .config import EngineConfig, ModelConfig, OptimConfig
 from .errors import BatchError, ConfigError, NonFiniteError
 from .flops import ModelShape
-from .objective import HeadRequest, Loss, OutputRequest, StepResult, TokenOutputs
+from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency, Where
-from .step import Collected, MicroBatch, Objective, plan_step
+from .step import Collected, MicroBatch, Objective, Task, plan_step
 from .topology import Topology, resolve_parallel
 
 Mode = Literal["train", "eval"]
@@ -92,17 +92,13 @@ class BaseEngine(ABC):
         """Optimizer over the trainable parameters; norms and biases undecayed (`optim.is_decayed`)."""
 
     @abstractmethod
-    def forward_step(self, micro_batch: MicroBatch, request: HeadRequest) -> tuple[TokenOutputs, Tensor | None]:
-        """Run the model on one micro-batch.
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+        """Run the model on every micro-batch, hand its outputs to the task and, when asked to, go backward from what the
+        task returns. Gradients add up over calls until the optimizer's step.
 
-        Returns:
-            outputs over the whole documents of the micro-batch, zero where `request.mask` is false, and a router's
-            balancing loss (before its coefficient) or None.
+        The outputs are of the whole documents, zero where the request's mask is false. A rank that does not hold the head
+        (an earlier stage of a pipeline) calls the task for none.
         """
-
-    @abstractmethod
-    def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Backward pass of one micro-batch; gradients add up over ranks, by the last micro-batch at the latest."""
 
     @abstractmethod
     def _reduce_and_clip(self, max_norm: float | None) -> float:
@@ -171,14 +167,6 @@ class BaseEngine(ABC):
     @abstractmethod
     def model_shape(self) -> ModelShape:
         """What a token costs, of the whole model and not of this rank's part."""
-
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], objective: Objective, *, backward: bool) -> None:
-        """Forward and, unless told not to, backward of every micro-batch. A pipeline schedule overrides this."""
-        for micro_batch in micro_batches:
-            outputs, aux = self.forward_step(micro_batch, objective.request(micro_batch))
-            loss = objective(micro_batch, outputs, aux)
-            if backward:
-                self._backward(loss, micro_batch)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -354,13 +342,10 @@ class BaseEngine(ABC):
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
         plan = plan_step(self.topology, batch, None, budget, self.model_shape, setting=setting)
-        collected = Collected(batch, outputs, tokens)
+        collected = Collected(batch, outputs, tokens, plan)
         with self.eval_mode():
-            for micro_batch, part in zip(plan.micro_batches(batch, self.topology.device), plan.parts, strict=True):
-                found, _ = self.forward_step(micro_batch, collected.request(micro_batch, part))
-                if part:
-                    collected.add(part, found)
-        return collected.result()
+            self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collected, backward=False)
+        return collected.result(self.topology)
 
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
         """Clip and step the optimizer and the schedule, or leave both out when something is not finite.

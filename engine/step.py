@@ -6,7 +6,7 @@ Axes: T tokens of a micro-batch.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -129,9 +129,8 @@ def plan_step(
         BatchError: a term's global weight is zero.
         RemoteError: another rank failed.
     """
-    # Context-parallel ranks hold equal slices, so a budget that cp does not divide would be exceeded by its padding.
-    cp = topology.parallel.cp
-    bound = budget // cp * cp
+    # Ranks that share a sequence hold equal slices, so a budget that they do not divide would be exceeded by its padding.
+    bound = budget // topology.token_multiple * topology.token_multiple
     ratio = shape.attention_ratio
     error: Exception | None = None
     weights: dict[str, float] = {}
@@ -167,6 +166,7 @@ def plan_step(
                 "return the same terms, with a weight of 0 where it has nothing"
             )
     most = max(share.micro_batches for share in shares)
+    most += -most % topology.micro_batch_multiple
     counted = [share for share in shares if share.counts]
     totals: Mapping[str, float] = {term: sum(share.weights[term] for share in counted) for term in weights}
     sequences = sum(share.sequences for share in counted)
@@ -194,9 +194,27 @@ def plan_step(
 
 def _cut(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
     if budget < 1:
-        raise BudgetError(f"{setting}={budget} is less than one token for each context-parallel rank; raise it")
+        raise BudgetError(f"{setting}={budget} is less than one token for each rank that shares a sequence; raise it")
     groups = None if batch.group_ids is None else batch.groups()
     return partition(batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting)
+
+
+class Task(Protocol):
+    """What a step does with each micro-batch's outputs."""
+
+    def request(self, micro_batch: MicroBatch) -> HeadRequest:
+        """What the head is to compute for a micro-batch."""
+        ...
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        """Take a micro-batch's outputs; a scalar to go backward from.
+
+        Args:
+            micro_batch: the documents.
+            outputs: of the whole documents.
+            aux: a router's balancing loss of this micro-batch, before its coefficient.
+        """
+        ...
 
 
 class Objective:
@@ -224,13 +242,7 @@ class Objective:
         return HeadRequest(outputs=self._loss.request, mask=mask, expected=expected)
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
-        """This micro-batch's part of the global loss, a scalar to call backward on.
-
-        Args:
-            micro_batch: the documents.
-            outputs: of the whole documents.
-            aux: a router's balancing loss of this micro-batch, before its coefficient.
-        """
+        """This micro-batch's part of the global loss."""
         # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
         # and its collectives meet those of the others.
         total = torch.stack([value.sum() for value in outputs.present().values() if value.is_floating_point()]).sum() * 0.0
@@ -311,30 +323,38 @@ def _total(values: Any) -> float:
 class Collected:
     """Per-token outputs of an inference pass, put back where the caller's tokens stand."""
 
-    def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None) -> None:
-        self._batch, self._request = batch, request
+    def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None, plan: StepPlan) -> None:
+        self._batch, self._request, self._parts = batch, request, plan.parts
         # Values exist for every token; log-probabilities only where there is a label.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
         only_values = request.names == ("values",)
         self._mask = tokens if tokens is not None else everywhere if only_values else labelled(batch)
         self._out: dict[str, Tensor] = {}
 
-    def request(self, micro_batch: MicroBatch, part: list[int]) -> HeadRequest:
+    def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """What the head is to compute for a part of the batch."""
+        part = self._parts[micro_batch.index]
         mask = torch.zeros(1, dtype=torch.bool) if micro_batch.filler else self._mask[self._batch.token_index(part)]
         return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
 
-    def add(self, part: list[int], outputs: TokenOutputs) -> None:
-        """Keep one micro-batch's outputs."""
-        where = self._batch.token_index(part)
-        for name, value in outputs.present().items():
-            if name not in self._out:
-                self._out[name] = value.new_zeros(self._batch.num_tokens, device=self._batch.device)
-            self._out[name][where] = value.to(self._batch.device)
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        """Keep one micro-batch's outputs; there is nothing to go backward from."""
+        if not micro_batch.filler:
+            where = self._batch.token_index(self._parts[micro_batch.index])
+            for name, value in outputs.present().items():
+                if name not in self._out:
+                    self._out[name] = value.new_zeros(self._batch.num_tokens, device=self._batch.device)
+                self._out[name][where] = value.to(self._batch.device)
+        return torch.zeros((), device=micro_batch.batch.device)
 
-    def result(self) -> dict[str, Tensor]:
-        """Output name -> `[T]`, on the device of the caller's batch."""
+    def result(self, topology: Topology) -> dict[str, Tensor]:
+        """Output name -> `[T]`, on the device of the caller's batch, on every rank. Collective over a pipeline's stages."""
+        return {name: topology.from_last_stage(value) for name, value in self._filled().items()}
+
+    def _filled(self) -> dict[str, Tensor]:
+        tokens, device = self._batch.num_tokens, self._batch.device
+        kinds = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
         return {
-            name: self._out.get(name, torch.zeros(self._batch.num_tokens, device=self._batch.device))
+            name: self._out[name] if name in self._out else torch.zeros(tokens, dtype=kinds[name], device=device)
             for name in self._request.names
         }

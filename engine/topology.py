@@ -1,7 +1,8 @@
 """Parallel sizes, ranks and process groups.
 
-The ranks of an engine form a grid `[dp_replicate, dp_shard, cp]`, context parallel fastest, so that the ranks that share
-a sequence are neighbours on one machine. Parameters are sharded over dp_shard x cp and replicated over dp_replicate.
+The ranks of an engine form a grid `[pp, dp_replicate, dp_shard, cp, tp]`, tensor parallel fastest, so that the ranks that
+talk most are neighbours on one machine. What data-parallel ranks share is sharded over dp_shard x cp and replicated over
+dp_replicate.
 """
 
 import datetime
@@ -12,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from .config import ParallelConfig
@@ -115,31 +117,39 @@ class Topology:
 
     Args:
         parallel: resolved sizes.
-        ranks: global ranks of the engine, in grid order.
+        grid: global ranks, `[pp, dp_replicate, dp_shard, cp, tp]`.
         device: of this process.
-        rank: this process's place in `ranks`.
+        rank: this process's place in the flattened grid.
         dp_rank: which share of the batch it works on.
         dp_size: number of shares.
         cp_rank: which slice of the sequence it holds.
+        tp_rank: which part of every matrix.
+        pp_rank: which stage of the pipeline.
         world: all ranks of the engine.
         host: the same ranks over gloo, for objects and errors, whatever the device.
-        shard: the ranks among which parameters are sharded.
+        shard: the ranks among which parameters, or their optimizer state, are sharded: dp_shard x cp.
         replicate: the ranks that hold the same shard; None for one.
         cp: the ranks that share sequences; None for one.
+        pp: the stages that a micro-batch travels through; None for one.
     """
 
     parallel: ParallelConfig
-    ranks: tuple[int, ...]
+    grid: Tensor
     device: torch.device
     rank: int
     dp_rank: int
     dp_size: int
     cp_rank: int
+    tp_rank: int
+    pp_rank: int
     world: ProcessGroup
     host: ProcessGroup
     shard: ProcessGroup
     replicate: ProcessGroup | None
     cp: ProcessGroup | None
+    pp: ProcessGroup | None
+    timeout: datetime.timedelta
+    _taken: list[ProcessGroup]
 
     @classmethod
     def build(
@@ -156,33 +166,71 @@ class Topology:
         """
         if not dist.is_initialized():
             raise TopologyError("no default process group; call drivetrain.engine.topology.init_distributed() first")
-        members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        members = tuple(sorted(ranks)) if ranks is not None else tuple(range(dist.get_world_size()))
         if dist.get_rank() not in members:
             raise TopologyError(f"rank {dist.get_rank()} is not among the engine's ranks {members}")
         sizes = resolve_parallel(parallel, len(members))
         assert sizes.dp_shard is not None
         rank = members.index(dist.get_rank())
-        grid = torch.tensor(members).view(sizes.dp_replicate, sizes.dp_shard, sizes.cp)
+        grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         flat = torch.arange(len(members)).view_as(grid)
-        replica, shard, cp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+        stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+        taken: list[ProcessGroup] = []
 
-        def group(of: Sequence[int], backend: str | None = None) -> ProcessGroup:
-            return _POOL.take(_Key(tuple(sorted(of)), backend, timeout))
+        def group(of: Tensor, backend: str | None = None) -> ProcessGroup:
+            return _take(of, backend, timeout, taken)
 
         return cls(
             parallel=sizes,
-            ranks=members,
+            grid=grid,
             device=device,
             rank=rank,
             dp_rank=replica * sizes.dp_shard + shard,
             dp_size=sizes.dp_replicate * sizes.dp_shard,
             cp_rank=cp_rank,
-            world=group(members),
-            host=group(members, "gloo"),
-            shard=group(grid[replica].flatten().tolist()),
-            replicate=group(grid[:, shard, cp_rank].tolist()) if sizes.dp_replicate > 1 else None,
-            cp=group(grid[replica, shard].tolist()) if sizes.cp > 1 else None,
+            tp_rank=tp_rank,
+            pp_rank=stage,
+            world=group(grid),
+            host=group(grid, "gloo"),
+            shard=group(grid[stage, replica, :, :, tp_rank]),
+            replicate=group(grid[stage, :, shard, cp_rank, tp_rank]) if sizes.dp_replicate > 1 else None,
+            cp=group(grid[stage, replica, shard, :, tp_rank]) if sizes.cp > 1 else None,
+            pp=group(grid[:, replica, shard, cp_rank, tp_rank]) if sizes.pp > 1 else None,
+            timeout=timeout,
+            _taken=taken,
         )
+
+    def group(self, ranks: Tensor) -> ProcessGroup:
+        """A further group of this engine, given back with the others. Collective over `ranks`."""
+        return _take(ranks, None, self.timeout, self._taken)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the engine, in grid order."""
+        return tuple(self.grid.flatten().tolist())
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of, so that the ranks that share them hold equal slices."""
+        return self.parallel.cp * (self.parallel.tp if self.parallel.tp_sequence else 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: an interleaved pipeline works on groups of them."""
+        return self.parallel.pp if self.parallel.vpp > 1 else 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head."""
+        return self.pp_rank == self.parallel.pp - 1
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """The last pipeline stage's tensor, on every stage. Collective over the stages; shapes and dtypes are equal."""
+        if self.pp is not None:
+            moved = value.to(self.device)
+            dist.broadcast(moved, group=self.pp, group_src=self.parallel.pp - 1)
+            return moved.to(value.device)
+        return value
 
     @property
     def size(self) -> int:
@@ -191,8 +239,8 @@ class Topology:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank answers for its data-parallel share: the first of its context-parallel ranks."""
-        return self.cp_rank == 0
+        """Whether this rank answers for its data-parallel share: the first of the ranks that hold the same outputs."""
+        return self.cp_rank == 0 and self.tp_rank == 0 and self.is_last_stage
 
     @property
     def is_main(self) -> bool:
@@ -217,9 +265,8 @@ class Topology:
 
     def close(self) -> None:
         """Free the groups, for the next engine on the same ranks."""
-        for group in (self.world, self.host, self.shard, self.replicate, self.cp):
-            if group is not None:
-                _POOL.give_back(group)
+        while self._taken:
+            _POOL.give_back(self._taken.pop())
 
 
 @dataclass(frozen=True)
@@ -264,3 +311,8 @@ class _Pool:
 
 
 _POOL = _Pool()
+
+
+def _take(ranks: Tensor, backend: str | None, timeout: datetime.timedelta, taken: list[ProcessGroup]) -> ProcessGroup:
+    taken.append(_POOL.take(_Key(tuple(sorted(ranks.flatten().tolist())), backend, timeout)))
+    return taken[-1]

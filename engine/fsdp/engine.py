@@ -16,17 +16,17 @@ from ..checkpoint.state import Piece
 from ..config import OptimConfig
 from ..errors import ConfigError
 from ..flops import ModelShape
-from ..objective import HeadRequest, TokenOutputs, labelled
-from ..ops.attention import PackedContext
+from ..hf.config import read_config
+from ..hf.lora import adapters_disabled
+from ..hf.weights import seed_ranks
+from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
-from ..ops.ulysses import gather_tokens, slice_tokens
+from ..rank_slice import RankSlice
 from ..residency import Part, Where
-from ..step import MicroBatch
+from ..step import MicroBatch, Task
 from ..tokenizer import load_tokenizer
 from ..topology import Topology, init_distributed
-from .build import Built, build, check_config, read_config
-from .load import seed_ranks
-from .lora import adapters_disabled
+from .build import Built, build, check_config
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .shard import forget_unsharded_gradients
@@ -95,47 +95,26 @@ class FSDPEngine(BaseEngine):
     # ---- step ----------------------------------------------------------------------------------------------------
 
     def forward_step(self, micro_batch: MicroBatch, request: HeadRequest) -> tuple[TokenOutputs, Tensor | None]:
-        """See `BaseEngine.forward_step`."""
+        """Run the model on one micro-batch.
+
+        Returns:
+            outputs over the whole documents of the micro-batch, and a router's balancing loss (before its coefficient) or None.
+        """
         if request.outputs.values != (self._root.score is not None):
             raise ConfigError(
                 f"{', '.join(request.outputs.names)} asked of a model with model.head={self.model_config.head}; a value head "
                 "returns values, a language-model head log_probs and entropy"
             )
-        batch, group = micro_batch.batch, self.topology.cp
-        tokens = batch.num_tokens
-        # What the next token is likely to be can be asked of any token, how likely the next one is only where there is one.
-        mask = request.mask & labelled(batch) if request.outputs.log_probs else request.mask
-        ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
-        bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
-        filler = -tokens % self.topology.parallel.cp
-        padded_mask, expected = mask, request.expected
-        if filler:
-            # One more document, seen by nobody, makes the slices equal.
-            ids, labels = _extend(ids, filler), _extend(labels, filler)
-            positions = torch.cat([positions, torch.arange(filler, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
-            padded_mask = _extend(mask, filler)
-            expected = None if expected is None else {k: _extend(v, filler) for k, v in expected.items()}
-            bounds = (*bounds, tokens + filler)
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + filler])])
-        context = PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group)
-        selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
-        size = (tokens + filler) // self.topology.parallel.cp
-        found = self._root(
-            slice_tokens(ids, group),
-            slice_tokens(positions, group),
-            context,
-            selected,
-            slice_tokens(labels, group)[selected].clamp_min(0),
-            request.outputs,
-            None if expected is None else {k: slice_tokens(v, group)[selected] for k, v in expected.items()},
-            0 if micro_batch.filler else max(0, min(size, tokens - self.topology.cp_rank * size)),
-        )
+        part = RankSlice.cut(micro_batch, request, self.topology)
+        found = self._root(part)
         aux = found.pop("router_aux", None)
-        whole = {
-            name: gather_tokens(value.new_zeros(size).index_put((selected,), value), group)[:tokens]
-            for name, value in found.items()
-        }
-        return TokenOutputs(mask=mask, **whole), aux
+        return part.whole(found), aux
+
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+        for micro_batch in micro_batches:
+            loss = task(micro_batch, *self.forward_step(micro_batch, task.request(micro_batch)))
+            if backward:
+                self._backward(loss, micro_batch)
 
     def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last.
@@ -251,7 +230,3 @@ class FSDPEngine(BaseEngine):
         for name in ("_built", "_root"):
             if hasattr(self, name):
                 delattr(self, name)
-
-
-def _extend(x: Tensor, tokens: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(tokens)])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..config import OptimConfig
+from ..hf.names import hf_name
 from ..optim import is_decayed
-from .names import hf_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -4,19 +4,18 @@ Axes: T tokens of the packed sequence (this rank's slice under context paralleli
 H hidden size, E experts.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from ..errors import ModelError
-from ..objective import OutputRequest
-from ..ops.attention import PackedContext
+from ..hf.model import HFModel
 from ..ops.linear_head import LogitTransform, linear_head
+from ..rank_slice import RankSlice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class RouterSettings:
     per_token: int
 
 
-class PackedModel(nn.Module):
+class PackedModel(HFModel):
     """A transformers decoder and the head of `model.head`.
 
     Args:
@@ -40,57 +39,33 @@ class PackedModel(nn.Module):
     def __init__(
         self, lm: PreTrainedModel, *, value_head: bool, transform: LogitTransform, router: RouterSettings | None
     ) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm, value_head=value_head)
         self.transform = transform
         self.router = router
-        self.score: nn.Linear | None = None
-        if value_head:
-            lm.set_output_embeddings(nn.Identity())
-            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        context: PackedContext,
-        selected: Tensor,
-        targets: Tensor,
-        outputs: OutputRequest,
-        expected: Mapping[str, Tensor] | None,
-        real_tokens: int,
+        part: RankSlice,
     ) -> dict[str, Tensor]:
         """Outputs of the selected tokens.
-
-        Args:
-            input_ids: `[T]`.
-            position_ids: `[T]` or `[A, T]`.
-            context: document borders of the whole sequence.
-            selected: `[S]` int64, positions in this slice.
-            targets: `[S]` int64 labels.
-            outputs: which numbers.
-            expected: gradients `[S]` that will arrive, by output name.
-            real_tokens: of this slice, without the engine's own filler.
 
         Returns:
             output name -> `[S]`, and `router_aux` (a scalar) where a balancing loss is wanted.
         """
         router = {} if self.router is None else {"output_router_logits": True}
         result = self.lm.get_decoder()(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(-2),
+            input_ids=part.input_ids.unsqueeze(0),
+            position_ids=part.position_ids.unsqueeze(-2),
             use_cache=False,
-            packed=context,
+            packed=part.context,
             **router,
         )
-        found = self._head(result.last_hidden_state[0].index_select(0, selected), targets, outputs, expected)
+        found = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
         if self.router is not None:
-            found["router_aux"] = balancing_loss(result.router_logits, self.router, real_tokens, context.cp_group)
+            found["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
         return found
 
-    def _head(
-        self, hidden_sh: Tensor, targets: Tensor, outputs: OutputRequest, expected: Mapping[str, Tensor] | None
-    ) -> dict[str, Tensor]:
+    def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.score is not None:
             values = self.score(hidden_sh)[:, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
@@ -98,15 +73,15 @@ class PackedModel(nn.Module):
         every = linear_head(
             hidden_sh,
             head.weight,
-            targets,
+            part.targets,
             bias_v=getattr(head, "bias", None),
             transform=self.transform,
-            temperature=outputs.temperature,
-            entropy=outputs.entropy,
-            greedy=outputs.greedy,
-            expected=expected,
+            temperature=part.outputs.temperature,
+            entropy=part.outputs.entropy,
+            greedy=part.outputs.greedy,
+            expected=part.expected,
         )
-        return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
+        return {name: value for name, value in every._asdict().items() if getattr(part.outputs, name)}
 
 
 def balancing_loss(logits: tuple[Tensor, ...], router: RouterSettings, real_tokens: int, group: ProcessGroup | None) -> Tensor:

@@ -8,19 +8,19 @@ from torch.distributed.tensor import DTensor
 
 from ..boxes import intersect, whole
 from ..checkpoint.state import Piece
+from ..hf.layout import DiskLayout, Segment
+from ..hf.lora import adapted_layers, folded
+from ..hf.names import HFName, hf_name
+from ..hf.weights import persistent_buffers as own_buffers
 from ..topology import Topology
-from .layout import DiskLayout, Segment
-from .lora import adapted_layers, folded
-from .names import HFName, hf_name
 from .shard import local_box
 
 
 def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that belong to the weights."""
     for prefix, module in root.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
+        for name, value in own_buffers(module):
+            yield f"{prefix}.{name}" if prefix else name, value
 
 
 def segments_of(layout: DiskLayout, name: HFName, tensor: Tensor) -> list[Segment]:

@@ -1,25 +1,23 @@
-"""Weights into a sharded model: slices read from safetensors, or drawn from the seed. Never a whole model in one process."""
+"""Weights for a sharded model: slices read from safetensors, or drawn from the seed. Never a whole model in one process."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..boxes import Box
 from ..checkpoint.rng import seed_all
 from ..checkpoint.state import Piece
 from ..checkpoint.tensorfile import TensorFolder
 from ..errors import CheckpointError, ModelError
-from .layout import DiskLayout
 from .lora import init_adapter
+from .model import HFModel
 from .names import hf_name
-from .shard import local_box
 
 MEAN_ROWS = 4096
 
@@ -29,13 +27,13 @@ class WeightFolder:
 
     Args:
         folder: with `model.safetensors`, or an index and its shards.
-        layout: of the model that is to be loaded.
+        canonical: from a name in the folder to the one that the model's layout has for it.
 
     Raises:
         ModelError: no safetensors files.
     """
 
-    def __init__(self, folder: Path, layout: DiskLayout) -> None:
+    def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
         self.folder = folder
         self._files = TensorFolder(folder)
         index = folder / "model.safetensors.index.json"
@@ -51,7 +49,7 @@ class WeightFolder:
         for file in sorted(set(stored.values())):
             if Path(file).name != file or not (folder / file).is_file():
                 raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
-        self._where = {layout.canonical(key): (file, key) for key, file in stored.items()}
+        self._where = {canonical(key): (file, key) for key, file in stored.items()}
 
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
         """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
@@ -111,6 +109,15 @@ def _finite(tensor: Tensor) -> bool:
     return math.isfinite(float(tensor.sum(dtype=wide)))
 
 
+def resolve_folder(path: str) -> Path:
+    """A local folder; a Hub name is downloaded by huggingface_hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+
+
 def load_weights(
     pieces: Iterable[Piece],
     weights: WeightFolder,
@@ -151,33 +158,27 @@ def load_weights(
     return fresh
 
 
-def draw_weights(
-    root: nn.Module,
-    twin: nn.Module,
-    lm: PreTrainedModel,
-    seed: int,
-    wanted: Callable[[str], bool],
-) -> None:
+def draw_weights(twin: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Random weights that depend on the seed and on names alone: equal in every layout and on every engine.
 
-    One module at a time is made whole on the CPU, initialised by the family's own `_init_weights`, and cut.
+    One module at a time is made whole on the CPU and initialised by the family's own `_init_weights`.
 
     Args:
-        root: the sharded model.
-        twin: the same model, unsharded, on the meta device.
-        lm: the transformers model inside `twin`, for its `_init_weights`.
+        twin: the model, on the meta device.
         seed: `engine.seed`.
-        wanted: whether to draw a parameter, by its name in `root`.
+        wanted: whether to draw a parameter, by its name in `twin`.
+
+    Yields:
+        name in `twin`, and the tensor.
     """
-    targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    with torch.random.fork_rng(devices=[]):
-        for module_name, module in twin.named_modules():
-            own = [*module.named_parameters(recurse=False), *_persistent_buffers(module)]
-            names = {n: f"{module_name}.{n}" if module_name else n for n, _ in own}
-            chosen = [n for n, _ in own if names[n] in targets and wanted(names[n])]
-            if not chosen:
-                continue
-            meta = {n: t for n, t in own if t.is_meta}
+    for module_name, module in twin.named_modules():
+        own = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
+        names = {n: f"{module_name}.{n}" if module_name else n for n, _ in own}
+        chosen = [n for n, _ in own if wanted(names[n])]
+        if not chosen:
+            continue
+        meta = {n: t for n, t in own if t.is_meta}
+        with torch.random.fork_rng(devices=[]):
             for n, t in meta.items():
                 real = torch.zeros(t.shape, dtype=t.dtype)
                 _set(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
@@ -187,11 +188,11 @@ def draw_weights(
                 for n in chosen:
                     init_adapter(names[n], getattr(module, n))
             else:
-                lm._init_weights(module)
-            for n in chosen:
-                _copy_shard(targets[names[n]], getattr(module, n))
-            for n, t in meta.items():
-                _set(module, n, t)
+                twin.lm._init_weights(module)
+        for n in chosen:
+            yield names[n], getattr(module, n).detach()
+        for n, t in meta.items():
+            _set(module, n, t)
 
 
 def seed_torch(seed: int, digest: bytes) -> None:
@@ -204,7 +205,8 @@ def seed_ranks(seed: int, rank: int) -> None:
     seed_all(seed, rank)
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own buffers that belong to the weights."""
     return [(n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set]
 
 
@@ -213,10 +215,3 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         module._parameters[name] = value
     else:
         module._buffers[name] = value
-
-
-def _copy_shard(target: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        box, local = local_box(target)
-        if local.numel():
-            local.copy_(source[box.within((0,) * source.dim())] if source.dim() else source)

@@ -6,10 +6,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..flops import ModelShape
-from .root import PackedModel
+from .model import HFModel
 
 
-def model_shape(root: PackedModel, config: PreTrainedConfig) -> ModelShape:
+def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     """Count the matrices of a model, on any device, sharded or not."""
     lm: Any = root.lm
     head: Any = root.score if root.score is not None else lm.get_output_embeddings()

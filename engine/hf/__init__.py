@@ -1,0 +1,1 @@
+"""Hugging Face models as every engine meets them: configs, names on disk, weights, costs."""

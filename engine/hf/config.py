@@ -1,0 +1,54 @@
+"""A model's config: read once, and what no engine can run refused."""
+
+import copy
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..config import ModelConfig
+from ..errors import ModelError
+from ..model_path import check_model_path
+from ..tokenizer import load_tokenizer
+
+
+def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's config.
+
+    Raises:
+        ModelError: the folder or its config.json is missing or unreadable.
+    """
+    check_model_path(model.path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as e:  # of many kinds: a damaged file, a number that is a word, code of the folder's own
+        raise ModelError(f"model.path={model.path}: the config cannot be read: {e}") from e
+    # Nothing may share this object: transformers writes the attention implementation into it.
+    config = copy.deepcopy(config.get_text_config())
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        kind = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)
+        raise ModelError(
+            f"model.path={model.path} holds quantised weights (quantization_config: {kind}), which cannot be trained; use the "
+            "original, or convert it to bfloat16 first"
+        )
+    if model.added_tokens:
+        # Many families keep spare rows: only what does not fit makes the embeddings grow.
+        config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
+    return config
+
+
+def check_rope(config: PreTrainedConfig, path: str) -> None:
+    """Refuse rotary embeddings whose frequencies depend on the longest document of a batch.
+
+    Raises:
+        ModelError: packed, a document would be rotated by its neighbour's length.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found, *(v for v in found.values() if isinstance(v, dict))]:
+        kind = rope.get("rope_type", "default")
+        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained or 0)):
+            raise ModelError(
+                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so packed "
+                "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
+                + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
+            )

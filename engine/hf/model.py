@@ -1,0 +1,99 @@
+"""A transformers model with the head and the adapters that the settings ask for, on the meta device."""
+
+import copy
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..config import ModelConfig
+from ..errors import ModelError
+from .layout import DiskLayout
+from .lora import add_adapters, peft_config, wants_adapters
+from .names import hf_name
+
+
+class HFModel(nn.Module):
+    """A causal language model and the head of `model.head`.
+
+    Args:
+        lm: on the meta device; adapters, if any, are already inside.
+        value_head: replace the language-model head by one number per token.
+    """
+
+    def __init__(self, lm: PreTrainedModel, *, value_head: bool) -> None:
+        super().__init__()
+        self.lm = lm
+        self.score: nn.Linear | None = None
+        if value_head:
+            lm.set_output_embeddings(nn.Identity())
+            self.score = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
+
+
+def empty_lm(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str = "eager"
+) -> tuple[PreTrainedModel, DiskLayout, Any]:
+    """The language model with its adapters, its layout on disk, and peft's settings or None.
+
+    Args:
+        config: of the model.
+        model: settings.
+        dtype: of the parameters.
+        attention: implementation, by transformers' name.
+    """
+    # Parameters on meta, buffers real: rotary frequencies are computed, not loaded.
+    with init_empty_weights(include_buffers=False):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
+    # Made on meta one by one, tied parameters came apart; FSDP must see one parameter, or it would train two.
+    lm.tie_weights()
+    layout = DiskLayout(lm)
+    adapters = None
+    if wants_adapters(model.lora):
+        adapters = peft_config(model.lora, lm, model.path)
+        add_adapters(lm, adapters)
+    return lm, layout, adapters
+
+
+def choose_trainable(root: HFModel, model: ModelConfig) -> None:
+    """A new head beside adapters is trained; what `model.freeze` names is not."""
+    if wants_adapters(model.lora) and root.score is not None:
+        root.score.requires_grad_(True)
+    freeze(root, model.freeze)
+
+
+def freeze(root: HFModel, patterns: Sequence[str]) -> None:
+    """Leave the parameters whose Hugging Face names match a pattern as they are.
+
+    Raises:
+        ModelError: a pattern matches nothing, or together they match everything.
+    """
+    names = {name: hf_name(name).name for name, _ in root.named_parameters()}
+    for pattern in patterns:
+        if not fnmatch.filter(names.values(), pattern):
+            near = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelError(f"model.freeze: {pattern!r} matches no parameter of {type(root.lm).__name__}{hint}")
+    for name, parameter in root.named_parameters():
+        if any(fnmatch.fnmatchcase(names[name], pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in root.parameters()):
+        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train")
+
+
+def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:
+    """Tensors on disk with a row for each token: embeddings, head and its bias."""
+    modules = [m for m in (lm.get_input_embeddings(), lm.get_output_embeddings()) if m is not None]
+    own = {id(p) for m in modules for p in m.parameters()}
+    return frozenset(
+        segment.name
+        for name, p in lm.named_parameters()
+        if id(p) in own
+        for segment in layout.segments(hf_name(name).name, p.shape)
+    )
