@@ -32,6 +32,34 @@ class Box:
         return tuple(slice(o - b, o - b + n) for o, n, b in zip(self.offset, self.length, origin, strict=True))
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of a tensor on disk, and where it stands in a parameter of a rank or a model.
+
+    Args:
+        name: on disk.
+        shape: on disk, of the whole tensor.
+        box: in the parameter.
+        offset: where the part begins in the tensor on disk; empty for its beginning.
+        dropped: leading axes of the box, of length 1, that the tensor on disk does not have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    offset: tuple[int, ...] = ()
+    dropped: int = 0
+
+    def part(self, box: Box) -> tuple[Box, tuple[int, ...]] | None:
+        """What the segment and a box of the parameter share, and where it begins in the tensor on disk; None for nothing."""
+        shared = intersect(box, self.box)
+        if shared is None:
+            return None
+        inside = tuple(a - b for a, b in zip(shared.offset, self.box.offset, strict=True))[self.dropped :]
+        start = self.offset or (0,) * len(inside)
+        return shared, tuple(a + b for a, b in zip(inside, start, strict=True))
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box of an entire tensor."""
     return Box((0,) * len(shape), tuple(shape))

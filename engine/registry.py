@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -25,15 +26,25 @@ class BackendSpec:
     Args:
         engine: the `BaseEngine` subclass.
         options: the frozen dataclass behind `engine.options`; its module must import without torch.
+        needs: a module that the backend cannot do without.
+        extra: of drivetrain, that installs it.
     """
 
     engine: str
     options: str | None = None
+    needs: str | None = None
+    extra: str | None = None
 
 
 _PACKAGE = __name__.rpartition(".")[0]
 _BACKENDS: dict[str, BackendSpec] = {
     "fsdp": BackendSpec(engine=f"{_PACKAGE}.fsdp.engine:FSDPEngine", options=f"{_PACKAGE}.fsdp.options:FSDPOptions"),
+    "mcore": BackendSpec(
+        engine=f"{_PACKAGE}.mcore.engine:MCoreEngine",
+        options=f"{_PACKAGE}.mcore.options:MCoreOptions",
+        needs="megatron.core",
+        extra="mcore",
+    ),
 }
 
 
@@ -95,6 +106,13 @@ def _resolve(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
+
+
 def options_class(name: str) -> type | None:
     """The dataclass of `engine.options` for this backend, or None where it has no settings of its own."""
     spec = spec_of(name)
@@ -102,6 +120,16 @@ def options_class(name: str) -> type | None:
 
 
 def engine_class(name: str) -> "type[BaseEngine]":
-    """The engine class of a backend; imports the backend."""
-    engine: type[BaseEngine] = _resolve(spec_of(name).engine)
+    """The engine class of a backend; imports the backend.
+
+    Raises:
+        ConfigError: what the backend stands on is not installed.
+    """
+    spec = spec_of(name)
+    if spec.needs is not None and not _installed(spec.needs):
+        raise ConfigError(
+            f"engine.backend={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use "
+            "another engine.backend"
+        )
+    engine: type[BaseEngine] = _resolve(spec.engine)
     return engine

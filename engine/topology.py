@@ -149,7 +149,7 @@ class Topology:
     cp: ProcessGroup | None
     pp: ProcessGroup | None
     timeout: datetime.timedelta
-    _taken: list[ProcessGroup]
+    _taken: dict[tuple[tuple[int, ...], str | None], ProcessGroup]
 
     @classmethod
     def build(
@@ -175,7 +175,7 @@ class Topology:
         grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
         flat = torch.arange(len(members)).view_as(grid)
         stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
-        taken: list[ProcessGroup] = []
+        taken: dict[tuple[tuple[int, ...], str | None], ProcessGroup] = {}
 
         def group(of: Tensor, backend: str | None = None) -> ProcessGroup:
             return _take(of, backend, timeout, taken)
@@ -266,7 +266,7 @@ class Topology:
     def close(self) -> None:
         """Free the groups, for the next engine on the same ranks."""
         while self._taken:
-            _POOL.give_back(self._taken.pop())
+            _POOL.give_back(self._taken.popitem()[1])
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,14 @@ class _Pool:
 _POOL = _Pool()
 
 
-def _take(ranks: Tensor, backend: str | None, timeout: datetime.timedelta, taken: list[ProcessGroup]) -> ProcessGroup:
-    taken.append(_POOL.take(_Key(tuple(sorted(ranks.flatten().tolist())), backend, timeout)))
-    return taken[-1]
+def _take(
+    ranks: Tensor,
+    backend: str | None,
+    timeout: datetime.timedelta,
+    taken: dict[tuple[tuple[int, ...], str | None], ProcessGroup],
+) -> ProcessGroup:
+    """One group for each set of ranks of an engine, whatever it is used for."""
+    members = tuple(sorted(ranks.flatten().tolist()))
+    if (members, backend) not in taken:
+        taken[members, backend] = _POOL.take(_Key(members, backend, timeout))
+    return taken[members, backend]

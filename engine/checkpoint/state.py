@@ -1,7 +1,7 @@
 """An engine's state to a checkpoint folder and back, by boxes. Knows no backend."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..boxes import Box, intersect
+from ..boxes import Box, Segment, intersect
 from ..errors import CheckpointError, disk_error
 from ..topology import Topology
 from .folder import FORMAT, Manifest, commit, describe_files, merge_index, new_temporary
@@ -42,6 +42,27 @@ class Piece:
     def box(self) -> Box:
         """In the global tensor."""
         return Box(self.offset, tuple(self.data.shape))
+
+
+def cut_pieces(kind: str, segments: Iterable[Segment], box: Box, data: Tensor, *, owned: bool = True) -> Iterator[Piece]:
+    """The pieces of a box of a parameter.
+
+    Args:
+        kind: value, exp_avg or exp_avg_sq.
+        segments: what the parameter is made of.
+        box: in the parameter.
+        data: that box, a view into live memory.
+        owned: whether this rank writes them when saving.
+    """
+    for segment in segments:
+        found = segment.part(box)
+        if found is None:
+            continue
+        shared, offset = found
+        view = data[shared.within(box.offset)] if box.offset else data
+        for _ in range(segment.dropped):
+            view = view.select(0, 0)
+        yield Piece(kind=kind, name=segment.name, shape=segment.shape, offset=offset, data=view, owned=owned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from ..checkpoint.state import Piece
 from ..config import EngineConfig, ModelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
-from ..hf.config import check_rope
+from ..hf.config import check_rope, logit_transform
 from ..hf.layout import DiskLayout
 from ..hf.lora import wants_adapters
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
@@ -24,7 +24,7 @@ from ..hf.shape import experts_of, model_shape
 from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder
 from ..topology import Topology
 from .attention import IMPLEMENTATION
-from .families import check_family, logit_transform
+from .families import check_family
 from .options import FSDPOptions
 from .root import PackedModel, RouterSettings
 from .shard import build_mesh, decoder_layers, local_box, shard

@@ -17,20 +17,21 @@ from ..config import OptimConfig
 from ..errors import ConfigError
 from ..flops import ModelShape
 from ..hf.config import read_config
+from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
+from ..hf.names import hf_name
 from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
 from ..residency import Part, Where
 from ..step import MicroBatch, Task
-from ..tokenizer import load_tokenizer
 from ..topology import Topology, init_distributed
 from .build import Built, build, check_config
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .shard import forget_unsharded_gradients
-from .state import stream_weights, tensor_pieces, value_pieces, weight_shapes
+from .state import segments_of, stream_weights, tensor_pieces, value_pieces, weight_shapes
 
 
 class FSDPEngine(BaseEngine):
@@ -192,22 +193,23 @@ class FSDPEngine(BaseEngine):
                 yield from tensor_pieces(kind, name, parameters[name], local, self._built.layout, self.topology)
 
     def _optimizer_scalars(self) -> dict[str, Any]:
-        return {} if self._optimizer is None else self._optimizer.scalars()
+        if self._optimizer is None or not self._optimizer.counts:
+            return {}
+        return {"step": {disk: count for name, count in self._optimizer.counts.items() for disk in self._disk_names(name)}}
+
+    def _disk_names(self, name: str) -> list[str]:
+        parameter = self._root.get_parameter(name)
+        return [segment.name for segment in segments_of(self._built.layout, hf_name(name), parameter)]
 
     def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
         assert self._optimizer is not None
-        self._optimizer.restore(scalars)
+        if self._optimizer.counts:
+            # One parameter may be several tensors on disk, which another engine may hold apart.
+            step = scalars["step"]
+            self._optimizer.restore({n: max(step[disk] for disk in self._disk_names(n)) for n in self._optimizer.counts})
 
     def _save_model_files(self, folder: Path) -> None:
-        self._built.root.lm.config.save_pretrained(folder)
-        lm: Any = self._built.root.lm
-        if lm.can_generate() and self.model_config.head == "lm":
-            lm.generation_config.save_pretrained(folder)
-        if self._built.adapters is not None:
-            self._built.adapters.save_pretrained(folder)
-        source = Path(self.model_config.path)
-        if not source.is_dir() or (source / "tokenizer_config.json").is_file():
-            load_tokenizer(self.model_config).save_pretrained(folder)
+        save_model_files(self._root, self.model_config, self._built.adapters, folder)
 
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..batch_convert import from_lists
 from ..errors import ModelError
+from ..hf.config import logit_transform
 from ..ops.attention import PackedContext
-from ..ops.linear_head import LogitTransform
 from .attention import IMPLEMENTATION
 
 EXACT = frozenset(
@@ -77,16 +77,6 @@ TINY_SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def logit_transform(config: PreTrainedConfig) -> LogitTransform:
-    """What the family does to its logits, read from its config."""
-    scale = 1.0
-    if getattr(config, "logits_scaling", None):
-        scale = 1.0 / config.logits_scaling
-    elif getattr(config, "logit_scale", None):
-        scale = config.logit_scale
-    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:

@@ -85,17 +85,15 @@ class ShardOptimizer:
         state = self._optimizer.state[self._views[name]]
         return {kind: state[kind] for kind in self._moments}
 
-    def scalars(self) -> dict[str, Any]:
-        """Step counts by Hugging Face name. They differ where a parameter had no gradient in some step."""
-        if not self._moments:
-            return {}
-        return {"step": {hf_name(n).name: float(self._optimizer.state[v]["step"]) for n, v in self._views.items()}}
+    @property
+    def counts(self) -> dict[str, float]:
+        """Steps made, by parameter. They differ where a parameter had no gradient in some step; SGD counts none."""
+        return {n: float(self._optimizer.state[v]["step"]) for n, v in self._views.items()} if self._moments else {}
 
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        """Take back `scalars`."""
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Take back `counts`."""
         for name, view in self._views.items():
-            if self._moments:
-                self._optimizer.state[view]["step"].fill_(scalars["step"][hf_name(name).name])
+            self._optimizer.state[view]["step"].fill_(counts[name])
 
     def to(self, device: torch.device) -> None:
         """Move the moments."""

@@ -1,14 +1,15 @@
 """What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..boxes import intersect, whole
-from ..checkpoint.state import Piece
-from ..hf.layout import DiskLayout, Segment
+from ..boxes import Segment, whole
+from ..checkpoint.state import Piece, cut_pieces
+from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, folded
 from ..hf.names import HFName, hf_name
 from ..hf.weights import persistent_buffers as own_buffers
@@ -54,22 +55,9 @@ def tensor_pieces(
     box, _ = local_box(like)
     if not local.numel():
         return
-    for number, segment in enumerate(segments_of(layout, hf_name(name), like)):
-        shared = intersect(box, segment.box)
-        if shared is None:
-            continue
-        view = local[shared.within(box.offset)] if box.offset else local
-        for _ in range(segment.dropped):
-            view = view.select(0, 0)
-        offset = tuple(a - b for a, b in zip(shared.offset, segment.box.offset, strict=True))[segment.dropped :]
-        yield Piece(
-            kind=kind,
-            name=segment.name,
-            shape=segment.shape,
-            offset=offset,
-            data=view,
-            owned=_owned(like, hash_of(segment.name) + number, topology),
-        )
+    segments = segments_of(layout, hf_name(name), like)
+    for number, piece in enumerate(cut_pieces(kind, segments, box, local)):
+        yield replace(piece, owned=_owned(like, hash_of(piece.name) + number, topology))
 
 
 def hash_of(name: str) -> int:

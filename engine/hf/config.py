@@ -7,6 +7,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..config import ModelConfig
 from ..errors import ModelError
 from ..model_path import check_model_path
+from ..ops.linear_head import LogitTransform
 from ..tokenizer import load_tokenizer
 
 
@@ -52,3 +53,13 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
                 "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
                 + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
             )
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """What the family does to its logits, read from its config."""
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):
+        scale = config.logit_scale
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

@@ -5,7 +5,6 @@ transformers 5 holds a mixture's experts fused (`experts.gate_up_proj [E, 2I, H]
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -18,25 +17,8 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from ..boxes import Box, whole
+from ..boxes import Box, Segment, whole
 from ..errors import ModelError
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A tensor on disk, and where it stands in a parameter.
-
-    Args:
-        name: on disk.
-        shape: on disk.
-        box: in the parameter.
-        dropped: leading axes of the box, of length 1, that the tensor on disk does not have.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    dropped: int = 0
 
 
 class DiskLayout:

@@ -4,7 +4,10 @@ Logits exist for one chunk of tokens at a time. Between forward and backward onl
 or two numbers a token are kept; the backward pass computes a chunk's logits again - or not at all, where the gradient
 that will arrive is known beforehand, as it is for every loss that is linear in its outputs.
 
-Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary.
+The vocabulary may be cut over the ranks of a group: each multiplies with its own rows, and two or three small all-reduces a
+chunk make the softmax whole.
+
+Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's rows of it).
 """
 
 from collections.abc import Mapping
@@ -12,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**27}
 SMALLEST_CHUNK = 128
@@ -32,6 +37,19 @@ class LogitTransform:
 
 
 PLAIN = LogitTransform()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VocabularyShard:
+    """A rank's rows of a vocabulary that is cut in order over a group.
+
+    Args:
+        group: the ranks.
+        first: token id of the first row.
+    """
+
+    group: ProcessGroup
+    first: int
 
 
 class HeadOutputs(NamedTuple):
@@ -65,13 +83,14 @@ def linear_head(
     greedy: bool = False,
     expected: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> HeadOutputs:
     """Log-probability of each token's target and, when asked for, what else the distribution says.
 
     Args:
         hidden_th: `[T, H]`.
         weight_vh: `[V, H]`.
-        targets_t: `[T]` int64 in [0, V).
+        targets_t: `[T]` int64, in the whole vocabulary.
         bias_v: `[V]`.
         transform: of the logits.
         temperature: logits are divided by it, last.
@@ -80,9 +99,11 @@ def linear_head(
         expected: the gradients by "log_probs" and "entropy" `[T]` that the backward pass will bring. They only save work:
             when others arrive, the right gradient is computed from those.
         chunk: C; by default from `chunk_tokens`.
+        shard: which rows of the vocabulary these are; all by default. The outputs are then equal on every rank of the group,
+            and the gradient by the hidden states is this rank's part of a sum over them.
     """
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
-    settings = _Settings(transform, temperature, entropy, greedy, size)
+    settings = _Settings(transform, temperature, entropy, greedy, size, shard)
     promise = None
     if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
         promise = (expected.get("log_probs"), expected.get("entropy"))
@@ -97,6 +118,7 @@ class _Settings:
     entropy: bool
     greedy: bool
     chunk: int
+    shard: VocabularyShard | None
 
 
 _Gradients = tuple[Tensor | None, Tensor | None]
@@ -118,6 +140,52 @@ def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> 
     if s.temperature != 1.0:
         z_cv /= s.temperature
     return z_cv, slope_cv
+
+
+def _place(targets_c1: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Tensor | None]:
+    """Rows of the targets here, and which of them are really here; None where all are."""
+    if s.shard is None:
+        return targets_c1, None
+    local_c1 = targets_c1 - s.shard.first
+    here_c1 = (local_c1 >= 0) & (local_c1 < rows)
+    return local_c1.clamp(0, max(rows - 1, 0)), here_c1
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    log_probs_c: Tensor
+    lse_c1: Tensor
+    entropy_c: Tensor | None
+    greedy_c: Tensor | None
+
+
+def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
+    """What the head says of a chunk, from its logits."""
+    if s.shard is None:
+        lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
+        entropy_c = lse_c1[:, 0] - torch.linalg.vecdot((z_cv - lse_c1).exp_(), z_cv) if s.entropy else None
+        return _Chunk((z_cv.gather(1, targets_c1) - lse_c1)[:, 0], lse_c1, entropy_c, z_cv.argmax(1) if s.greedy else None)
+    group = s.shard.group
+    rows = z_cv.shape[1]
+    # A rank may have no row at all, when there are about as many ranks as tokens.
+    mine_c1 = z_cv.amax(1, keepdim=True) if rows else z_cv.new_full((len(z_cv), 1), float("-inf"))
+    most_c1 = mine_c1.clone()
+    dist.all_reduce(most_c1, op=dist.ReduceOp.MAX, group=group)
+    e_cv = (z_cv - most_c1).exp_()
+    local_c1, here_c1 = _place(targets_c1, rows, s)
+    target_c = z_cv.gather(1, local_c1).where(here_c1, 0.0)[:, 0] if rows else z_cv.new_zeros(len(z_cv))
+    sums = [e_cv.sum(1), target_c, *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
+    whole = torch.stack(sums)
+    dist.all_reduce(whole, group=group)
+    lse_c1 = most_c1 + whole[0].log()[:, None]
+    greedy_c = None
+    if s.greedy:
+        nobody = torch.iinfo(torch.int64).max
+        best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_c1[:, 0], nobody)
+        greedy_c = torch.where((mine_c1 == most_c1)[:, 0], best_c, nobody)
+        dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
+    entropy_c = lse_c1[:, 0] - whole[2] / whole[0] if s.entropy else None
+    return _Chunk(whole[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c)
 
 
 class _Accumulator:
@@ -175,8 +243,9 @@ def _logit_gradient(
         if g_lp is not None:
             d_cv -= g_lp[:, None]
         d_cv *= p_cv
-    if g_lp is not None:
-        d_cv.scatter_add_(1, targets_c1, g_lp[:, None])
+    if g_lp is not None and d_cv.shape[1]:
+        local_c1, here_c1 = _place(targets_c1, d_cv.shape[1], s)
+        d_cv.scatter_add_(1, local_c1, g_lp[:, None] if here_c1 is None else g_lp[:, None] * here_c1)
     if s.temperature != 1.0:
         d_cv /= s.temperature
     if slope_cv is not None:
@@ -209,18 +278,15 @@ class _LinearHead(torch.autograd.Function):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
             targets_c1 = targets_t[part, None]
-            lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
-            log_probs[part] = (z_cv.gather(1, targets_c1) - lse_c1)[:, 0]
-            lse[part] = lse_c1[:, 0]
-            if s.greedy:
-                likeliest[part] = z_cv.argmax(1)
-            if s.entropy:
-                p_cv = (z_cv - lse_c1).exp_()
-                entropies[part] = lse_c1[:, 0] - torch.linalg.vecdot(p_cv, z_cv)
+            found = _chunk_outputs(z_cv, targets_c1, s)
+            log_probs[part], lse[part] = found.log_probs_c, found.lse_c1[:, 0]
+            if found.greedy_c is not None:
+                likeliest[part] = found.greedy_c
+            if found.entropy_c is not None:
+                entropies[part] = found.entropy_c
             if early is not None and promise is not None:
                 mine = tuple(None if g is None else g[part].to(accurate) for g in promise)
-                entropy_c = entropies[part] if s.entropy else None
-                early.add(part, _logit_gradient(z_cv, slope_cv, lse_c1, targets_c1, entropy_c, mine, s))  # type: ignore[arg-type]
+                early.add(part, _logit_gradient(z_cv, slope_cv, found.lse_c1, targets_c1, found.entropy_c, mine, s))  # type: ignore[arg-type]
         ctx.settings, ctx.promise = s, promise
         ctx.early = None if early is None else early.results()
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)

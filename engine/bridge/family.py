@@ -1,0 +1,84 @@
+"""A family of models: how its config is read, and which tensors its modules are made of. Imports no torch."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ..boxes import Segment
+from ..errors import ModelError
+from .decoder import Decoder
+from .rules import Part, Rule, Shape
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Each has a module of its name beside this one."""
+
+_NUMBERED = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one family's models are named on disk.
+
+    Args:
+        decoder: reads a Hugging Face config.
+        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`; `{e}` is an expert's number.
+        outer: module outside the layers -> rule.
+        prefix: of the layers' names.
+    """
+
+    decoder: Callable[[Any], Decoder]
+    layer: Mapping[str, Rule]
+    outer: Mapping[str, Rule]
+    prefix: str = "model.layers"
+
+    def rule(self, parameter: str) -> tuple[Rule, tuple[str, ...]]:
+        """The rule of a Megatron-core parameter, and the names on disk behind it.
+
+        Args:
+            parameter: its name in an unsharded model: layers and experts counted over all ranks.
+
+        Raises:
+            ModelError: the family has no rule for it.
+        """
+        module, _, leaf = parameter.rpartition(".")
+        numbers = dict(_NUMBERED.findall(parameter))
+        layer = numbers.get("decoder.layers")
+        inner = _NUMBERED.sub(lambda m: "" if m[1] == "decoder.layers" else "local_experts.{e}.", f"{module}.").rstrip(".")
+        rules = self.outer if layer is None else self.layer
+        rule = rules.get(inner)
+        if rule is None:
+            raise ModelError(f"the bridge of this family has no rule for {parameter}")
+        stem = "" if layer is None else f"{self.prefix}.{layer}."
+        expert = numbers.get("local_experts", "")
+        return rule, tuple(f"{stem}{name.replace('{e}', expert)}.{leaf}" for name in rule.modules)
+
+    def segments(self, parameter: str, shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """What a rank's parameter is made of.
+
+        Args:
+            parameter: its name in an unsharded model.
+            shape: of the rank's part.
+            part: which part.
+            decoder: sizes of the model.
+        """
+        rule, names = self.rule(parameter)
+        return rule.segments(names, shape, part, decoder)
+
+
+@cache
+def find_family(model_type: str) -> Family:
+    """The bridge of a family.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"model family {model_type!r} has no bridge to Megatron-core; there are {', '.join(FAMILIES)}: use "
+            "engine.backend=fsdp, or add it (docs/add-a-model.md)"
+        )
+    family: Family = import_module(f".{model_type}", __package__).FAMILY
+    return family

@@ -1,0 +1,3 @@
+"""Mistral: Llama with a sliding window."""
+
+from .llama import FAMILY as FAMILY

@@ -1,0 +1,27 @@
+"""Mixtral: Mistral as a mixture of experts, under names of its own."""
+
+from .decoder import Experts, read_decoder
+from .family import Family
+from .llama import ATTENTION, OUTER
+from .rules import Columns, Rows, Rule, Whole
+
+MIXTURE: dict[str, Rule] = {
+    "mlp.router": Whole("block_sparse_moe.gate"),
+    "mlp.experts.local_experts.{e}.linear_fc1": Rows("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    "mlp.experts.local_experts.{e}.linear_fc2": Columns("block_sparse_moe.experts.{e}.w2"),
+}
+
+FAMILY = Family(
+    decoder=lambda config: read_decoder(
+        config,
+        experts=Experts(
+            count=config.num_local_experts,
+            per_token=config.num_experts_per_tok,
+            ffn=config.intermediate_size,
+            normalised=True,
+            layers=(True,) * config.num_hidden_layers,
+        ),
+    ),
+    layer={**ATTENTION, **MIXTURE},
+    outer=OUTER,
+)

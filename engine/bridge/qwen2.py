@@ -1,0 +1,8 @@
+"""Qwen 2: Llama with biases on query, key and value."""
+
+from dataclasses import replace
+
+from . import llama
+from .decoder import read_decoder
+
+FAMILY = replace(llama.FAMILY, decoder=lambda config: read_decoder(config, qkv_bias=True, proj_bias=False))

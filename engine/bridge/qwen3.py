@@ -1,0 +1,15 @@
+"""Qwen 3: Llama with a norm on every query and key head."""
+
+from .decoder import read_decoder
+from .family import Family
+from .llama import ATTENTION, DENSE, OUTER
+from .rules import Rule, Whole
+
+HEAD_NORMS: dict[str, Rule] = {
+    "self_attention.q_layernorm": Whole("self_attn.q_norm"),
+    "self_attention.k_layernorm": Whole("self_attn.k_norm"),
+}
+
+FAMILY = Family(
+    decoder=lambda config: read_decoder(config, qk_norm=True), layer={**ATTENTION, **HEAD_NORMS, **DENSE}, outer=OUTER
+)

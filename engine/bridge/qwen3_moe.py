@@ -1,0 +1,32 @@
+"""Qwen 3 as a mixture of experts."""
+
+from typing import Any
+
+from .decoder import Decoder, Experts, read_decoder
+from .family import Family
+from .llama import ATTENTION, DENSE, OUTER
+from .qwen3 import HEAD_NORMS
+from .rules import Columns, Rows, Rule, Whole
+
+MIXTURE: dict[str, Rule] = {
+    "mlp.router": Whole("mlp.gate"),
+    "mlp.experts.local_experts.{e}.linear_fc1": Rows("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "mlp.experts.local_experts.{e}.linear_fc2": Columns("mlp.experts.{e}.down_proj"),
+}
+
+
+def _decoder(config: Any) -> Decoder:
+    sparse = tuple(
+        i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in range(config.num_hidden_layers)
+    )
+    experts = Experts(
+        count=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        ffn=config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=sparse,
+    )
+    return read_decoder(config, qk_norm=True, experts=experts)
+
+
+FAMILY = Family(decoder=_decoder, layer={**ATTENTION, **HEAD_NORMS, **DENSE, **MIXTURE}, outer=OUTER)

@@ -1,0 +1,181 @@
+"""Which rows and columns of which Hugging Face tensors a rank's Megatron-core parameter is made of. Imports no torch.
+
+A rule belongs to a module; its weight and its bias follow the same rule. Names are of modules, without the leaf.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..boxes import Box, Segment, whole
+from .decoder import Decoder
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of `size` tensor-parallel ranks holds a parameter."""
+
+    size: int = 1
+    rank: int = 0
+
+
+class Rule(Protocol):
+    """How one module's parameters are cut."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The Hugging Face modules behind it."""
+        ...
+
+    def is_split(self, dimensions: int) -> bool:
+        """Whether tensor-parallel ranks hold different parts of a parameter of so many dimensions."""
+        ...
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """The segments of a local parameter.
+
+        Args:
+            names: of the tensors on disk, one for each of `modules`.
+            shape: of the local parameter.
+            part: the rank's.
+            decoder: sizes of the model.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same on every rank: norms, routers."""
+
+    module: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """One."""
+        return (self.module,)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Never."""
+        return False
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """One."""
+        return [Segment(names[0], shape, whole(shape))]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A column-parallel linear layer: each rank has some of the rows, of each of the stacked tensors."""
+
+    stacked: tuple[str, ...]
+
+    def __init__(self, *stacked: str) -> None:
+        object.__setattr__(self, "stacked", stacked)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that are stacked: one, or gate and up."""
+        return self.stacked
+
+    def is_split(self, dimensions: int) -> bool:
+        """Always."""
+        return True
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """One for each stacked tensor."""
+        rows, rest = shape[0] // len(names), shape[1:]
+        zeros = (0,) * len(rest)
+        return [
+            Segment(name, (rows * part.size, *rest), Box((i * rows, *zeros), (rows, *rest)), (part.rank * rows, *zeros))
+            for i, name in enumerate(names)
+        ]
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """Embeddings and heads: rows in order over the ranks, padded at the end to equal numbers."""
+
+    module: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """One."""
+        return (self.module,)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Always."""
+        return True
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """One, or none for a rank that holds padding alone."""
+        first = part.rank * shape[0]
+        rows = min(shape[0], decoder.vocabulary - first)
+        if rows <= 0:
+            return []
+        zeros = (0,) * len(shape[1:])
+        return [Segment(names[0], (decoder.vocabulary, *shape[1:]), Box((0, *zeros), (rows, *shape[1:])), (first, *zeros))]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A row-parallel linear layer: each rank has some of the columns; the bias is whole everywhere."""
+
+    module: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """One."""
+        return (self.module,)
+
+    def is_split(self, dimensions: int) -> bool:
+        """The weight is, the bias is not."""
+        return dimensions > 1
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """One."""
+        if not self.is_split(len(shape)):
+            return [Segment(names[0], shape, whole(shape))]
+        rows, columns = shape
+        return [Segment(names[0], (rows, columns * part.size), whole(shape), (0, part.rank * columns))]
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Query, key and value in one matrix, group by group: a group's query heads, its key head, its value head."""
+
+    query: str
+    key: str
+    value: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Three."""
+        return (self.query, self.key, self.value)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Always."""
+        return True
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """Three for each of the rank's groups."""
+        size, rest = decoder.head_dim, shape[1:]
+        per_group = decoder.heads // decoder.kv_heads
+        groups = decoder.kv_heads // part.size
+        zeros = (0,) * len(rest)
+        found = []
+        for local in range(groups):
+            group, at = part.rank * groups + local, local * (per_group + 2) * size
+            for name, heads, total in zip(
+                names, (per_group, 1, 1), (decoder.heads, decoder.kv_heads, decoder.kv_heads), strict=True
+            ):
+                found.append(
+                    Segment(
+                        name,
+                        (total * size, *rest),
+                        Box((at, *zeros), (heads * size, *rest)),
+                        (group * heads * size, *zeros),
+                    )
+                )
+                at += heads * size
+        return found

@@ -1,0 +1,188 @@
+"""A decoder's sizes and an engine's settings as Megatron-core's configuration; and what cannot be laid out, refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..bridge.decoder import Decoder
+from ..config import EngineConfig, ParallelConfig
+from ..errors import ModelError, TopologyError
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
+    """Refuse a layout that the model's sizes do not allow.
+
+    Raises:
+        TopologyError: names the axis, both numbers and what is possible.
+    """
+    if p.tp_sequence and p.tp == 1:
+        raise TopologyError("engine.parallel.tp_sequence=true with tp=1: there is no tensor parallelism to go with; unset it")
+    if p.tp > decoder.kv_heads:
+        raise TopologyError(
+            f"engine.parallel.tp={p.tp} is more than the {decoder.kv_heads} key/value heads of {family} "
+            f"(num_key_value_heads); the largest possible is {_largest(p.tp, decoder.kv_heads, decoder.heads)}: use cp or pp "
+            "for more ranks"
+        )
+    for what, size in (
+        ("key/value heads (num_key_value_heads)", decoder.kv_heads),
+        ("attention heads (num_attention_heads)", decoder.heads),
+        ("units of a feed-forward layer (intermediate_size)", decoder.ffn),
+    ):
+        if size % p.tp:
+            raise TopologyError(
+                f"engine.parallel.tp={p.tp} does not divide the {size} {what} of {family}; the largest possible below it is "
+                f"{_largest(p.tp, decoder.kv_heads, decoder.heads, decoder.ffn)}"
+            )
+    if decoder.heads // p.tp % p.cp:
+        raise TopologyError(
+            f"engine.parallel.cp={p.cp} does not divide the {decoder.heads // p.tp} attention heads that tp={p.tp} leaves each "
+            f"rank of {family} (num_attention_heads={decoder.heads}); use one of {_divisors(decoder.heads // p.tp)}"
+        )
+    if p.vpp > 1 and p.pp == 1:
+        raise TopologyError(f"engine.parallel.vpp={p.vpp} with pp=1: there is no pipeline to interleave; set vpp to 1")
+    if decoder.layers % (p.pp * p.vpp):
+        asked = f"pp={p.pp}" if p.vpp == 1 else f"pp={p.pp} x vpp={p.vpp}"
+        raise TopologyError(
+            f"engine.parallel.{asked} does not divide the {decoder.layers} layers of {family} (num_hidden_layers); pp x vpp must "
+            f"be one of {_divisors(decoder.layers)}"
+        )
+    _check_experts(decoder, p, family)
+
+
+def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
+    experts = decoder.experts
+    if experts is None:
+        for axis in ("ep", "etp"):
+            if getattr(p, axis) > 1:
+                raise TopologyError(
+                    f"engine.parallel.{axis}={getattr(p, axis)}, but {family} is no mixture of experts; set it to 1"
+                )
+        return
+    if experts.count % p.ep:
+        raise TopologyError(
+            f"engine.parallel.ep={p.ep} does not divide the {experts.count} experts of {family}; use one of "
+            f"{_divisors(experts.count)}"
+        )
+    if experts.ffn % p.etp:
+        raise TopologyError(
+            f"engine.parallel.etp={p.etp} does not divide the {experts.ffn} units of an expert of {family}; use one of "
+            f"{_divisors(experts.ffn)}"
+        )
+    assert p.dp_shard is not None
+    stage = p.dp_shard * p.cp * p.tp
+    if stage % (p.ep * p.etp):
+        raise TopologyError(
+            f"engine.parallel.ep={p.ep} x etp={p.etp} does not divide the {stage} ranks of a pipeline stage (dp x cp x tp = "
+            f"{p.dp_shard} x {p.cp} x {p.tp}), among which the experts are spread; make one of them smaller"
+        )
+    if p.tp > 1 and not p.tp_sequence:
+        raise TopologyError(
+            f"engine.parallel.tp={p.tp} without tp_sequence on a mixture of experts: every rank would send the same tokens to the "
+            "experts; set engine.parallel.tp_sequence=true"
+        )
+
+
+def _largest(below: int, *sizes: int) -> int:
+    return next(n for n in range(below, 0, -1) if all(size % n == 0 for size in sizes))
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+
+
+def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig) -> TransformerConfig:
+    """Megatron's configuration of the decoder, laid out.
+
+    Args:
+        decoder: sizes.
+        engine: precision, recomputation.
+        p: resolved layout.
+    """
+    dtype = getattr(torch, engine.precision.compute)
+    settings: dict[str, Any] = {
+        "num_layers": decoder.layers,
+        "hidden_size": decoder.hidden,
+        "num_attention_heads": decoder.heads,
+        "num_query_groups": decoder.kv_heads,
+        "kv_channels": decoder.head_dim,
+        "ffn_hidden_size": decoder.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": decoder.norm_eps,
+        "activation_func": _ACTIVATIONS[decoder.activation],
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": decoder.qkv_bias,
+        "qk_layernorm": decoder.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Weights are read or drawn afterwards; which of them are split is marked by our own rules.
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "tensor_model_parallel_size": p.tp,
+        "pipeline_model_parallel_size": p.pp,
+        "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 else None,
+        "context_parallel_size": p.cp,
+        "expert_model_parallel_size": p.ep,
+        "expert_tensor_parallel_size": p.etp,
+        "sequence_parallel": p.tp_sequence,
+        # Packed micro-batches differ in length; this dispatcher alone allows it, for dense models too.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": p.vpp > 1,
+        # Gradients are summed over ranks: the loss was divided already, by the weight of the global batch.
+        "calculate_per_token_loss": True,
+        **_recompute(engine.recompute),
+        **_experts(decoder),
+    }
+    if p.vpp > 1:
+        settings["microbatch_group_size_per_vp_stage"] = p.pp
+    return TransformerConfig(**settings)
+
+
+def _recompute(mode: str) -> dict[str, Any]:
+    if mode == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if mode == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _experts(decoder: Decoder) -> dict[str, Any]:
+    experts = decoder.experts
+    if experts is None:
+        return {}
+    if not any(experts.layers):
+        raise ModelError("a mixture of experts without a layer that has any; use the dense family")
+    return {
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(sparse) for sparse in experts.layers],
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen experts alone makes their weights add up to one.
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }

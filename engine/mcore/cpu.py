@@ -1,0 +1,86 @@
+"""Megatron-core without a GPU: its calls for "cuda" mean the CPU, for as long as the context lasts.
+
+Megatron names the CUDA device in many places and asks torch.cuda for streams and synchronisation. Without CUDA those calls
+fail; here, and nowhere else in this program, they are stood in for. Where CUDA is there the context does nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends tensors that are asked for on CUDA to the CPU instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron tells float32 from bfloat16 parameters by names such as torch.cuda.FloatTensor.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _NoStream:
+    """A stream that does nothing; work on the CPU is done when its call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_NoStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+@contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Run megatron on the CPU; nothing changes where CUDA is available."""
+    if torch.cuda.is_available():
+        yield
+        return
+    stream = _NoStream()
+    with ExitStack() as stack:
+        for name, stand_in in {
+            "current_device": _returns(torch.device("cpu")),
+            "synchronize": _returns(None),
+            "empty_cache": _returns(None),
+            # Stays a class: megatron annotates with `Stream | None`.
+            "Stream": _NoStream,
+            "stream": _returns(stream),
+            "current_stream": _returns(stream),
+            "default_stream": _returns(stream),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        # Asked for by recomputation, which keeps random states.
+        stack.enter_context(mock.patch.object(torch.cuda.random, "get_rng_state", _returns(torch.zeros(0, dtype=torch.uint8))))
+        stack.enter_context(_CudaMeansCpu())
+        yield

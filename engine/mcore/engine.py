@@ -1,0 +1,322 @@
+"""MCoreEngine: Megatron-core's parallel layouts behind the same contract."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor, nn
+
+from ..base import Adapters, BaseEngine
+from ..bridge.family import find_family
+from ..capabilities import Capabilities
+from ..checkpoint.state import Piece
+from ..config import OptimConfig
+from ..errors import ConfigError
+from ..flops import ModelShape
+from ..hf.config import check_rope, logit_transform, read_config
+from ..hf.files import save_model_files
+from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
+from ..hf.names import hf_name
+from ..hf.shape import model_shape
+from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder, seed_ranks
+from ..objective import HeadRequest, OutputRequest
+from ..rank_slice import RankSlice
+from ..residency import Part, Where
+from ..step import MicroBatch, Task
+from ..topology import Topology, init_distributed
+from .config import check_layout, transformer_config
+from .groups import MegatronState, in_megatron
+from .model import PackedGPTModel, build_chunks
+from .modules import PackedParams
+from .optimizer import ShardedOptimizer
+from .options import MCoreOptions
+from .state import ModelState, held_parameters, shapes_of
+
+
+class MCoreEngine(BaseEngine):
+    """Matrices cut over tp, layers over pp, experts over ep, sequences over cp, optimizer state over dp_shard x cp."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        axes=frozenset({"dp_shard", "cp", "tp", "tp_sequence", "pp", "vpp", "ep", "etp"}),
+        heads=frozenset({"lm", "value"}),
+        lora=False,
+        recompute=frozenset({"none", "full", "selective"}),
+        compile=False,
+        offload_params=frozenset({"none"}),
+        offload_optimizer=frozenset({"none"}),
+        precisions=frozenset({("float32", "float32"), ("float32", "bfloat16")}),
+        optimizers=frozenset({"adamw"}),
+    )
+
+    _state: MegatronState
+    _chunks: list[Any]
+    _optimizer: ShardedOptimizer | None = None
+
+    @property
+    def options(self) -> MCoreOptions:
+        """`engine.options`, or its defaults."""
+        return self.config.options if isinstance(self.config.options, MCoreOptions) else MCoreOptions()
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """What a token costs."""
+        return self._shape
+
+    # ---- build ---------------------------------------------------------------------------------------------------
+
+    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
+        topology = Topology.build(self.config.parallel, init_distributed(), ranks)
+        self._state = MegatronState(topology)
+        return topology
+
+    def _check_model(self) -> None:
+        self._hf_config = read_config(self.model_config)
+        check_rope(self._hf_config, self.model_config.path)
+        self._family = find_family(self._hf_config.model_type)
+        self._decoder = self._family.decoder(self._hf_config)
+        parallel = self.topology.parallel if hasattr(self, "topology") else self.config.parallel
+        check_layout(self._decoder, parallel, self._hf_config.model_type)
+
+    @in_megatron
+    def _build_model(self) -> None:
+        self._make_twin()
+        model_parallel_cuda_manual_seed(
+            self.config.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
+        )
+        config = transformer_config(self._decoder, self.config, self.topology.parallel)
+        value_head = self.model_config.head == "value"
+        bare = build_chunks(
+            config,
+            self._decoder,
+            self._hf_config,
+            self._state.groups,
+            value_head=value_head,
+            transform=logit_transform(self._hf_config),
+        )
+        bare = [chunk.to(self.topology.device) for chunk in bare]
+        self._held = held_parameters(bare, self._family, self._decoder, self._state.groups)
+        self._chunks = [*bare]
+        if self.optim_config is None:
+            self._finish_build()
+            return
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.config.precision.reduce == "float32",
+            overlap_grad_reduce=self.options.overlap_grad_reduce,
+            bucket_size=self.options.bucket_size,
+            use_distributed_optimizer=True,
+        )
+        self._chunks = [
+            DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=self._state.groups)
+            for i, chunk in enumerate(bare)
+        ]
+        config.finalize_model_grads_func = self._finish_gradients
+        if self.options.overlap_grad_reduce:
+            holds = [chunk.no_sync for chunk in self._chunks]
+            config.no_sync_func = holds if len(holds) > 1 else holds[0]
+
+    @in_megatron
+    def _build_optimizer(self, optim: OptimConfig) -> None:
+        compute = getattr(torch, self.config.precision.compute)
+        self._optimizer = ShardedOptimizer(self._chunks, optim, self._state.groups, compute)
+        self._together(self._finish_build)
+
+    def _make_twin(self) -> None:
+        """The same model on the meta device: its names, its costs, and how its weights are drawn."""
+        dtype = getattr(torch, self.config.precision.params)
+        lm, self._layout, self._adapters = empty_lm(self._hf_config, self.model_config, dtype)
+        self._twin = HFModel(lm, value_head=self.model_config.head == "value")
+        choose_trainable(self._twin, self.model_config)
+        self._shape = model_shape(self._twin, self._hf_config)
+
+    def _finish_build(self) -> None:
+        self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups)
+        self._fill()
+        if self._optimizer is not None:
+            self._optimizer.publish()
+        self._plan = self._model_state.plan()
+        self._gradients: list[list[Tensor]] = []
+        self._reduced = False
+        seed_ranks(self.config.seed, self.topology.rank)
+
+    def _fill(self) -> None:
+        """Weights from the folder or from the seed; a new head always from the seed."""
+        pieces = list(self._model_state.values())
+        drawn: set[str] | None = None
+        if self.model_config.init == "weights":
+            weights = WeightFolder(resolve_folder(self.model_config.path), self._layout.canonical)
+            missing = load_weights(
+                pieces,
+                weights,
+                self._twin.lm.base_model_prefix,
+                optional=lambda name: name.startswith("score."),
+                grown=vocabulary_names(self._twin.lm, self._layout) if self.model_config.added_tokens else frozenset(),
+            )
+            drawn = set().union(*self.topology.exchange(missing))
+        self._draw(pieces, drawn)
+
+    def _draw(self, pieces: Sequence[Piece], names: set[str] | None) -> None:
+        """Random weights, of some tensors on disk or of all."""
+        by_name: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+
+        def segments(name: str, value: Tensor) -> Any:
+            inner = hf_name(name).name
+            return [] if inner.startswith("score.") else self._layout.segments(inner, value.shape)
+
+        shapes = dict(self._twin.named_parameters())
+        wanted = {
+            name
+            for name, p in shapes.items()
+            if names is None or hf_name(name).name in names or any(s.name in names for s in segments(name, p))
+        }
+        with torch.no_grad():
+            for name, value in draw_weights(self._twin, self.config.seed, lambda name: name in wanted):
+                for segment in segments(name, value):
+                    part = value[segment.box.within((0,) * value.dim())]
+                    for _ in range(segment.dropped):
+                        part = part.select(0, 0)
+                    _copy_pieces(by_name.get(segment.name, ()), part)
+                _copy_pieces(by_name.get(hf_name(name).name, ()) if not segments(name, value) else (), value)
+
+    # ---- step ----------------------------------------------------------------------------------------------------
+
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+        if backward and self._reduced:
+            # Of an earlier call in the same step: they are summed over ranks, and must not be summed again.
+            self._gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+        self._run_schedule(micro_batches, task, backward=backward)
+        self._reduced = self._reduced or backward
+
+    @in_megatron
+    def _run_schedule(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+        iterators = [iter(micro_batches) for _ in self._chunks]
+        get_forward_backward_func()(
+            forward_step_func=partial(self.forward_step, task),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+
+    def forward_step(self, task: Task, micro_batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
+        """Run one chunk of the model on the next micro-batch, as megatron's schedule asks.
+
+        Returns:
+            hidden states or, from the last chunk, outputs `[S]` by name; and what makes a loss of the outputs.
+        """
+        micro_batch = next(micro_batches)
+        bare: PackedGPTModel = getattr(chunk, "module", chunk)
+        if bare.post_process:
+            request = task.request(micro_batch)
+        else:
+            nothing = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
+            request = HeadRequest(outputs=OutputRequest(), mask=nothing)
+        part = RankSlice.cut(micro_batch, request, self.topology)
+        found = chunk(
+            part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
+        )
+
+        def loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            # The count of tokens is megatron's own normalisation, which ours replaces.
+            return task(micro_batch, part.whole(outputs)), torch.zeros((), dtype=torch.int), {}
+
+        return found, loss
+
+    def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
+        finalize_model_grads(model, None, pg_collection=self._state.groups)
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from chunk.buffers
+            yield from chunk.expert_parallel_buffers
+
+    @in_megatron
+    def _reduce_and_clip(self, max_norm: float | None) -> float:
+        assert self._optimizer is not None
+        for earlier in self._gradients:
+            for buffer, part in zip(self._buffers(), earlier, strict=True):
+                buffer.grad_data.add_(part)
+        self._gradients.clear()
+        return self._optimizer.reduce_and_clip(max_norm, self.topology.device)
+
+    @in_megatron
+    def _optimizer_step(self, lr: float) -> None:
+        assert self._optimizer is not None
+        self._optimizer.step(lr)
+
+    @in_megatron
+    def _zero_grad(self) -> None:
+        self._gradients.clear()
+        self._reduced = False
+        if self._optimizer is not None:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+
+    # ---- modes, residency, adapters ------------------------------------------------------------------------------
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self._chunks:
+            chunk.train(training)
+
+    def _move(self, part: Part, where: Where) -> None:
+        if self.topology.device.type != "cpu":
+            raise ConfigError("engine.backend=mcore cannot move its state from the device yet; leave it there")
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """There are no adapters."""
+        return nullcontext()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def _pieces(self) -> Iterator[Piece]:
+        return self._model_state.pieces()
+
+    def _optimizer_scalars(self) -> dict[str, Any]:
+        return {"step": self._model_state.step_counts()}
+
+    @in_megatron
+    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
+        assert self._optimizer is not None
+        self._model_state.restore_step_counts(scalars["step"])
+        self._optimizer.publish()
+
+    def _save_model_files(self, folder: Path) -> None:
+        save_model_files(self._twin, self.model_config, self._adapters, folder)
+
+    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `BaseEngine.weight_shapes`."""
+        return {} if adapters == "only" else shapes_of(self._plan)
+
+    @contextmanager
+    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """See `BaseEngine.named_weights`."""
+        stream = self._model_state.stream([] if adapters == "only" else self._plan)
+        try:
+            yield stream
+        finally:
+            # A rank that stopped early, or failed, still takes part in what the others are waiting in.
+            for _ in stream:
+                pass
+
+    def _free(self) -> None:
+        self._optimizer = None
+        for name in ("_chunks", "_held", "_model_state", "_twin", "_gradients", "_state"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+
+def _copy_pieces(pieces: Sequence[Piece], value: Tensor) -> None:
+    for piece in pieces:
+        piece.data.copy_(value[piece.box.within((0,) * value.dim())] if value.dim() else value)

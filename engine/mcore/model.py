@@ -1,0 +1,214 @@
+"""GPTModel with packed documents in and per-token outputs out, and the chunks of it that a rank holds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..bridge.decoder import Decoder
+from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
+from .modules import BiasedRowParallelLinear, Norm, PackedAttention, Rotary, slice_of
+from .moe import PackedMoELayer, Router
+
+
+class PackedGPTModel(GPTModel):
+    """One chunk of the decoder: some of the layers, with the embeddings on the first and the head on the last.
+
+    Args:
+        config: megatron's configuration.
+        decoder: sizes.
+        hf_config: for the rotary embeddings.
+        layers: specs of this chunk's layers.
+        groups: process groups.
+        first: with the embeddings.
+        last: with the head.
+        stage: of an interleaved pipeline, or None.
+        value_head: one number per token instead of a distribution.
+        transform: of the logits.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        decoder: Decoder,
+        hf_config: PreTrainedConfig,
+        layers: Sequence[ModuleSpec],
+        groups: ProcessGroupCollection,
+        *,
+        first: bool,
+        last: bool,
+        stage: int | None,
+        value_head: bool,
+        transform: LogitTransform,
+    ) -> None:
+        norm = ModuleSpec(module=Norm, params={"offset": decoder.norm_offset})
+        tp = groups.tp.size()
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=norm),
+            -(-decoder.vocabulary // tp) * tp,
+            decoder.positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=decoder.tied and not value_head,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=stage,
+        )
+        self.rotary_pos_emb = Rotary(hf_config, decoder)
+        self.decoder_sizes, self.transform = decoder, transform
+        self.score: nn.Linear | None = None
+        if value_head and last:
+            self.output_layer = None
+            self.score = nn.Linear(decoder.hidden, 1, bias=False, dtype=config.params_dtype)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
+            embedded = found[0]
+            found = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *found[1:])
+        return found
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """Hidden states for the next stage or, on the last, output name -> `[S]`."""
+        if not self.post_process:
+            return hidden_states
+        part = slice_of(packed_seq_params)
+        outputs, split = part.outputs, self.config.sequence_parallel
+        tp = self.pg_collection.tp
+        if self.score is not None:
+            if split:
+                # Every rank computes the same values, so each takes its part of the gradient and nothing is summed.
+                hidden_states = gather_from_sequence_parallel_region(
+                    hidden_states, tensor_parallel_output_grad=False, group=tp
+                )
+            values = self.score(hidden_states[:, 0].index_select(0, part.selected))[:, 0]
+            return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
+        # Each rank multiplies with its rows of the vocabulary: the hidden states' gradient is the sum over ranks.
+        if split:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = self.output_layer.weight if weight is None else weight
+        first = tp.rank() * len(weight)
+        real = max(0, min(len(weight), self.decoder_sizes.vocabulary - first))
+        every = linear_head(
+            hidden_states[:, 0].index_select(0, part.selected),
+            weight if real == len(weight) else weight[:real],
+            part.targets,
+            transform=self.transform,
+            temperature=outputs.temperature,
+            entropy=outputs.entropy,
+            greedy=outputs.greedy,
+            expected=part.expected,
+            shard=VocabularyShard(group=tp, first=first) if tp.size() > 1 else None,
+        )
+        return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
+
+
+def layer_spec(decoder: Decoder, number: int, factor: float) -> ModuleSpec:
+    """One layer's modules.
+
+    Args:
+        decoder: sizes.
+        number: of the layer, from 0.
+        factor: on sine and cosine of the rotary embeddings.
+    """
+    norm = ModuleSpec(module=Norm, params={"offset": decoder.norm_offset})
+    head_norm = norm if decoder.qk_norm else IdentityOp
+    scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=ModuleSpec(
+                module=PackedAttention,
+                # Sine and cosine enter query and key alike, so their factor enters the logits twice.
+                params={"scale": scale * factor**2, "window": decoder.windows[number], "softcap": decoder.softcap},
+            ),
+            linear_proj=BiasedRowParallelLinear if decoder.proj_bias else RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    sparse = decoder.experts is not None and decoder.experts.layers[number]
+    mlp = ModuleSpec(module=MLP, submodules=linears)
+    if sparse:
+        mlp = ModuleSpec(
+            module=PackedMoELayer,
+            submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=SequentialMLP, submodules=linears)),
+        )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def build_chunks(
+    config: TransformerConfig,
+    decoder: Decoder,
+    hf_config: PreTrainedConfig,
+    groups: ProcessGroupCollection,
+    *,
+    value_head: bool,
+    transform: LogitTransform,
+) -> list[PackedGPTModel]:
+    """This rank's chunks of the model, with zeros for weights: one, or as many as an interleaved pipeline has."""
+    stages, rank = groups.pp.size(), groups.pp.rank()
+    interleaved = config.virtual_pipeline_model_parallel_size
+    factor = Rotary(hf_config, decoder).factor
+    per_chunk = decoder.layers // (stages * (interleaved or 1))
+    chunks = []
+    for stage in range(interleaved or 1):
+        offset = get_transformer_layer_offset(config, vp_stage=stage if interleaved else None, pp_rank=rank)
+        chunk = PackedGPTModel(
+            config,
+            decoder,
+            hf_config,
+            [layer_spec(decoder, offset + i, factor) for i in range(per_chunk)],
+            groups,
+            first=rank == 0 and stage == 0,
+            last=rank == stages - 1 and stage == (interleaved or 1) - 1,
+            stage=stage if interleaved else None,
+            value_head=value_head,
+            transform=transform,
+        )
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.zero_()
+        chunks.append(chunk)
+    return chunks

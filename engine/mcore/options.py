@@ -1,0 +1,15 @@
+"""Settings that only the Megatron-core backend has. Imports no torch."""
+
+from dataclasses import dataclass
+
+from ..config import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCoreOptions:
+    """`engine.options` of `engine.backend=mcore`."""
+
+    overlap_grad_reduce: bool = setting(
+        False, "reduce gradients bucket by bucket while the backward pass of the last micro-batch still runs"
+    )
+    bucket_size: int | None = setting(None, "with overlap_grad_reduce: parameters in a bucket; null: megatron's choice")

@@ -1,0 +1,272 @@
+"""What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from ..boxes import Box, Segment, whole
+from ..bridge.decoder import Decoder
+from ..bridge.family import Family
+from ..bridge.rules import Part
+from ..checkpoint.state import Piece, cut_pieces
+from ..topology import Topology
+from .model import PackedGPTModel
+from .optimizer import MOMENTS, ShardedOptimizer
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A parameter of this rank.
+
+    Args:
+        name: in an unsharded model: layers and experts counted over all ranks.
+        parameter: this rank's part.
+        segments: what it is made of.
+        expert: whether it is an expert's.
+        unique: no tensor-parallel peer, and no other pipeline stage, answers for the same numbers.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    segments: Sequence[Segment]
+    expert: bool
+    unique: bool
+
+
+def held_parameters(
+    chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
+) -> list[Held]:
+    """Every parameter of a rank's chunks; marks those that are split over tensor-parallel ranks, for the gradient's norm."""
+    found = []
+    for chunk in chunks:
+        for local, parameter in chunk.named_parameters():
+            name = _global_name(chunk, local, groups)
+            expert = _EXPERT.search(name) is not None
+            group = groups.expt_tp if expert else groups.tp
+            if name == "output_layer.weight" and decoder.tied:
+                name = "embedding.word_embeddings.weight"
+            split = family.rule(name)[0].is_split(parameter.dim())
+            if not hasattr(parameter, "tensor_model_parallel"):
+                # Megatron counts a parameter without this mark on the first rank alone: a split one would be missing from
+                # the norm, which nothing else would show.
+                parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+            part = Part(group.size(), group.rank())
+            found.append(
+                Held(
+                    name=name,
+                    parameter=parameter,
+                    segments=family.segments(name, tuple(parameter.shape), part, decoder),
+                    expert=expert,
+                    unique=(split or part.rank == 0) and not getattr(parameter, "shared", False),
+                )
+            )
+    return found
+
+
+def _global_name(chunk: PackedGPTModel, local: str, groups: ProcessGroupCollection) -> str:
+    name = _LAYER.sub(lambda m: f"decoder.layers.{chunk.decoder.layers[int(m[1])].layer_number - 1}.", local)
+    experts = chunk.config.num_moe_experts
+    if experts:
+        first = groups.ep.rank() * (experts // groups.ep.size())
+        name = _EXPERT.sub(lambda m: f".local_experts.{first + int(m[1])}.", name)
+    return name
+
+
+def _order(name: str) -> tuple[int, int]:
+    layer = _LAYER.match(name)
+    if layer:
+        return 1, int(layer[1])
+    return (0, 0) if name.startswith("embedding.") else (2, 0)
+
+
+class ModelState:
+    """Reads and writes the state of a rank's chunks.
+
+    Args:
+        held: its parameters.
+        optimizer: None for an engine that only infers.
+        topology: of the engine.
+        groups: process groups.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        optimizer: ShardedOptimizer | None,
+        topology: Topology,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self.held, self._optimizer, self._topology, self._groups = held, optimizer, topology, groups
+
+    def pieces(self) -> Iterator[Piece]:
+        """Boxes of values and moments."""
+        yield from self.values()
+        shards = {} if self._optimizer is None else self._optimizer.shards
+        for h in self.held:
+            shard = shards.get(h.parameter)
+            if shard is not None:
+                for kind in MOMENTS:
+                    yield from _shard_pieces(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
+
+    def values(self) -> Iterator[Piece]:
+        """Boxes of values: of the optimizer's shards where there are, else of the parameters."""
+        shards = {} if self._optimizer is None else self._optimizer.shards
+        for h in self.held:
+            if self._optimizer is not None and h.parameter.requires_grad:
+                shard = shards.get(h.parameter)
+                if shard is not None:
+                    yield from _shard_pieces("value", h, shard.main, shard.start, shard.end)
+            else:
+                first = self._data_group(h).rank() == 0
+                data = h.parameter.detach()
+                yield from cut_pieces("value", h.segments, whole(data.shape), data, owned=h.unique and first)
+
+    def _data_group(self, held: Held) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._groups.expt_dp if held.expert else self._groups.dp_cp
+        return group
+
+    def step_counts(self) -> dict[str, float]:
+        """Steps made, by name on disk. Collective."""
+        shards = {} if self._optimizer is None else self._optimizer.shards
+        mine = {
+            segment.name: float(shards[h.parameter].state["step"])
+            for h in self.held
+            if h.parameter in shards
+            for segment in h.segments
+        }
+        found: dict[str, float] = {}
+        for part in self._topology.exchange(mine):
+            found.update(part)
+        return found
+
+    def restore_step_counts(self, counts: Mapping[str, float]) -> None:
+        """Take back `step_counts`; a parameter of several tensors takes the largest of theirs."""
+        assert self._optimizer is not None
+        for h in self.held:
+            shard = self._optimizer.shards.get(h.parameter)
+            if shard is not None:
+                shard.state["step"].fill_(max((counts[s.name] for s in h.segments), default=max(counts.values())))
+
+    # ---- export --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> "list[Shared]":
+        """Whose part of which parameter is sent to all, in order. Collective."""
+        mine = [
+            Shared(
+                h.name, self._topology.ranks[self._topology.rank], self._dtype(h), tuple(h.parameter.shape), tuple(h.segments)
+            )
+            for h in self.held
+            if h.unique and self._data_group(h).rank() == 0
+        ]
+        every = [shared for part in self._topology.exchange(mine) for shared in part]
+        return sorted(every, key=lambda shared: _order(shared.name))
+
+    def _dtype(self, held: Held) -> torch.dtype:
+        if self._optimizer is not None and held.parameter.requires_grad:
+            return torch.promote_types(held.parameter.dtype, torch.float32)
+        return held.parameter.dtype
+
+    @torch.no_grad()
+    def stream(self, plan: "Sequence[Shared]") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under their names on disk, those of one parameter in memory at a time. Collective."""
+        mine = {h.name: h for h in self.held}
+        start = 0
+        while start < len(plan):
+            name = plan[start].name
+            end = next((i for i in range(start, len(plan)) if plan[i].name != name), len(plan))
+            full: dict[str, Tensor] = {}
+            local = self._whole_part(mine[name]) if name in mine else None
+            for shared in plan[start:end]:
+                at_home = shared.owner == self._topology.ranks[self._topology.rank]
+                if at_home:
+                    assert local is not None
+                    buffer = local.contiguous()
+                else:
+                    buffer = torch.empty(shared.shape, dtype=shared.dtype, device=self._topology.device)
+                dist.broadcast(buffer, src=shared.owner, group=self._topology.world)
+                for segment in shared.segments:
+                    if segment.name not in full:
+                        full[segment.name] = torch.empty(segment.shape, dtype=shared.dtype, device=buffer.device)
+                    target = Box(segment.offset or (0,) * len(segment.shape), segment.box.length)
+                    zeros = (0,) * len(segment.shape)
+                    full[segment.name][target.within(zeros)] = buffer[segment.box.within(zeros)]
+            yield from full.items()
+            start = end
+
+    def _whole_part(self, held: Held) -> Tensor:
+        """This rank's part of a parameter, in the precision that is trained: 16-bit copies are not what is exported."""
+        dtype = self._dtype(held)
+        if dtype == held.parameter.dtype:
+            return held.parameter.detach()
+        assert self._optimizer is not None
+        flat = torch.zeros(held.parameter.numel(), dtype=dtype, device=held.parameter.device)
+        shard = self._optimizer.shards.get(held.parameter)
+        if shard is not None:
+            flat[shard.start : shard.end] = shard.main
+        # Every element is held by one rank of the group and zero on the others.
+        dist.all_reduce(flat, group=self._data_group(held))
+        return flat.view_as(held.parameter)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A part of a parameter that its owner sends to all.
+
+    Args:
+        name: of the parameter in an unsharded model.
+        owner: global rank.
+        dtype: of what is sent.
+        shape: of what is sent.
+        segments: what it is made of.
+    """
+
+    name: str
+    owner: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+def shapes_of(plan: Sequence[Shared]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes that a plan's stream yields, in its order."""
+    return {segment.name: (shared.dtype, segment.shape) for shared in plan for segment in shared.segments}
+
+
+def _shard_pieces(kind: str, held: Held, flat: Tensor, start: int, end: int) -> Iterator[Piece]:
+    """The boxes of a flat range of a parameter: at most three rectangles of its rows and columns."""
+    shape = tuple(held.parameter.shape)
+    columns = shape[-1] if len(shape) > 1 else 1
+    for row, rows, column, width in rectangles(start, end, columns):
+        strides: Any = (columns, 1) if len(shape) > 1 else (1,)
+        box = Box((row, column), (rows, width)) if len(shape) > 1 else Box((row,), (rows,))
+        view = flat.as_strided(box.length, strides, flat.storage_offset() + row * columns + column - start)
+        yield from cut_pieces(kind, held.segments, box, view, owned=held.unique)
+
+
+def rectangles(start: int, end: int, columns: int) -> list[tuple[int, int, int, int]]:
+    """The range [start, end) of a matrix, row by row, as (row, rows, column, columns): a part of the first row, whole rows, a
+    part of the last."""
+    if start >= end:
+        return []
+    first, left = divmod(start, columns)
+    last, right = divmod(end, columns)
+    if first == last:
+        return [(first, 1, left, right - left)]
+    found = []
+    if left:
+        found.append((first, 1, left, columns - left))
+        first += 1
+    if last > first:
+        found.append((first, last - first, 0, columns))
+    if right:
+        found.append((last, 1, 0, right))
+    return found
