@@ -168,7 +168,9 @@ class ModelState:
             if h.unique and self._data_group(h).rank() == 0
         ]
         every = [shared for part in self._topology.exchange(mine) for shared in part]
-        return sorted(every, key=lambda shared: _order(shared.name))
+        first = {shared.name: i for i, shared in reversed(list(enumerate(every)))}
+        # Parts of one parameter side by side, parameters in the order of the layers.
+        return sorted(every, key=lambda shared: (_order(shared.name), first[shared.name]))
 
     def _dtype(self, held: Held) -> torch.dtype:
         if self._optimizer is not None and held.parameter.requires_grad:
