@@ -131,13 +131,14 @@ class PackedGPTModel(GPTModel):
         return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
 
 
-def layer_spec(decoder: Decoder, number: int, factor: float) -> ModuleSpec:
+def layer_spec(decoder: Decoder, number: int, factor: float, groups: ProcessGroupCollection) -> ModuleSpec:
     """One layer's modules.
 
     Args:
         decoder: sizes.
         number: of the layer, from 0.
         factor: on sine and cosine of the rotary embeddings.
+        groups: process groups.
     """
     norm = ModuleSpec(module=Norm, params={"offset": decoder.norm_offset})
     head_norm = norm if decoder.qk_norm else IdentityOp
@@ -163,6 +164,8 @@ def layer_spec(decoder: Decoder, number: int, factor: float) -> ModuleSpec:
     if sparse:
         mlp = ModuleSpec(
             module=PackedMoELayer,
+            # Megatron hands the groups to its own class alone, not to one derived from it.
+            params={"pg_collection": groups},
             submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=SequentialMLP, submodules=linears)),
         )
     return ModuleSpec(
@@ -199,7 +202,7 @@ def build_chunks(
             config,
             decoder,
             hf_config,
-            [layer_spec(decoder, offset + i, factor) for i in range(per_chunk)],
+            [layer_spec(decoder, offset + i, factor, groups) for i in range(per_chunk)],
             groups,
             first=rank == 0 and stage == 0,
             last=rank == stages - 1 and stage == (interleaved or 1) - 1,

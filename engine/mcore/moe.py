@@ -22,14 +22,14 @@ class Router(TopKRouter):
 
 
 class HostDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sends tokens to their experts over gloo, which wants the numbers of tokens as lists."""
+    """Sends tokens to their experts over gloo, which wants the numbers of tokens on the host and not as tensors."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
                 value = getattr(self, name)
                 if torch.is_tensor(value):
-                    setattr(self, name, value.tolist())
+                    setattr(self, name, value.numpy())
         return tokens_per_expert
 
 
