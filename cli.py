@@ -10,6 +10,7 @@ PACKAGE = __package__ or "drivetrain"
 COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
     "demo": "train, export and question a tiny model on an embedded task",
+    "parity": "compare engines and layouts with plain Hugging Face, step by step",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "backends": "list the engines that can be named in engine.backend",
 }
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("\n".join(f"{name:12} {spec.engine}" for name, spec in backends().items()))
         return 0
-    if command == "demo":
-        result: int = import_module(f"{PACKAGE}.trainers.demo").main(rest)
+    if command in ("demo", "parity"):
+        result: int = import_module(f"{PACKAGE}.trainers.{command}").main(rest)
         return result
     if command in MODULES:
         return _module(MODULES[command], rest)

@@ -71,6 +71,11 @@ class ParallelConfig:
     ep: int = setting(1, "expert parallel: ranks that share the experts of a mixture")
     etp: int = setting(1, "tensor parallel inside an expert")
 
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of, so that the ranks that share them hold equal slices."""
+        return self.cp * (self.tp if self.tp_sequence else 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:

@@ -211,8 +211,8 @@ class Topology:
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of, so that the ranks that share them hold equal slices."""
-        return self.parallel.cp * (self.parallel.tp if self.parallel.tp_sequence else 1)
+        """What the tokens of a micro-batch must be a multiple of."""
+        return self.parallel.token_multiple
 
     @property
     def micro_batch_multiple(self) -> int:

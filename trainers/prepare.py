@@ -112,17 +112,17 @@ def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
 
 def sample_budget(config: SFTConfig) -> Budget:
     """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
-    sizes, cp = config.engine.micro_batch, max(1, config.engine.parallel.cp)
+    sizes, multiple = config.engine.micro_batch, max(1, config.engine.parallel.token_multiple)
     least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
     if config.data.eval and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
         least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-    usable = least // cp * cp
+    usable = least // multiple * multiple
     longest = config.data.max_length
     if longest is not None and longest > usable:
         raise ConfigError(
             f"data.max_length={longest} is more than {name}={least}: such a sample would fit no micro-batch; raise the budget or lower the length"
         )
-    rounded = "" if usable == least else f" ({usable}, since engine.parallel.cp={cp} ranks share it evenly)"
+    rounded = "" if usable == least else f" ({usable}, since {multiple} ranks share it evenly)"
     return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
 
 

@@ -65,9 +65,8 @@ def check_reference(bench: Bench) -> None:
             near(f"gradient norm of step {step}", got.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
         weights = weights_of(engine)
         for name, value in reference.weights().items():
-            if name in weights:
-                off = float((weights[name] - value).abs().max())
-                holds(off <= WEIGHT_BOUND, f"parameter {name} is off by {off:.1e} after five steps")
+            off = float((weights[name] - value).abs().max())
+            holds(off <= WEIGHT_BOUND, f"parameter {name} is off by {off:.1e} after five steps")
 
 
 def _gradient(

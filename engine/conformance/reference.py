@@ -3,6 +3,7 @@
 Axes: L tokens of one document.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..config import OptimConfig
+from ..hf.layout import DiskLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,23 @@ class Reference:
     Args:
         folder: of the model.
         optim: AdamW with a constant learning rate; norms and biases are not decayed.
-        dtype: of parameters and arithmetic.
+        dtype: of parameters and optimizer.
+        compute: of the arithmetic, where it is another: the model is copied to it for every step.
+        device: where it runs.
     """
 
-    def __init__(self, folder: Path | str, optim: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
-        self.optim = optim
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+    def __init__(
+        self,
+        folder: Path | str,
+        optim: OptimConfig,
+        dtype: torch.dtype = torch.float32,
+        compute: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.optim, self.compute = optim, dtype if compute is None else compute
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device)
+        self.model.train()
+        self._runs = self.model
         named = list(self.model.named_parameters())
         decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
         others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
@@ -65,11 +78,17 @@ class Reference:
         )
         total = sum(int(m.sum()) for m in supervised)
         loss = 0.0
+        if self.compute != self.model.dtype:
+            self._runs = copy.deepcopy(self.model).to(self.compute)
         for document, mask in zip(documents, supervised, strict=True):
             if mask.any():
-                nll = -self.log_probs(document)[mask].sum() / total
+                nll = -self.log_probs(document)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()
+        if self._runs is not self.model:
+            for parameter, copied in zip(self.model.parameters(), self._runs.parameters(), strict=True):
+                parameter.grad = None if copied.grad is None else copied.grad.to(parameter.dtype)
+            self._runs = self.model
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.stack([g.double().norm() for g in grads]).norm())
         if self.optim.clip_grad_norm is not None:
@@ -81,13 +100,21 @@ class Reference:
     def log_probs(self, document: Sequence[int], temperature: float = 1.0) -> Tensor:
         """`[L - 1]` log-probabilities of each next token."""
         logits = self.logits(document)[:-1] / temperature
-        return -F.cross_entropy(logits, torch.tensor(document[1:], dtype=torch.long), reduction="none")
+        targets = torch.tensor(document[1:], dtype=torch.long, device=logits.device)
+        return -F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
     def logits(self, document: Sequence[int]) -> Tensor:
         """`[L, V]` of one document."""
-        result: Tensor = self.model(input_ids=torch.tensor([list(document)]), use_cache=False).logits[0]
+        ids = torch.tensor([list(document)], device=self.model.device)
+        result: Tensor = self._runs(input_ids=ids, use_cache=False).logits[0]
         return result
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, in memory's form."""
-        return {n: p.detach() for n, p in self.model.named_parameters()}
+        """Parameters by name and form on disk."""
+        layout = DiskLayout(self.model)
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            for segment in layout.segments(name, parameter.shape):
+                part = parameter.detach()[segment.box.within((0,) * parameter.dim())]
+                found[segment.name] = part.reshape(segment.shape)
+        return found
