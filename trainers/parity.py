@@ -37,6 +37,7 @@ MCORE = (
     "tp=2,pp=2",
     "tp=2,tp_sequence=true,cp=2",
 )
+FSDP_MOE = ("", "dp_shard=2,ep=2")
 MCORE_MOE = ("ep=2,dp_shard=2", "ep=2,dp_shard=2,pp=2", "tp=2,tp_sequence=true,ep=2")
 SHORT = ("fsdp", "fsdp:dp_shard=2", "mcore:tp=2", "mcore:pp=2")
 
@@ -73,7 +74,7 @@ class Row:
         words = [
             "ts" if axis == "tp_sequence" else f"{short.get(axis, axis)}{size}"
             for axis, size in self.axes.items()
-            if size not in (1, False)
+            if size is True or size > 1
         ]
         return " ".join(words) or "1"
 
@@ -107,14 +108,14 @@ def default_rows(models: Sequence[str] | None, words: Sequence[str]) -> list[Row
         "short": SHORT,
         "fsdp-all": [f"fsdp:{axes}" for axes in FSDP],
         "mcore-all": [f"mcore:{axes}" for axes in MCORE],
-        "moe": [f"mcore:{axes}" for axes in MCORE_MOE],
+        "moe": [*(f"fsdp:{axes}" for axes in FSDP_MOE), *(f"mcore:{axes}" for axes in MCORE_MOE)],
     }
     if words == ["all"]:
         dense = [*sets["fsdp-all"], *sets["mcore-all"]]
         if models is None:
             return [
                 *(parse_row(word, "qwen3") for word in dense),
-                *(parse_row(word, "qwen3_moe") for word in ["fsdp", *sets["moe"]]),
+                *(parse_row(word, "qwen3_moe") for word in sets["moe"]),
             ]
         words = dense
     expanded = [row for word in words for row in sets.get(word, [word])]

@@ -24,6 +24,7 @@ from ..hf.shape import experts_of, model_shape
 from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder
 from ..topology import Topology
 from .attention import IMPLEMENTATION
+from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
 from .root import PackedModel, RouterSettings
@@ -40,12 +41,14 @@ class Built:
         layout: of its tensors on disk.
         adapters: peft's settings, or None.
         shape: what a token costs.
+        experts: those that this rank holds, under expert parallelism.
     """
 
     root: PackedModel
     layout: DiskLayout
     adapters: Any
     shape: ModelShape
+    experts: ExpertShards | None
 
 
 def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineConfig, options: FSDPOptions) -> None:
@@ -69,6 +72,7 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
                 "packed sequences; set it to 0 in config.json"
             )
     check_rope(config, model.path)
+    check_experts(config, engine.parallel)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
             if value:
@@ -111,14 +115,15 @@ def build(
     choose_trainable(root, model)
     root.eval()
     twin = copy.deepcopy(root)
+    experts = cut_experts(root, config, topology)
     recompute(root, engine.recompute)
     if engine.compile:
         for layer in decoder_layers(root):
             layer.compile(dynamic=True)
-    shard(root, build_mesh(topology), engine, options)
+    shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
-    fill(root, twin, layout, model, engine, topology)
-    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(twin, config))
+    fill(root, twin, layout, experts, model, engine, topology)
+    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(twin, config), experts=experts)
 
 
 def recompute(root: PackedModel, mode: str) -> None:
@@ -172,13 +177,21 @@ def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None
 
 
 def fill(
-    root: PackedModel, twin: PackedModel, layout: DiskLayout, model: ModelConfig, engine: EngineConfig, topology: Topology
+    root: PackedModel,
+    twin: PackedModel,
+    layout: DiskLayout,
+    experts: ExpertShards | None,
+    model: ModelConfig,
+    engine: EngineConfig,
+    topology: Topology,
 ) -> None:
     """Weights from the folder or from the seed; new heads and adapters always from the seed."""
     if model.init == "random":
-        draw(root, twin, engine.seed, lambda name: True)
+        draw(root, twin, experts, engine.seed, lambda name: True)
         return
-    pieces: list[Piece] = [p for p in value_pieces(root, layout, topology) if not p.name.startswith("base_model.model.")]
+    pieces: list[Piece] = [
+        p for p in value_pieces(root, layout, experts, topology) if not p.name.startswith("base_model.model.")
+    ]
     error: Exception | None = None
     fresh: set[str] = set()
     try:
@@ -195,14 +208,15 @@ def fill(
     topology.agree(error)
     # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
     new = set().union(*topology.exchange(fresh))
-    draw(root, twin, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
+    draw(root, twin, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
 
 
-def draw(root: PackedModel, twin: PackedModel, seed: int, wanted: Callable[[str], bool]) -> None:
+def draw(root: PackedModel, twin: PackedModel, experts: ExpertShards | None, seed: int, wanted: Callable[[str], bool]) -> None:
     """Cut random weights into this rank's shards."""
     targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     with torch.no_grad():
         for name, value in draw_weights(twin, seed, lambda name: name in targets and wanted(name)):
             box, local = local_box(targets[name])
+            box = box if experts is None else experts.box(name, box)
             if local.numel():
                 local.copy_(value[box.within((0,) * value.dim())] if value.dim() else value)

@@ -19,7 +19,6 @@ from ..flops import ModelShape
 from ..hf.config import read_config
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
-from ..hf.names import hf_name
 from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
@@ -38,7 +37,7 @@ class FSDPEngine(BaseEngine):
     """Parameters sharded by FSDP2 over dp_shard x cp, replicated over dp_replicate; sequences shared over cp."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        axes=frozenset({"dp_replicate", "dp_shard", "cp"}),
+        axes=frozenset({"dp_replicate", "dp_shard", "cp", "ep"}),
         heads=frozenset({"lm", "value"}),
         lora=True,
         recompute=frozenset({"none", "full", "selective"}),
@@ -181,7 +180,7 @@ class FSDPEngine(BaseEngine):
     def _pieces(self) -> Iterator[Piece]:
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
-        for piece in value_pieces(self._root, self._built.layout, self.topology):
+        for piece in value_pieces(self._root, self._built.layout, self._built.experts, self.topology):
             # The base of adapters is frozen, and comes back from model.path or the seed.
             if not adapters or piece.name.startswith("base_model.model.") or piece.name.startswith("score."):
                 yield piece
@@ -190,7 +189,9 @@ class FSDPEngine(BaseEngine):
         parameters = dict(self._root.named_parameters())
         for name in sorted(trainable):
             for kind, local in self._optimizer.moments(name).items():
-                yield from tensor_pieces(kind, name, parameters[name], local, self._built.layout, self.topology)
+                yield from tensor_pieces(
+                    kind, name, parameters[name], local, self._built.layout, self._built.experts, self.topology
+                )
 
     def _optimizer_scalars(self) -> dict[str, Any]:
         if self._optimizer is None or not self._optimizer.counts:
@@ -199,7 +200,7 @@ class FSDPEngine(BaseEngine):
 
     def _disk_names(self, name: str) -> list[str]:
         parameter = self._root.get_parameter(name)
-        return [segment.name for segment in segments_of(self._built.layout, hf_name(name), parameter)]
+        return [segment.name for segment in segments_of(self._built.layout, self._built.experts, name, parameter)]
 
     def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
         assert self._optimizer is not None
@@ -213,13 +214,13 @@ class FSDPEngine(BaseEngine):
 
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
-        return weight_shapes(self._root, self._built.layout, only_adapters=adapters == "only")
+        return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     @contextmanager
     def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """See `BaseEngine.named_weights`."""
         with self._residency.on_device(("params",)):
-            stream = stream_weights(self._root, self._built.layout, only_adapters=adapters == "only")
+            stream = stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
             try:
                 yield stream
             finally:

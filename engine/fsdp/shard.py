@@ -12,6 +12,7 @@ from ..boxes import Box, whole
 from ..config import EngineConfig
 from ..errors import ModelError
 from ..topology import Topology
+from .experts import ExpertShards, expert_modules
 from .options import FSDPOptions
 
 
@@ -36,7 +37,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def shard(root: nn.Module, mesh: DeviceMesh, config: EngineConfig, options: FSDPOptions) -> None:
+def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
     """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once."""
     precision = config.precision
     # Named also where all stored parameters have it: adapters are stored in float32 beside them.
@@ -47,10 +48,11 @@ def shard(root: nn.Module, mesh: DeviceMesh, config: EngineConfig, options: FSDP
     offload = OffloadPolicy()
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for layer in decoder_layers(root):
+    inner = [] if experts is None else [(module, experts.mesh) for _, module in expert_modules(root)]
+    for module, over in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
-            layer,
-            mesh=mesh,
+            module,
+            mesh=over,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,

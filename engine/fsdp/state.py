@@ -11,9 +11,10 @@ from ..boxes import Segment, whole
 from ..checkpoint.state import Piece, cut_pieces
 from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, folded
-from ..hf.names import HFName, hf_name
+from ..hf.names import hf_name
 from ..hf.weights import persistent_buffers as own_buffers
 from ..topology import Topology
+from .experts import ExpertShards
 from .shard import local_box
 
 
@@ -24,23 +25,31 @@ def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, value
 
 
-def segments_of(layout: DiskLayout, name: HFName, tensor: Tensor) -> list[Segment]:
-    """Tensors on disk behind a parameter; adapters and new heads stand for themselves."""
-    if name.adapter or name.name.startswith("score."):
-        return [Segment(name.name, tuple(tensor.shape), whole(tensor.shape))]
-    return layout.segments(name.name, tensor.shape)
+def segments_of(layout: DiskLayout, experts: ExpertShards | None, name: str, tensor: Tensor) -> list[Segment]:
+    """Tensors on disk behind a parameter of the root module; adapters and new heads stand for themselves."""
+    where = hf_name(name)
+    shape = tuple(tensor.shape) if experts is None else experts.shape(name, tensor.shape)
+    if where.adapter or where.name.startswith("score."):
+        return [Segment(where.name, shape, whole(shape))]
+    return layout.segments(where.name, shape)
 
 
-def value_pieces(root: nn.Module, layout: DiskLayout, topology: Topology) -> Iterator[Piece]:
+def value_pieces(root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, topology: Topology) -> Iterator[Piece]:
     """Boxes of all parameters and persistent buffers."""
     for name, parameter in root.named_parameters():
-        yield from tensor_pieces("value", name, parameter, local_box(parameter)[1], layout, topology)
+        yield from tensor_pieces("value", name, parameter, local_box(parameter)[1], layout, experts, topology)
     for name, value in persistent_buffers(root):
-        yield from tensor_pieces("value", name, value, value, layout, topology)
+        yield from tensor_pieces("value", name, value, value, layout, experts, topology)
 
 
 def tensor_pieces(
-    kind: str, name: str, like: Tensor, local: Tensor, layout: DiskLayout, topology: Topology
+    kind: str,
+    name: str,
+    like: Tensor,
+    local: Tensor,
+    layout: DiskLayout,
+    experts: ExpertShards | None,
+    topology: Topology,
 ) -> Iterator[Piece]:
     """The boxes of one local tensor.
 
@@ -50,12 +59,14 @@ def tensor_pieces(
         like: the parameter, whose sharding the tensor has.
         local: this rank's part.
         layout: of the model.
+        experts: those that this rank holds.
         topology: whose replicas share the writing.
     """
     box, _ = local_box(like)
     if not local.numel():
         return
-    segments = segments_of(layout, hf_name(name), like)
+    box = box if experts is None else experts.box(name, box)
+    segments = segments_of(layout, experts, name, like)
     for number, piece in enumerate(cut_pieces(kind, segments, box, local)):
         yield replace(piece, owned=_owned(like, hash_of(piece.name) + number, topology))
 
@@ -81,12 +92,15 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def stream_weights(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(
+    root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
+) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under Hugging Face names, one parameter in memory at a time. Collective.
 
     Args:
         root: the sharded model.
         layout: of its family.
+        experts: those that this rank holds.
         only_adapters: adapters alone; otherwise they are added into the weights they adapt.
     """
     adapted = adapted_layers(root)
@@ -95,13 +109,14 @@ def stream_weights(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) 
         if where.adapter != only_adapters:
             continue
         value = full(tensor.detach())
+        value = value if experts is None else experts.gather(name, value)
         owner = name.removesuffix(".base_layer.weight")
         if owner in adapted and owner != name:
             layer = adapted[owner]
             value = folded(
                 layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
             )
-        for segment in segments_of(layout, where, tensor):
+        for segment in segments_of(layout, experts, name, tensor):
             part = value[segment.box.within((0,) * value.dim())] if value.dim() else value
             for _ in range(segment.dropped):
                 part = part.select(0, 0)
@@ -109,12 +124,12 @@ def stream_weights(root: nn.Module, layout: DiskLayout, *, only_adapters: bool) 
 
 
 def weight_shapes(
-    root: nn.Module, layout: DiskLayout, *, only_adapters: bool
+    root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Names, dtypes and shapes that `stream_weights` will yield, in its order."""
     return {
         segment.name: (tensor.dtype, segment.shape)
         for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
         if hf_name(name).adapter == only_adapters
-        for segment in segments_of(layout, hf_name(name), tensor)
+        for segment in segments_of(layout, experts, name, tensor)
     }
