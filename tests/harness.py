@@ -17,7 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "transformers", "transformers.models.qwen3.modeling_qwen3", "peft", "accelerate"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft",
+    "accelerate",
+    "drivetrain.engine.fsdp.engine",
+    "drivetrain.engine.mcore.engine",
+]
 TIMEOUT_S = 120.0
 
 _context: Any = None
