@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.parity import FSDP, MCORE, MCORE_MOE, Job, Row, default_rows, judge, main, parse_row, table
+from drivetrain.trainers.parity import FSDP, MCORE, MCORE_MOE, Job, Row, judge, parse_row, table
 from drivetrain.trainers.parity_rows import make_reference, run_row
 from harness import run_ranks
 

@@ -79,6 +79,11 @@ class Decoder:
     tied: bool = False
     experts: Experts | None = None
 
+    @property
+    def rotary_kinds(self) -> tuple[str, ...]:
+        """The kinds of rotary embeddings that there are, in order of their first layer."""
+        return tuple(dict.fromkeys(self.rotary))
+
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",

@@ -12,7 +12,7 @@ from ..errors import ModelError
 from .decoder import Decoder
 from .rules import Part, Rule, Shape
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Each has a module of its name beside this one."""
 
 _NUMBERED = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")

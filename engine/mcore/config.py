@@ -1,6 +1,7 @@
 """A decoder's sizes and an engine's settings as Megatron-core's configuration; and what cannot be laid out, refused."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron's configuration, with what our modules need beside it.
+
+    Args:
+        norm_offset: added to the norms' weights.
+    """
+
+    norm_offset: float = 0.0
 
 
 def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
@@ -99,7 +111,7 @@ def _divisors(size: int) -> str:
     return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
-def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig) -> TransformerConfig:
+def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig) -> DecoderConfig:
     """Megatron's configuration of the decoder, laid out.
 
     Args:
@@ -117,6 +129,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig
         "ffn_hidden_size": decoder.ffn,
         "normalization": "RMSNorm",
         "layernorm_epsilon": decoder.norm_eps,
+        "norm_offset": decoder.norm_offset,
         "activation_func": _ACTIVATIONS[decoder.activation],
         "gated_linear_unit": True,
         "add_bias_linear": False,
@@ -155,7 +168,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig
     }
     if p.vpp > 1:
         settings["microbatch_group_size_per_vp_stage"] = p.pp
-    return TransformerConfig(**settings)
+    return DecoderConfig(**settings)
 
 
 def _recompute(mode: str) -> dict[str, Any]:

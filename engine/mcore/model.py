@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -31,7 +30,17 @@ from transformers import PreTrainedConfig
 
 from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
-from .modules import BiasedRowParallelLinear, Norm, PackedAttention, Rotary, slice_of
+from .config import DecoderConfig
+from .modules import (
+    BiasedRowParallelLinear,
+    Norm,
+    NormedRowParallelLinear,
+    PackedAttention,
+    PackedSelfAttention,
+    Rotary,
+    rotary_frequencies,
+    slice_of,
+)
 from .moe import PackedMoELayer, Router
 
 
@@ -53,7 +62,7 @@ class PackedGPTModel(GPTModel):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         decoder: Decoder,
         hf_config: PreTrainedConfig,
         layers: Sequence[ModuleSpec],
@@ -65,11 +74,10 @@ class PackedGPTModel(GPTModel):
         value_head: bool,
         transform: LogitTransform,
     ) -> None:
-        norm = ModuleSpec(module=Norm, params={"offset": decoder.norm_offset})
         tp = groups.tp.size()
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=norm),
+            TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=Norm),
             -(-decoder.vocabulary // tp) * tp,
             decoder.positions,
             pre_process=first,
@@ -131,34 +139,42 @@ class PackedGPTModel(GPTModel):
         return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
 
 
-def layer_spec(decoder: Decoder, number: int, factor: float, groups: ProcessGroupCollection) -> ModuleSpec:
+def row_parallel(decoder: Decoder, *, bias: bool) -> type[RowParallelLinear]:
+    """The kind of row-parallel layer that ends attention or a feed-forward layer."""
+    if decoder.sandwich:
+        return NormedRowParallelLinear
+    return BiasedRowParallelLinear if bias else RowParallelLinear
+
+
+def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection) -> ModuleSpec:
     """One layer's modules.
 
     Args:
         decoder: sizes.
+        hf_config: for the rotary embeddings.
         number: of the layer, from 0.
-        factor: on sine and cosine of the rotary embeddings.
         groups: process groups.
     """
-    norm = ModuleSpec(module=Norm, params={"offset": decoder.norm_offset})
-    head_norm = norm if decoder.qk_norm else IdentityOp
+    head_norm = Norm if decoder.qk_norm else IdentityOp
+    kind = decoder.rotary_kinds.index(decoder.rotary[number])
+    # Sine and cosine enter query and key alike, so their factor enters the logits twice.
+    factor = rotary_frequencies(hf_config, decoder.rotary[number])[1] ** 2
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
     attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=PackedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=ModuleSpec(
                 module=PackedAttention,
-                # Sine and cosine enter query and key alike, so their factor enters the logits twice.
-                params={"scale": scale * factor**2, "window": decoder.windows[number], "softcap": decoder.softcap},
+                params={"scale": scale * factor, "window": decoder.windows[number], "softcap": decoder.softcap},
             ),
-            linear_proj=BiasedRowParallelLinear if decoder.proj_bias else RowParallelLinear,
+            linear_proj=row_parallel(decoder, bias=decoder.proj_bias),
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     mlp = ModuleSpec(module=MLP, submodules=linears)
     if sparse:
@@ -171,10 +187,10 @@ def layer_spec(decoder: Decoder, number: int, factor: float, groups: ProcessGrou
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=Norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=Norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
@@ -182,7 +198,7 @@ def layer_spec(decoder: Decoder, number: int, factor: float, groups: ProcessGrou
 
 
 def build_chunks(
-    config: TransformerConfig,
+    config: DecoderConfig,
     decoder: Decoder,
     hf_config: PreTrainedConfig,
     groups: ProcessGroupCollection,
@@ -193,7 +209,6 @@ def build_chunks(
     """This rank's chunks of the model, with zeros for weights: one, or as many as an interleaved pipeline has."""
     stages, rank = groups.pp.size(), groups.pp.rank()
     interleaved = config.virtual_pipeline_model_parallel_size
-    factor = Rotary(hf_config, decoder).factor
     per_chunk = decoder.layers // (stages * (interleaved or 1))
     chunks = []
     for stage in range(interleaved or 1):
@@ -202,7 +217,7 @@ def build_chunks(
             config,
             decoder,
             hf_config,
-            [layer_spec(decoder, offset + i, factor, groups) for i in range(per_chunk)],
+            [layer_spec(decoder, hf_config, offset + i, groups) for i in range(per_chunk)],
             groups,
             first=rank == 0 and stage == 0,
             last=rank == stages - 1 and stage == (interleaved or 1) - 1,

@@ -3,6 +3,7 @@
 Axes: T tokens of this rank's slice, H query heads, K key/value heads, D head size, F rotary frequencies.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -19,6 +20,7 @@ from ..bridge.decoder import Decoder
 from ..errors import ModelError
 from ..ops.attention import packed_attention
 from ..rank_slice import RankSlice
+from .config import DecoderConfig
 
 
 @dataclass
@@ -49,9 +51,7 @@ class PackedAttention(nn.Module):
         softcap: of the logits.
     """
 
-    def __init__(
-        self, config: TransformerConfig, *, scale: float, window: int | None, softcap: float | None, **_: Any
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, scale: float, window: int | None, softcap: float | None, **_: Any) -> None:
         super().__init__()
         self.scale, self.window, self.softcap = scale, window, softcap
 
@@ -85,12 +85,11 @@ class Norm(nn.Module):
         config: of the model.
         hidden_size: elements of the last axis.
         eps: under the root.
-        offset: added to the weight.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, offset: float = 0.0, **_: Any) -> None:
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset = eps, config.norm_offset
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # Each rank normalises its part of the sequence; megatron adds such gradients up over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -108,6 +107,36 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
+class NormedRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer and the norm of what it gives, before that is added to the residual (Gemma 2, arXiv:2408.00118)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: DecoderConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_norm = Norm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The normed output, and no bias."""
+        out, bias = super().forward(input_)
+        assert bias is None
+        return self.post_norm(out), None
+
+
+class PackedSelfAttention(SelfAttention):
+    """Self-attention that takes the angles of its layer's own kind of rotary embedding.
+
+    Args:
+        rotary_kind: index among the model's kinds.
+    """
+
+    def __init__(self, *args: Any, rotary_kind: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_kind = rotary_kind
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        """Angles `[kinds, T, 1, 1, 2 F]` come for all kinds."""
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self.rotary_kind], **kwargs)
+
+
 class Rotary(nn.Module):
     """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's place in its document.
 
@@ -121,12 +150,12 @@ class Rotary(nn.Module):
         ModelError: an unknown kind.
     """
 
-    inv_freq_f: Tensor
+    inv_freq_kf: Tensor
 
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
         super().__init__()
-        frequencies, self.factor = rotary_frequencies(config)
-        self.register_buffer("inv_freq_f", frequencies, persistent=False)
+        frequencies = [rotary_frequencies(config, kind)[0] for kind in decoder.rotary_kinds]
+        self.register_buffer("inv_freq_kf", torch.stack(frequencies), persistent=False)
 
     def get_rotary_seq_len(
         self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedSeqParams | None
@@ -135,18 +164,23 @@ class Rotary(nn.Module):
         return slice_of(packed_seq_params).position_ids
 
     def forward(self, positions_t: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Positions `[T]` -> angles `[T, 1, 1, 2 F]`, float32."""
-        angles_tf = torch.outer(positions_t.to(self.inv_freq_f.dtype), self.inv_freq_f)
-        return torch.cat((angles_tf, angles_tf), -1)[:, None, None, :]
+        """Positions `[T]` -> angles `[kinds, T, 1, 1, 2 F]`, float32."""
+        angles_ktf = positions_t.to(self.inv_freq_kf.dtype)[None, :, None] * self.inv_freq_kf[:, None, :]
+        return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
 
-def rotary_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def rotary_frequencies(config: PreTrainedConfig, layer_kind: str) -> tuple[Tensor, float]:
     """Frequencies `[F]` and the factor on sine and cosine (YaRN's attention factor).
+
+    Args:
+        config: of the model.
+        layer_kind: a key of `rope_parameters`, or "" where all layers have the same.
 
     Raises:
         ModelError: transformers does not know the kind.
     """
-    rope = config.rope_parameters
+    config = copy.copy(config)
+    rope = config.rope_parameters = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

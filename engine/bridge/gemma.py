@@ -1,0 +1,15 @@
+"""Gemma: Llama with scaled embeddings, and norms whose weights count from one."""
+
+from typing import Any
+
+from .decoder import Decoder, read_decoder
+from .family import Family
+from .llama import ATTENTION, DENSE, OUTER
+
+
+def gemma_decoder(config: Any, **different: Any) -> Decoder:
+    """A decoder from a config of Gemma's vocabulary."""
+    return read_decoder(config, **{"norm_offset": 1.0, "embedding_scale": config.hidden_size**0.5, **different})
+
+
+FAMILY = Family(decoder=gemma_decoder, layer={**ATTENTION, **DENSE}, outer=OUTER)

@@ -1,0 +1,20 @@
+"""Gemma 2: norms on both sides of attention and feed-forward layer, soft caps, every other layer with a window."""
+
+from .family import Family
+from .gemma import gemma_decoder
+from .llama import ATTENTION, DENSE, OUTER
+from .rules import Rule, Whole
+
+SANDWICH: dict[str, Rule] = {
+    "self_attention.linear_proj.post_norm": Whole("post_attention_layernorm"),
+    "pre_mlp_layernorm": Whole("pre_feedforward_layernorm"),
+    "mlp.linear_fc2.post_norm": Whole("post_feedforward_layernorm"),
+}
+
+FAMILY = Family(
+    decoder=lambda config: gemma_decoder(
+        config, sandwich=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
+    ),
+    layer={**ATTENTION, **SANDWICH, **DENSE},
+    outer=OUTER,
+)

@@ -1,0 +1,15 @@
+"""Gemma 3: Gemma 2 without soft caps, with norms on query and key heads, and rotary embeddings of two kinds."""
+
+from .family import Family
+from .gemma import gemma_decoder
+from .gemma2 import SANDWICH
+from .llama import ATTENTION, DENSE, OUTER
+from .qwen3 import HEAD_NORMS
+
+FAMILY = Family(
+    decoder=lambda config: gemma_decoder(
+        config, sandwich=True, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
+    ),
+    layer={**ATTENTION, **HEAD_NORMS, **SANDWICH, **DENSE},
+    outer=OUTER,
+)
