@@ -39,7 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         max_tokens=192,
     )
     run_ranks(rank_reference, 1, made)
-    yield made
+    return made
 
 
 def rank_rows(job: Job, rows: list[Row]) -> list[dict[str, Any]]:

@@ -7,10 +7,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ..boxes import Segment
 from ..errors import ModelError
 from .decoder import Decoder
-from .rules import Part, Rule, Shape
+from .rules import Rule
 
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Each has a module of its name beside this one."""
@@ -55,17 +54,11 @@ class Family:
         expert = numbers.get("local_experts", "")
         return rule, tuple(f"{stem}{name.replace('{e}', expert)}.{leaf}" for name in rule.modules)
 
-    def segments(self, parameter: str, shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
-        """What a rank's parameter is made of.
-
-        Args:
-            parameter: its name in an unsharded model.
-            shape: of the rank's part.
-            part: which part.
-            decoder: sizes of the model.
-        """
-        rule, names = self.rule(parameter)
-        return rule.segments(names, shape, part, decoder)
+    def modules(self, layer: int) -> list[str]:
+        """The Hugging Face modules of a layer, experts left out."""
+        return [
+            f"{self.prefix}.{layer}.{name}" for key, rule in self.layer.items() if "{e}" not in key for name in rule.modules
+        ]
 
 
 @cache

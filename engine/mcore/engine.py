@@ -1,7 +1,7 @@
 """MCoreEngine: Megatron-core's parallel layouts behind the same contract."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,16 +13,17 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from ..base import Adapters, BaseEngine
+from ..boxes import Segment, whole
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
 from ..config import OptimConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_rope, logit_transform, read_config
 from ..hf.files import save_model_files
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
-from ..hf.names import hf_name
+from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
 from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder, seed_ranks
 from ..objective import HeadRequest, OutputRequest
@@ -32,11 +33,12 @@ from ..step import MicroBatch, Task
 from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
+from .lora import adapters_disabled
 from .model import PackedGPTModel, build_chunks
 from .modules import PackedParams
 from .optimizer import ShardedOptimizer
 from .options import MCoreOptions
-from .state import ModelState, held_parameters, shapes_of
+from .state import ModelState, add_adapters, held_parameters, shapes_of
 
 
 class MCoreEngine(BaseEngine):
@@ -45,7 +47,7 @@ class MCoreEngine(BaseEngine):
     capabilities: ClassVar[Capabilities] = Capabilities(
         axes=frozenset({"dp_shard", "cp", "tp", "tp_sequence", "pp", "vpp", "ep", "etp"}),
         heads=frozenset({"lm", "value"}),
-        lora=False,
+        lora=True,
         recompute=frozenset({"none", "full", "selective"}),
         compile=False,
         offload_params=frozenset({"none"}),
@@ -100,7 +102,10 @@ class MCoreEngine(BaseEngine):
             transform=logit_transform(self._hf_config),
         )
         bare = [chunk.to(self.topology.device) for chunk in bare]
-        self._held = held_parameters(bare, self._family, self._decoder, self._state.groups)
+        groups = self._state.groups
+        add_adapters(bare, self._family, self._decoder, groups, self._targets(), self.model_config.lora)
+        self._held = held_parameters(bare, self._family, self._decoder, groups)
+        self._choose_trainable()
         self._chunks = [*bare]
         if self.optim_config is None:
             self._finish_build()
@@ -134,12 +139,50 @@ class MCoreEngine(BaseEngine):
         choose_trainable(self._twin, self.model_config)
         self._shape = model_shape(self._twin, self._hf_config)
 
+    def _targets(self) -> set[str]:
+        """The Hugging Face modules that get adapters."""
+        names = [hf_name(name) for name, _ in self._twin.named_parameters()]
+        found = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
+        known = {module for i in range(self._decoder.layers) for module in self._family.modules(i)}
+        if found - known:
+            raise ModelError(
+                f"model.lora.targets: {sorted(found - known)[0]} has no place in megatron's layers; leave it out, or use "
+                "engine.backend=fsdp"
+            )
+        return found
+
+    def _choose_trainable(self) -> None:
+        """Train what the settings leave to train.
+
+        Raises:
+            ModelError: one matrix here is several there, of which some are frozen.
+        """
+        trained = {
+            segment: parameter.requires_grad
+            for name, parameter in self._twin.named_parameters()
+            for segment in self._disk_names(name, parameter)
+        }
+        for h in self._held:
+            flags = {s.name: trained[s.name] for s in h.segments}
+            if len(set(flags.values())) > 1:
+                raise ModelError(
+                    f"model.freeze={list(self.model_config.freeze)} freezes some of {', '.join(flags)}, which engine.backend=mcore "
+                    "holds in one matrix; freeze all of them or none"
+                )
+            h.parameter.requires_grad_(next(iter(flags.values()), True))
+
+    def _disk_names(self, name: str, parameter: Tensor) -> list[str]:
+        where = hf_name(name)
+        if where.adapter or where.name.startswith("score."):
+            return [where.name]
+        return [segment.name for segment in self._layout.segments(where.name, parameter.shape)]
+
     def _finish_build(self) -> None:
         self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups)
         self._fill()
         if self._optimizer is not None:
             self._optimizer.publish()
-        self._plan = self._model_state.plan()
+        self._plans = {kind: self._model_state.plan(adapters=kind == "only") for kind in ("folded", "only")}
         self._gradients: list[list[Tensor]] = []
         self._reduced = False
         seed_ranks(self.config.seed, self.topology.rank)
@@ -147,11 +190,12 @@ class MCoreEngine(BaseEngine):
     def _fill(self) -> None:
         """Weights from the folder or from the seed; a new head always from the seed."""
         pieces = list(self._model_state.values())
+        stored = [p for p in pieces if not p.name.startswith(PEFT_PREFIX)]
         drawn: set[str] | None = None
         if self.model_config.init == "weights":
             weights = WeightFolder(resolve_folder(self.model_config.path), self._layout.canonical)
             missing = load_weights(
-                pieces,
+                stored,
                 weights,
                 self._twin.lm.base_model_prefix,
                 optional=lambda name: name.startswith("score."),
@@ -166,24 +210,24 @@ class MCoreEngine(BaseEngine):
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
 
-        def segments(name: str, value: Tensor) -> Any:
-            inner = hf_name(name).name
-            return [] if inner.startswith("score.") else self._layout.segments(inner, value.shape)
-
-        shapes = dict(self._twin.named_parameters())
+        parameters = dict(self._twin.named_parameters())
         wanted = {
             name
-            for name, p in shapes.items()
-            if names is None or hf_name(name).name in names or any(s.name in names for s in segments(name, p))
+            for name, p in parameters.items()
+            if names is None or hf_name(name).adapter or names & set(self._disk_names(name, p))
         }
         with torch.no_grad():
             for name, value in draw_weights(self._twin, self.config.seed, lambda name: name in wanted):
-                for segment in segments(name, value):
+                where = hf_name(name).name
+                alone = self._disk_names(name, value) == [where]
+                for segment in (
+                    [Segment(where, value.shape, whole(value.shape))] if alone else self._layout.segments(where, value.shape)
+                ):
                     part = value[segment.box.within((0,) * value.dim())]
                     for _ in range(segment.dropped):
                         part = part.select(0, 0)
-                    _copy_pieces(by_name.get(segment.name, ()), part)
-                _copy_pieces(by_name.get(hf_name(name).name, ()) if not segments(name, value) else (), value)
+                    for piece in by_name.get(segment.name, ()):
+                        piece.data.copy_(part[piece.box.within((0,) * part.dim())])
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
@@ -275,8 +319,8 @@ class MCoreEngine(BaseEngine):
             raise ConfigError("engine.backend=mcore cannot move its state from the device yet; leave it there")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """There are no adapters."""
-        return nullcontext()
+        """Run the base model alone."""
+        return adapters_disabled(self._chunks)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -297,12 +341,12 @@ class MCoreEngine(BaseEngine):
 
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
-        return {} if adapters == "only" else shapes_of(self._plan)
+        return shapes_of(self._plans[adapters])
 
     @contextmanager
     def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """See `BaseEngine.named_weights`."""
-        stream = self._model_state.stream([] if adapters == "only" else self._plan)
+        stream = self._model_state.stream(self._plans[adapters])
         try:
             yield stream
         finally:
@@ -315,8 +359,3 @@ class MCoreEngine(BaseEngine):
         for name in ("_chunks", "_held", "_model_state", "_twin", "_gradients", "_state"):
             if hasattr(self, name):
                 delattr(self, name)
-
-
-def _copy_pieces(pieces: Sequence[Piece], value: Tensor) -> None:
-    for piece in pieces:
-        piece.data.copy_(value[piece.box.within((0,) * value.dim())] if value.dim() else value)

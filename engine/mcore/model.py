@@ -7,7 +7,6 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -31,6 +30,7 @@ from transformers import PreTrainedConfig
 from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
+from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
 from .modules import (
     BiasedRowParallelLinear,
     Norm,
@@ -96,6 +96,10 @@ class PackedGPTModel(GPTModel):
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.training and not found[0].requires_grad:
+            # Under adapters the embeddings are frozen, and a recomputed layer whose input wants no gradient gives none to its
+            # adapters.
+            found = (found[0].detach().requires_grad_(), *found[1:])
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
             embedded = found[0]
             found = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *found[1:])
@@ -139,11 +143,11 @@ class PackedGPTModel(GPTModel):
         return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
 
 
-def row_parallel(decoder: Decoder, *, bias: bool) -> type[RowParallelLinear]:
+def row_parallel(decoder: Decoder, *, bias: bool) -> type[AdaptedRowParallelLinear]:
     """The kind of row-parallel layer that ends attention or a feed-forward layer."""
     if decoder.sandwich:
         return NormedRowParallelLinear
-    return BiasedRowParallelLinear if bias else RowParallelLinear
+    return BiasedRowParallelLinear if bias else AdaptedRowParallelLinear
 
 
 def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection) -> ModuleSpec:
@@ -164,7 +168,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=AdaptedColumnParallelLinear,
             core_attention=ModuleSpec(
                 module=PackedAttention,
                 params={"scale": scale * factor, "window": decoder.windows[number], "softcap": decoder.softcap},
@@ -174,7 +178,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
             k_layernorm=head_norm,
         ),
     )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
+    linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     mlp = ModuleSpec(module=MLP, submodules=linears)
     if sparse:

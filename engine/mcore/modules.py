@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -21,6 +20,7 @@ from ..errors import ModelError
 from ..ops.attention import packed_attention
 from ..rank_slice import RankSlice
 from .config import DecoderConfig
+from .lora import AdaptedRowParallelLinear
 
 
 @dataclass
@@ -100,14 +100,14 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
+class BiasedRowParallelLinear(AdaptedRowParallelLinear):
     """A row-parallel layer with a bias in a model whose other linear layers have none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
-class NormedRowParallelLinear(RowParallelLinear):
+class NormedRowParallelLinear(AdaptedRowParallelLinear):
     """A row-parallel layer and the norm of what it gives, before that is added to the residual (Gemma 2, arXiv:2408.00118)."""
 
     def __init__(self, input_size: int, output_size: int, *, config: DecoderConfig, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from ..boxes import Box, Segment, whole
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
-from ..bridge.rules import Part
+from ..bridge.rules import Columns, Part, Rows, Rule, Whole
 from ..checkpoint.state import Piece, cut_pieces
+from ..config import LoraConfig
+from ..hf.names import PEFT_PREFIX
 from ..topology import Topology
+from .lora import Adapted, adapted_layers, mark_factors
 from .model import PackedGPTModel
 from .optimizer import MOMENTS, ShardedOptimizer
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -33,6 +37,8 @@ class Held:
         segments: what it is made of.
         expert: whether it is an expert's.
         unique: no tensor-parallel peer, and no other pipeline stage, answers for the same numbers.
+        adapter: whether it is an adapter's.
+        layer: whose weight this is, where that has adapters.
     """
 
     name: str
@@ -40,6 +46,8 @@ class Held:
     segments: Sequence[Segment]
     expert: bool
     unique: bool
+    adapter: bool = False
+    layer: Any = None
 
 
 def held_parameters(
@@ -48,28 +56,89 @@ def held_parameters(
     """Every parameter of a rank's chunks; marks those that are split over tensor-parallel ranks, for the gradient's norm."""
     found = []
     for chunk in chunks:
+        layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
         for local, parameter in chunk.named_parameters():
             name = _global_name(chunk, local, groups)
             expert = _EXPERT.search(name) is not None
             group = groups.expt_tp if expert else groups.tp
+            part = Part(group.size(), group.rank())
             if name == "output_layer.weight" and decoder.tied:
                 name = "embedding.word_embeddings.weight"
-            split = family.rule(name)[0].is_split(parameter.dim())
+            factor = _FACTOR.match(name)
+            if factor is not None:
+                rule, names = adapter_rule(family, *factor.groups())
+            else:
+                rule, names = family.rule(name)
+            split = rule.is_split(parameter.dim())
             if not hasattr(parameter, "tensor_model_parallel"):
                 # Megatron counts a parameter without this mark on the first rank alone: a split one would be missing from
                 # the norm, which nothing else would show.
                 parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
-            part = Part(group.size(), group.rank())
+            if expert:
+                # Megatron does so under expert parallelism alone; but wherever tensor-parallel ranks hold whole experts, those
+                # that hold the same are others than for dense layers.
+                parameter.allreduce = False  # type: ignore[attr-defined]
             found.append(
                 Held(
                     name=name,
                     parameter=parameter,
-                    segments=family.segments(name, tuple(parameter.shape), part, decoder),
+                    segments=rule.segments(names, tuple(parameter.shape), part, decoder),
                     expert=expert,
                     unique=(split or part.rank == 0) and not getattr(parameter, "shared", False),
+                    adapter=factor is not None,
+                    layer=layers.get(local),
                 )
             )
     return found
+
+
+def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:
+    """How a factor of an adapter is cut, and its name in peft's files.
+
+    Args:
+        family: of the model.
+        module: the adapted layer, in an unsharded model.
+        key: last part of the Hugging Face module's name.
+        factor: lora_A or lora_B.
+    """
+    base, names = family.rule(f"{module}.weight")
+    target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
+    split: Rule = Columns(target) if isinstance(base, Columns) else Rows(target)
+    # A meets the layer's input, B makes its output: the one that is split is that of the layer's own split side.
+    is_split = (factor == "lora_A") == isinstance(base, Columns)
+    return (split if is_split else Whole(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
+
+
+def add_adapters(
+    chunks: Sequence[PackedGPTModel],
+    family: Family,
+    decoder: Decoder,
+    groups: ProcessGroupCollection,
+    targets: Set[str],
+    lora: LoraConfig,
+) -> None:
+    """Give every layer behind a target its adapters.
+
+    Args:
+        chunks: this rank's.
+        family: of the model.
+        decoder: sizes.
+        groups: process groups.
+        targets: Hugging Face modules.
+        lora: settings.
+    """
+    part = Part(groups.tp.size(), groups.tp.rank())
+    for chunk in chunks:
+        for local, module in chunk.named_modules():
+            if not isinstance(module, Adapted) or _EXPERT.search(f".{local}."):
+                continue
+            layer: Any = module
+            rule, names = family.rule(f"{_global_name(chunk, local, groups)}.weight")
+            segments = rule.segments(names, tuple(layer.weight.shape), part, decoder)
+            wanted = [name for name in names if name.removesuffix(".weight") in targets]
+            if wanted:
+                module.adapt({n.split(".")[-2]: [s for s in segments if s.name == n] for n in wanted}, lora)
+                mark_factors(layer)
 
 
 def _global_name(chunk: PackedGPTModel, local: str, groups: ProcessGroupCollection) -> str:
@@ -108,8 +177,8 @@ class ModelState:
         self.held, self._optimizer, self._topology, self._groups = held, optimizer, topology, groups
 
     def pieces(self) -> Iterator[Piece]:
-        """Boxes of values and moments."""
-        yield from self.values()
+        """Boxes of values and moments. The base of adapters is frozen, and comes back from model.path or the seed."""
+        yield from self.values(saved=True)
         shards = {} if self._optimizer is None else self._optimizer.shards
         for h in self.held:
             shard = shards.get(h.parameter)
@@ -117,10 +186,17 @@ class ModelState:
                 for kind in MOMENTS:
                     yield from _shard_pieces(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
 
-    def values(self) -> Iterator[Piece]:
-        """Boxes of values: of the optimizer's shards where there are, else of the parameters."""
+    def values(self, *, saved: bool = False) -> Iterator[Piece]:
+        """Boxes of values: of the optimizer's shards where there are, else of the parameters.
+
+        Args:
+            saved: those alone that a checkpoint has.
+        """
+        adapters = any(h.adapter for h in self.held)
         shards = {} if self._optimizer is None else self._optimizer.shards
         for h in self.held:
+            if saved and adapters and not h.adapter and h.name != "score.weight":
+                continue
             if self._optimizer is not None and h.parameter.requires_grad:
                 shard = shards.get(h.parameter)
                 if shard is not None:
@@ -158,14 +234,14 @@ class ModelState:
 
     # ---- export --------------------------------------------------------------------------------------------------
 
-    def plan(self) -> "list[Shared]":
-        """Whose part of which parameter is sent to all, in order. Collective."""
+    def plan(self, *, adapters: bool) -> "list[Shared]":
+        """Whose part of which parameter is sent to all, in order: of the adapters, or of all else. Collective."""
         mine = [
             Shared(
                 h.name, self._topology.ranks[self._topology.rank], self._dtype(h), tuple(h.parameter.shape), tuple(h.segments)
             )
             for h in self.held
-            if h.unique and self._data_group(h).rank() == 0
+            if h.adapter == adapters and h.unique and self._data_group(h).rank() == 0
         ]
         every = [shared for part in self._topology.exchange(mine) for shared in part]
         first = {shared.name: i for i, shared in reversed(list(enumerate(every)))}
@@ -206,6 +282,9 @@ class ModelState:
 
     def _whole_part(self, held: Held) -> Tensor:
         """This rank's part of a parameter, in the precision that is trained: 16-bit copies are not what is exported."""
+        if held.layer is not None:
+            part: Tensor = held.layer.folded(held.parameter.detach())
+            return part
         dtype = self._dtype(held)
         if dtype == held.parameter.dtype:
             return held.parameter.detach()
