@@ -14,7 +14,7 @@ from .rules import Rule
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Each has a module of its name beside this one."""
 
-_NUMBERED = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Family:
 
     Args:
         decoder: reads a Hugging Face config.
-        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`; `{e}` is an expert's number.
+        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`.
         outer: module outside the layers -> rule.
         prefix: of the layers' names.
     """
@@ -37,22 +37,18 @@ class Family:
         """The rule of a Megatron-core parameter, and the names on disk behind it.
 
         Args:
-            parameter: its name in an unsharded model: layers and experts counted over all ranks.
+            parameter: its name in an unsharded model: layers counted over all ranks.
 
         Raises:
             ModelError: the family has no rule for it.
         """
         module, _, leaf = parameter.rpartition(".")
-        numbers = dict(_NUMBERED.findall(parameter))
-        layer = numbers.get("decoder.layers")
-        inner = _NUMBERED.sub(lambda m: "" if m[1] == "decoder.layers" else "local_experts.{e}.", f"{module}.").rstrip(".")
-        rules = self.outer if layer is None else self.layer
-        rule = rules.get(inner)
+        numbered = _LAYER.match(module)
+        rules, stem = (self.outer, "") if numbered is None else (self.layer, f"{self.prefix}.{numbered[1]}.")
+        rule = rules.get(module if numbered is None else numbered[2])
         if rule is None:
             raise ModelError(f"the bridge of this family has no rule for {parameter}")
-        stem = "" if layer is None else f"{self.prefix}.{layer}."
-        expert = numbers.get("local_experts", "")
-        return rule, tuple(f"{stem}{name.replace('{e}', expert)}.{leaf}" for name in rule.modules)
+        return rule, tuple(f"{stem}{name}.{leaf}" for name in rule.modules)
 
     def modules(self, layer: int) -> list[str]:
         """The Hugging Face modules of a layer, experts left out."""

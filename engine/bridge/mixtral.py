@@ -3,12 +3,12 @@
 from .decoder import Experts, read_decoder
 from .family import Family
 from .llama import ATTENTION, OUTER
-from .rules import Columns, Rows, Rule, Whole
+from .rules import ExpertColumns, ExpertRows, Rule, Whole
 
 MIXTURE: dict[str, Rule] = {
     "mlp.router": Whole("block_sparse_moe.gate"),
-    "mlp.experts.local_experts.{e}.linear_fc1": Rows("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
-    "mlp.experts.local_experts.{e}.linear_fc2": Columns("block_sparse_moe.experts.{e}.w2"),
+    "mlp.experts.linear_fc1": ExpertRows("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    "mlp.experts.linear_fc2": ExpertColumns("block_sparse_moe.experts.{e}.w2"),
 }
 
 FAMILY = Family(

@@ -6,12 +6,12 @@ from .decoder import Decoder, Experts, read_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
-from .rules import Columns, Rows, Rule, Whole
+from .rules import ExpertColumns, ExpertRows, Rule, Whole
 
 MIXTURE: dict[str, Rule] = {
     "mlp.router": Whole("mlp.gate"),
-    "mlp.experts.local_experts.{e}.linear_fc1": Rows("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-    "mlp.experts.local_experts.{e}.linear_fc2": Columns("mlp.experts.{e}.down_proj"),
+    "mlp.experts.linear_fc1": ExpertRows("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "mlp.experts.linear_fc2": ExpertColumns("mlp.experts.{e}.down_proj"),
 }
 
 

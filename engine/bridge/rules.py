@@ -14,10 +14,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Which of `size` tensor-parallel ranks holds a parameter."""
+    """Which part of a module a rank holds.
+
+    Args:
+        size: tensor-parallel ranks that share it.
+        rank: this one.
+        experts: that the rank holds, of a layer of experts.
+        first_expert: number of the first of them.
+    """
 
     size: int = 1
     rank: int = 0
+    experts: int = 1
+    first_expert: int = 0
 
 
 class Rule(Protocol):
@@ -138,6 +147,66 @@ class Columns:
             return [Segment(names[0], shape, whole(shape))]
         rows, columns = shape
         return [Segment(names[0], (rows, columns * part.size), whole(shape), (0, part.rank * columns))]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The first layer of a rank's experts, one expert under the other: rows of gate, rows of up. `{e}` is the expert."""
+
+    gate: str
+    up: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Two for each expert."""
+        return (self.gate, self.up)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Always."""
+        return True
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """Two for each of the rank's experts."""
+        rows, columns = shape[0] // part.experts // 2, shape[1]
+        return [
+            Segment(
+                name.replace("{e}", str(part.first_expert + local)),
+                (rows * part.size, columns),
+                Box(((2 * local + half) * rows, 0), (rows, columns)),
+                (part.rank * rows, 0),
+            )
+            for local in range(part.experts)
+            for half, name in enumerate(names)
+        ]
+
+
+@dataclass(frozen=True)
+class ExpertColumns:
+    """The second layer of a rank's experts, one expert under the other. `{e}` is the expert."""
+
+    module: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """One for each expert."""
+        return (self.module,)
+
+    def is_split(self, dimensions: int) -> bool:
+        """Always."""
+        return True
+
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+        """One for each of the rank's experts."""
+        rows, columns = shape[0] // part.experts, shape[1]
+        return [
+            Segment(
+                names[0].replace("{e}", str(part.first_expert + local)),
+                (rows, columns * part.size),
+                Box((local * rows, 0), (rows, columns)),
+                (0, part.rank * columns),
+            )
+            for local in range(part.experts)
+        ]
 
 
 @dataclass(frozen=True)

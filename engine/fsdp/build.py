@@ -20,14 +20,14 @@ from ..hf.layout import DiskLayout
 from ..hf.lora import wants_adapters
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import hf_name
-from ..hf.shape import experts_of, model_shape
+from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder
 from ..topology import Topology
 from .attention import IMPLEMENTATION
 from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
-from .root import PackedModel, RouterSettings
+from .root import PackedModel
 from .shard import build_mesh, decoder_layers, local_box, shard
 from .state import value_pieces
 
@@ -80,22 +80,6 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
                     f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
                     "included, is frozen; unset one of the two"
                 )
-
-
-def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSettings | None:
-    """What the balancing loss needs, when it is asked for.
-
-    Raises:
-        ModelError: the model has no router.
-    """
-    if not coefficient:
-        return None
-    experts = experts_of(config)
-    if experts is None:
-        raise ModelError(
-            f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it"
-        )
-    return RouterSettings(experts=experts, per_token=config.num_experts_per_tok)
 
 
 def build(

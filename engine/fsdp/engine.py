@@ -19,6 +19,7 @@ from ..flops import ModelShape
 from ..hf.config import read_config
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
+from ..hf.shape import router_aux_coef
 from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
@@ -87,10 +88,7 @@ class FSDPEngine(BaseEngine):
         self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
 
     def _aux_coef(self) -> float:
-        asked = self.model_config.router_aux_loss_coef
-        if asked is None and getattr(self._hf_config, "output_router_logits", False):
-            asked = getattr(self._hf_config, "router_aux_loss_coef", 0.0)
-        return asked or 0.0
+        return router_aux_coef(self._hf_config, self.model_config)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..config import ModelConfig
+from ..errors import ModelError
 from ..flops import ModelShape
+from ..ops.router import RouterSettings
 from .model import HFModel
 
 
@@ -40,6 +43,30 @@ def experts_of(config: PreTrainedConfig) -> int | None:
     """Experts of a mixture, by whichever name the family has for them; None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+
+
+def router_aux_coef(config: PreTrainedConfig, model: ModelConfig) -> float:
+    """The weight of a router's balancing loss: the setting, or else what the model's own config asks for."""
+    asked = model.router_aux_loss_coef
+    if asked is None and getattr(config, "output_router_logits", False):
+        asked = getattr(config, "router_aux_loss_coef", 0.0)
+    return asked or 0.0
+
+
+def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSettings | None:
+    """What the balancing loss needs, when it is asked for.
+
+    Raises:
+        ModelError: the model has no router.
+    """
+    if not coefficient:
+        return None
+    experts = experts_of(config)
+    if experts is None:
+        raise ModelError(
+            f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it"
+        )
+    return RouterSettings(experts=experts, per_token=config.num_experts_per_tok)
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:

@@ -96,6 +96,11 @@ def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
             f"engine.parallel.ep={p.ep} x etp={p.etp} does not divide the {stage} ranks of a pipeline stage (dp x cp x tp = "
             f"{p.dp_shard} x {p.cp} x {p.tp}), among which the experts are spread; make one of them smaller"
         )
+    if p.etp > 1 and not torch.cuda.is_available() and (p.ep > 1 or not p.tp_sequence or p.tp % p.etp):
+        raise TopologyError(
+            f"engine.parallel.etp={p.etp} with ep={p.ep}, tp={p.tp}, tp_sequence={p.tp_sequence} on the CPU: ranks would gather "
+            "unequal numbers of tokens, which gloo cannot; use it on GPUs, or with ep=1, tp_sequence=true and an etp that divides tp"
+        )
     if p.tp > 1 and not p.tp_sequence:
         raise TopologyError(
             f"engine.parallel.tp={p.tp} without tp_sequence on a mixture of experts: every rank would send the same tokens to the "

@@ -18,15 +18,16 @@ from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
 from ..config import OptimConfig
-from ..errors import ConfigError, ModelError
+from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_rope, logit_transform, read_config
 from ..hf.files import save_model_files
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import PEFT_PREFIX, hf_name
-from ..hf.shape import model_shape
+from ..hf.shape import model_shape, router_aux_coef, router_settings
 from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder, seed_ranks
 from ..objective import HeadRequest, OutputRequest
+from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice
 from ..residency import Part, Where
 from ..step import MicroBatch, Task
@@ -36,6 +37,7 @@ from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .model import PackedGPTModel, build_chunks
 from .modules import PackedParams
+from .moe import keep_scores, take_scores
 from .optimizer import ShardedOptimizer
 from .options import MCoreOptions
 from .state import ModelState, add_adapters, held_parameters, shapes_of
@@ -84,6 +86,13 @@ class MCoreEngine(BaseEngine):
         self._decoder = self._family.decoder(self._hf_config)
         parallel = self.topology.parallel if hasattr(self, "topology") else self.config.parallel
         check_layout(self._decoder, parallel, self._hf_config.model_type)
+        self._router = router_settings(self._hf_config, self._aux_coef())
+        if self._router is not None and (parallel.pp > 1 or self.config.recompute == "full"):
+            raise CapabilityError(
+                f"a router's balancing loss (model.router_aux_loss_coef={self._aux_coef()}) with engine.parallel.pp={parallel.pp} "
+                f"and engine.recompute={self.config.recompute}: it is one number over all layers, which no pipeline stage and no "
+                "recomputed layer knows in time; set the coefficient to 0, or pp to 1 and recompute to none or selective"
+            )
 
     @in_megatron
     def _build_model(self) -> None:
@@ -106,6 +115,7 @@ class MCoreEngine(BaseEngine):
         add_adapters(bare, self._family, self._decoder, groups, self._targets(), self.model_config.lora)
         self._held = held_parameters(bare, self._family, self._decoder, groups)
         self._choose_trainable()
+        keep_scores(bare, self._router is not None)
         self._chunks = [*bare]
         if self.optim_config is None:
             self._finish_build()
@@ -273,9 +283,23 @@ class MCoreEngine(BaseEngine):
 
         def loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
             # The count of tokens is megatron's own normalisation, which ours replaces.
-            return task(micro_batch, part.whole(outputs)), torch.zeros((), dtype=torch.int), {}
+            return task(micro_batch, part.whole(outputs), self._aux(part)), torch.zeros((), dtype=torch.int), {}
 
         return found, loss
+
+    def _aux(self, part: RankSlice) -> Tensor | None:
+        """The balancing loss of the micro-batch that was just run, where one is wanted."""
+        if self._router is None:
+            return None
+        p, tp = self.topology.parallel, self.topology.tp_rank
+        scores = [s.flatten(0, -2) for s in take_scores(self._chunks)]
+        # Under tp_sequence this rank's routers saw its part of the slice.
+        size = len(scores[0])
+        real = max(0, min(size, part.real_tokens - (tp * size if p.tp_sequence else 0)))
+        return balancing_loss(scores, self._router, real, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
+
+    def _aux_coef(self) -> float:
+        return router_aux_coef(self._hf_config, self.model_config)
 
     def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, None, pg_collection=self._state.groups)

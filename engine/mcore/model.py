@@ -15,7 +15,6 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -41,7 +40,7 @@ from .modules import (
     rotary_frequencies,
     slice_of,
 )
-from .moe import PackedMoELayer, Router
+from .moe import GroupedExperts, PackedMoELayer, Router
 
 
 class PackedGPTModel(GPTModel):
@@ -186,7 +185,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
             module=PackedMoELayer,
             # Megatron hands the groups to its own class alone, not to one derived from it.
             params={"pg_collection": groups},
-            submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=SequentialMLP, submodules=linears)),
+            submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=GroupedExperts)),
         )
     return ModuleSpec(
         module=TransformerLayer,

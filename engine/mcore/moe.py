@@ -1,13 +1,21 @@
-"""Mixtures of experts in Megatron-core's layers, with and without CUDA."""
+"""Mixtures of experts in Megatron-core's layers, with and without CUDA.
 
+Axes: T tokens, E experts of this rank, H hidden size, I inner size of an expert (this rank's part of it).
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from torch import Tensor
+from torch import Tensor, nn
+
+from .config import DecoderConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -15,10 +23,67 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(TopKRouter):
     """The router's scores in plain torch: 0.16's own need TransformerEngine."""
 
+    keep = False
+    """Whether the scores of a forward pass are kept, for a balancing loss."""
+    kept: Tensor | None = None
+
     def gating(self, input: Tensor) -> Tensor:
         """Hidden states -> scores of the experts."""
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
-        return F.linear(input.to(dtype), self.weight.to(dtype))
+        scores = F.linear(input.to(dtype), self.weight.to(dtype))
+        if self.keep:
+            self.kept = scores
+        return scores
+
+
+def keep_scores(chunks: Sequence[nn.Module], keep: bool) -> None:
+    """Let every router keep its scores, or none."""
+    for router in _routers(chunks):
+        router.keep, router.kept = keep, None
+
+
+def take_scores(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    """What the routers kept in the last forward pass, layer by layer."""
+    found = []
+    for router in _routers(chunks):
+        assert router.kept is not None
+        found.append(router.kept)
+        router.kept = None
+    return found
+
+
+def _routers(chunks: Sequence[nn.Module]) -> list[Router]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts, each matrix product one grouped kernel. Matrices stand one under the other.
+
+    Args:
+        num_local_experts: E.
+        config: of the model.
+        pg_collection: process groups.
+    """
+
+    def __init__(self, num_local_experts: int, config: DecoderConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
+        super().__init__(config=config)
+        self.count = num_local_experts
+        inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        make = {"dtype": config.params_dtype}
+        self.linear_fc1 = nn.Linear(config.hidden_size, self.count * 2 * inner, bias=False, **make)
+        self.linear_fc2 = nn.Linear(inner, self.count * config.hidden_size, bias=False, **make)
+
+    def forward(self, hidden_th: Tensor, tokens_per_expert: Tensor, probs_t: Tensor) -> tuple[Tensor, None]:
+        """Tokens `[T, H]` in the order of their experts, and their weights `[T]` -> `[T, H]`, and no bias."""
+        w1, w2 = (w.view(self.count, -1, w.shape[1]) for w in (self.linear_fc1.weight, self.linear_fc2.weight))
+        if not len(hidden_th):
+            # Nobody chose an expert of this rank; its parameters still take part in the backward pass.
+            return hidden_th + 0.0 * (w1.sum() + w2.sum()), None
+        ends = tokens_per_expert.to(hidden_th.device).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends).chunk(2, -1)
+        inner = self.config.activation_func(gate) * up
+        weighted = (inner * probs_t[:, None]).to(hidden_th.dtype)
+        return F.grouped_mm(weighted, w2.transpose(1, 2), offs=ends), None
 
 
 class HostDispatcher(MoEAlltoAllTokenDispatcher):

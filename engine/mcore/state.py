@@ -24,7 +24,7 @@ from .optimizer import MOMENTS, ShardedOptimizer
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_EXPERT = ".mlp.experts."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class Held:
     """A parameter of this rank.
 
     Args:
-        name: in an unsharded model: layers and experts counted over all ranks.
+        name: in an unsharded model: layers counted over all ranks.
         parameter: this rank's part.
         segments: what it is made of.
         expert: whether it is an expert's.
@@ -58,10 +58,13 @@ def held_parameters(
     for chunk in chunks:
         layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
         for local, parameter in chunk.named_parameters():
-            name = _global_name(chunk, local, groups)
-            expert = _EXPERT.search(name) is not None
-            group = groups.expt_tp if expert else groups.tp
-            part = Part(group.size(), group.rank())
+            name = _global_name(chunk, local)
+            expert = _EXPERT in name
+            part = Part(groups.tp.size(), groups.tp.rank())
+            if expert:
+                assert decoder.experts is not None
+                count = decoder.experts.count // groups.ep.size()
+                part = Part(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
             if name == "output_layer.weight" and decoder.tied:
                 name = "embedding.word_embeddings.weight"
             factor = _FACTOR.match(name)
@@ -130,10 +133,10 @@ def add_adapters(
     part = Part(groups.tp.size(), groups.tp.rank())
     for chunk in chunks:
         for local, module in chunk.named_modules():
-            if not isinstance(module, Adapted) or _EXPERT.search(f".{local}."):
+            if not isinstance(module, Adapted) or _EXPERT in local:
                 continue
             layer: Any = module
-            rule, names = family.rule(f"{_global_name(chunk, local, groups)}.weight")
+            rule, names = family.rule(f"{_global_name(chunk, local)}.weight")
             segments = rule.segments(names, tuple(layer.weight.shape), part, decoder)
             wanted = [name for name in names if name.removesuffix(".weight") in targets]
             if wanted:
@@ -141,13 +144,8 @@ def add_adapters(
                 mark_factors(layer)
 
 
-def _global_name(chunk: PackedGPTModel, local: str, groups: ProcessGroupCollection) -> str:
-    name = _LAYER.sub(lambda m: f"decoder.layers.{chunk.decoder.layers[int(m[1])].layer_number - 1}.", local)
-    experts = chunk.config.num_moe_experts
-    if experts:
-        first = groups.ep.rank() * (experts // groups.ep.size())
-        name = _EXPERT.sub(lambda m: f".local_experts.{first + int(m[1])}.", name)
-    return name
+def _global_name(chunk: PackedGPTModel, local: str) -> str:
+    return _LAYER.sub(lambda m: f"decoder.layers.{chunk.decoder.layers[int(m[1])].layer_number - 1}.", local)
 
 
 def _order(name: str) -> tuple[int, int]:
