@@ -1,4 +1,4 @@
-"""FSDP engines on tiny models, and what they are compared with: shared by tests."""
+"""Engines on tiny models, and what they are compared with: shared by tests."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ def build(
     **engine: Any,
 ) -> BaseEngine:
     config = EngineConfig(**{"micro_batch": MicroBatchConfig(max_tokens=128), **engine})
-    made = engine_class("fsdp")(model=ModelConfig(path=str(folder), **(model or {})), engine=config, optim=optim, ranks=ranks)
+    made = engine_class(config.backend)(
+        model=ModelConfig(path=str(folder), **(model or {})), engine=config, optim=optim, ranks=ranks
+    )
     return made.initialize()
 
 

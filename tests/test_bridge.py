@@ -1,0 +1,134 @@
+"""The bridge: every family's tensors, cut and put together again, without a process group."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.boxes import Box, covers
+from drivetrain.engine.bridge.decoder import Decoder, read_decoder
+from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
+from drivetrain.engine.bridge.rules import ExpertColumns, ExpertRows, Part
+from drivetrain.engine.conformance.tiny import tiny_model_config
+from drivetrain.engine.errors import ModelError
+from drivetrain.engine.hf.layout import DiskLayout
+
+
+def disk_shapes(family: str, **settings: Any) -> dict[str, tuple[int, ...]]:
+    """What transformers stores of a model of this family."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(tiny_model_config(family, **settings))
+    model.tie_weights()
+    layout = DiskLayout(model)
+    return {s.name: s.shape for name, p in model.named_parameters() for s in layout.segments(name, p.shape)}
+
+
+def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tuple[int, ...]]:
+    """The parameters that one of `part.size` ranks holds, as megatron would shape them."""
+    hidden, d, tp = decoder.hidden, decoder.head_dim, part.size
+    vocabulary = math.ceil(decoder.vocabulary / tp)
+    found = {"embedding.word_embeddings.weight": (vocabulary, hidden), "decoder.final_layernorm.weight": (hidden,)}
+    if not decoder.tied:
+        found["output_layer.weight"] = (vocabulary, hidden)
+    for layer in range(decoder.layers):
+        sparse = decoder.experts is not None and decoder.experts.layers[layer]
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "self_attention.linear_qkv": ((decoder.heads + 2 * decoder.kv_heads) * d // tp, hidden),
+            "self_attention.linear_proj": (hidden, decoder.heads * d // tp),
+            "pre_mlp_layernorm": (hidden,),
+        }
+        if decoder.qk_norm:
+            shapes |= {"self_attention.q_layernorm": (d,), "self_attention.k_layernorm": (d,)}
+        if decoder.sandwich:
+            shapes |= {"self_attention.linear_proj.post_norm": (hidden,), "mlp.linear_fc2.post_norm": (hidden,)}
+        if sparse:
+            assert decoder.experts is not None
+            ffn = decoder.experts.ffn
+            shapes["mlp.router"] = (decoder.experts.count, hidden)
+            shapes["mlp.experts.linear_fc1"] = (part.experts * 2 * ffn // tp, hidden)
+            shapes["mlp.experts.linear_fc2"] = (part.experts * hidden, ffn // tp)
+        else:
+            shapes |= {"mlp.linear_fc1": (2 * decoder.ffn // tp, hidden), "mlp.linear_fc2": (hidden, decoder.ffn // tp)}
+        found |= {f"decoder.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+        if decoder.qkv_bias:
+            found[f"decoder.layers.{layer}.self_attention.linear_qkv.bias"] = (shapes["self_attention.linear_qkv"][0],)
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parts_of_all_ranks_make_every_tensor_exactly_once(name: str, tp: int, tied: bool) -> None:
+    settings = {"tie_word_embeddings": tied, "vocab_size": 251}
+    family, config = find_family(name), tiny_model_config(name, **settings)
+    decoder = family.decoder(config)
+    stored = disk_shapes(name, **settings)
+    boxes: dict[str, list[Box]] = {}
+    ep = 2 if decoder.experts else 1
+    for rank in range(tp):
+        for expert_rank in range(ep):
+            count = decoder.experts.count // ep if decoder.experts else 1
+            part = Part(tp, rank, count, expert_rank * count)
+            for parameter, shape in local_shapes(family, decoder, part).items():
+                rule, names = family.rule(parameter)
+                of_experts = isinstance(rule, ExpertRows | ExpertColumns)
+                if (not of_experts and expert_rank) or (not rule.is_split(len(shape)) and rank):
+                    continue
+                segments = rule.segments(names, shape, part, decoder)
+                used = [s.box for s in segments]
+                rows = sum(b.length[0] for b in used)
+                padding = "embed" in parameter or "output_layer" in parameter
+                assert covers((rows, *shape[1:]), used), f"{parameter}: the segments overlap"
+                assert rows == shape[0] or padding, f"{parameter} has rows that no tensor fills"
+                for s in segments:
+                    assert s.shape == stored[s.name], s
+                    boxes.setdefault(s.name, []).append(Box(s.offset or (0,) * len(s.shape), s.box.length))
+    assert set(boxes) == set(stored)
+    for tensor, held in boxes.items():
+        assert covers(stored[tensor], held), f"{tensor} is not covered exactly once: {held}"
+
+
+def test_query_key_and_value_stand_group_by_group() -> None:
+    config = tiny_model_config("qwen3")
+    decoder = find_family("qwen3").decoder(config)
+    rule, names = find_family("qwen3").rule("decoder.layers.1.self_attention.linear_qkv.weight")
+    d, groups, per = decoder.head_dim, decoder.kv_heads, decoder.heads // decoder.kv_heads
+    q, k, v = (torch.randn(n * d, decoder.hidden) for n in (decoder.heads, groups, groups))
+    # megatron's own order, written down independently.
+    want = torch.cat(
+        [
+            torch.cat([q[g * per * d : (g + 1) * per * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]])
+            for g in range(groups)
+        ]
+    )
+    tensors = dict(zip(names, (q, k, v), strict=True))
+    for rank in range(2):
+        local = torch.zeros(len(want) // 2, decoder.hidden)
+        for s in rule.segments(names, tuple(local.shape), Part(2, rank), decoder):
+            local[s.box.within((0, 0))] = tensors[s.name][Box(s.offset, s.box.length).within((0, 0))]
+        assert torch.equal(local, want.chunk(2)[rank])
+
+
+def test_unknown_family_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"'gpt_oss' has no bridge.*add-a-model"):
+        find_family("gpt_oss")
+
+
+def test_unknown_activation_is_refused() -> None:
+    with pytest.raises(ModelError, match="hidden_act=relu"):
+        read_decoder(tiny_model_config("llama", hidden_act="relu"))
+
+
+def test_a_dense_family_costs_at_most_forty_lines() -> None:
+    from pathlib import Path
+
+    import drivetrain.engine.bridge as bridge
+
+    folder = Path(bridge.__file__).parent
+    for name in FAMILIES:
+        lines = (folder / f"{name}.py").read_text().splitlines()
+        assert len(lines) <= 40, f"{name}: {len(lines)} lines"
