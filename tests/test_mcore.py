@@ -67,7 +67,7 @@ def rank_families(axes: dict[str, Any], families: list[str]) -> None:
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}, {"cp": 2}])
 def test_families_with_windows_caps_and_sandwich_norms_conform(axes: dict[str, Any]) -> None:
-    run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "mistral"])
+    run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text"])
 
 
 def test_mixtures_conform_without_expert_parallelism() -> None:

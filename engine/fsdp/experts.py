@@ -160,9 +160,10 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     experts_r = _Exchange.apply((chosen_s % local)[order_s], sent, received, group)
     empty = not len(rows_rh)
     if empty:
-        # Nobody chose an expert of this rank; its parameters still get a gradient, of zero, or their sharded reduction would
-        # not meet that of the other ranks.
-        rows_rh, experts_r = hidden_states.new_zeros(1, hidden_states.shape[1]), chosen_s.new_zeros(1)
+        # Nobody chose an expert of this rank. What came in and the parameters still take part in the backward pass, whose
+        # collectives meet those of the other ranks.
+        rows_rh = torch.cat([rows_rh, hidden_states.new_zeros(1, hidden_states.shape[1])])
+        experts_r = chosen_s.new_zeros(1)
     ones = torch.ones_like(experts_r, dtype=top_k_weights.dtype)[:, None]
     done_rh = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_rh, experts_r[:, None], ones)
     back_sh = _Exchange.apply(done_rh[:0] if empty else done_rh, received, sent, group)

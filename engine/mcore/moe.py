@@ -77,8 +77,9 @@ class GroupedExperts(MegatronModule):
         """Tokens `[T, H]` in the order of their experts, and their weights `[T]` -> `[T, H]`, and no bias."""
         w1, w2 = (w.view(self.count, -1, w.shape[1]) for w in (self.linear_fc1.weight, self.linear_fc2.weight))
         if not len(hidden_th):
-            # Nobody chose an expert of this rank; its parameters still take part in the backward pass.
-            return hidden_th + 0.0 * (w1.sum() + w2.sum()), None
+            # Nobody chose an expert of this rank. All that came in still takes part in the backward pass, whose all-to-alls
+            # meet those of the other ranks.
+            return hidden_th * probs_t[:, None] + 0.0 * (w1.sum() + w2.sum()), None
         ends = tokens_per_expert.to(hidden_th.device).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends).chunk(2, -1)
         inner = self.config.activation_func(gate) * up
