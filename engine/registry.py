@@ -106,9 +106,11 @@ def _resolve(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _installed(module: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether what a backend stands on is there. Imports nothing."""
+    needs = spec_of(name).needs
     try:
-        return find_spec(module) is not None
+        return needs is None or find_spec(needs) is not None
     except ModuleNotFoundError:  # the package around it is missing
         return False
 
@@ -126,7 +128,7 @@ def engine_class(name: str) -> "type[BaseEngine]":
         ConfigError: what the backend stands on is not installed.
     """
     spec = spec_of(name)
-    if spec.needs is not None and not _installed(spec.needs):
+    if not is_installed(name):
         raise ConfigError(
             f"engine.backend={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use "
             "another engine.backend"

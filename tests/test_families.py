@@ -89,6 +89,7 @@ def test_wrong_family_is_refused_with_the_reason(family: str) -> None:
 
 def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from drivetrain.engine.fsdp import families
+    from drivetrain.engine.ops.linear_head import LogitTransform
 
     # Take families off the list: the trial must accept a right one and refuse one whose logits it cannot reproduce.
     config = tiny_model_config("llama")
@@ -97,7 +98,7 @@ def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(config, allow_unverified=False)
     granite = tiny_model_config("granite", logits_scaling=4.0)
     check_family(granite, allow_unverified=False)
-    monkeypatch.setattr(families, "logit_transform", lambda config: families.LogitTransform())
+    monkeypatch.setattr(families, "logit_transform", lambda config: LogitTransform())
     with pytest.raises(ModelError, match="other logits"):
         check_family(granite, allow_unverified=False)
     check_family(granite, allow_unverified=True)

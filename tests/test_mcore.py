@@ -83,8 +83,9 @@ def test_experts_shared_by_tensor_parallel_ranks_conform() -> None:
 
 
 def rank_unmarked(folder: str) -> float:
-    import drivetrain.engine.mcore.engine as module
+    import drivetrain.engine.mcore.engine
 
+    module: Any = drivetrain.engine.mcore.engine
     real = module.held_parameters
 
     def unmarked(*args: Any) -> Any:
@@ -211,8 +212,8 @@ def rank_hops(folder: str, root: str, settings: dict[str, Any]) -> list[tuple[fl
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_a_run_moves_from_engine_to_engine(family: str, tmp_path: Path) -> None:
-    tied = {"tie_word_embeddings": family == "qwen2"}
-    made = save_tiny_model(tmp_path / "model", family, vocab_size=257, num_hidden_layers=4, **tied)
+    tied = family == "qwen2"
+    made = save_tiny_model(tmp_path / "model", family, vocab_size=257, num_hidden_layers=4, tie_word_embeddings=tied)
     want = engines.reference_steps(made, 2 * len(HOPS))
     # The first hop runs on one rank's worth of layout, but on both ranks: dp_shard is inferred.
     close_to(run_ranks(rank_hops, 2, str(made), str(tmp_path / "run"), {})[0], want)

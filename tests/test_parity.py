@@ -1,7 +1,6 @@
 """The promise: the same batches give the same loss and gradient norm on every engine and every layout."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def rank_reference(job: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     rows = [parse_row("fsdp", model) for model in (*DENSE, "qwen3_moe")]
     made = Job(
         folder=str(tmp_path_factory.mktemp("parity")),

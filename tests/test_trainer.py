@@ -414,3 +414,19 @@ def test_wandb_offline(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(words(task, "trainer.max_steps=2", "trainer.loggers=[wandb]", "trainer.export_hf=false")) == 0
     assert list((task / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert (task / "run" / "wandb_id").read_text()
+
+
+def test_a_run_of_one_engine_goes_on_with_the_other(task: Path) -> None:
+    from safetensors.torch import load_file
+
+    mcore = ("engine.backend=mcore", "engine.options.overlap_grad_reduce=true")
+    assert main(words(task, "trainer.max_steps=6", "optim.lr=1e-4")) == 0
+    want, weights = losses(task / "run"), load_file(task / "run" / "hf" / "model.safetensors")
+    shutil.rmtree(task / "run")
+    assert main(words(task, "trainer.max_steps=2", "optim.lr=1e-4")) == 0
+    assert main(words(task, "trainer.max_steps=4", "optim.lr=1e-4", *mcore)) == 0
+    assert main(words(task, "trainer.max_steps=6", "optim.lr=1e-4")) == 0
+    assert losses(task / "run") == pytest.approx(want, rel=1e-6)
+    moved = load_file(task / "run" / "hf" / "model.safetensors")
+    assert moved.keys() == weights.keys()
+    assert max(float((moved[n] - weights[n]).abs().max()) for n in weights) <= 1e-5

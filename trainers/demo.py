@@ -1,7 +1,8 @@
 """`drivetrain demo`: the whole way on the embedded task, in a few minutes on two CPU cores.
 
-Makes data and an untrained model, trains with two processes, exports, and lets the exported model answer held-out
-questions in plain transformers, in a process of its own. Leaves `summary.json`.
+Makes data and an untrained model, trains it with two processes on each engine, shows that their losses agree, exports, and
+lets the exported models answer held-out questions in plain transformers, in a process of their own. Ends with a short
+comparison of both engines with plain Hugging Face. Leaves `summary.json`.
 """
 
 import argparse
@@ -13,8 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from ..engine.registry import is_installed
+from .parity import SHORT
+
 ENOUGH = 0.9
 """Held-out accuracy that the demo must reach."""
+SHOWN = 5
+"""Steps whose losses are printed side by side."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,52 +34,81 @@ def main(argv: list[str] | None = None) -> int:
 
     run = ["-m", "drivetrain.trainers.demo_steps"]
     nproc = args.nproc or int(_measured(*run, "processes"))
-    print("1/4  data and an untrained model", flush=True)
-    if (root / "run").is_dir():
-        # Of an earlier demo: this one starts over.
-        shutil.rmtree(root / "run")
+    print("1/5  data and an untrained model", flush=True)
     _python(*run, "make", str(root))
     before = _measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
 
-    print(f"2/4  training with {nproc} processes", flush=True)
-    settings = [
-        "recipe=sft_demo",
-        f"model.path={root / 'model'}",
-        f"data.train=[{root / 'data' / 'train.jsonl'}]",
-        f"data.eval=[{root / 'data' / 'eval.jsonl'}]",
-        f"trainer.output_dir={root / 'run'}",
-        *([f"trainer.max_steps={args.steps}"] if args.steps else []),
-    ]
-    _python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
-        *("-m", "drivetrain.trainers.sft", *settings),
-    )
+    engines = ["fsdp", *(["mcore"] if is_installed("mcore") else [])]
+    losses: dict[str, list[float]] = {}
+    after: dict[str, float] = {}
+    for number, backend in enumerate(engines):
+        run_folder = root / "run" if backend == "fsdp" else root / f"run-{backend}"
+        if run_folder.is_dir():
+            # Of an earlier demo: this one starts over.
+            shutil.rmtree(run_folder)
+        # What fsdp shards over both processes, Megatron-core cuts in two: every matrix.
+        layout = [] if backend == "fsdp" else [f"engine.parallel.tp={nproc}"]
+        print(
+            f"{number + 2}/5  training on {backend} with {nproc} processes{', tp=' + str(nproc) if layout else ''}", flush=True
+        )
+        settings = [
+            "recipe=sft_demo",
+            f"engine.backend={backend}",
+            *layout,
+            f"model.path={root / 'model'}",
+            f"data.train=[{root / 'data' / 'train.jsonl'}]",
+            f"data.eval=[{root / 'data' / 'eval.jsonl'}]",
+            f"trainer.output_dir={run_folder}",
+            *([f"trainer.max_steps={args.steps}"] if args.steps else []),
+        ]
+        _python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
+            *("-m", "drivetrain.trainers.sft", *settings),
+        )
+        records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        losses[backend] = [r["loss"] for r in records if r.get("split") != "eval"]
+        print("     the exported model answers held-out questions, in plain transformers", flush=True)
+        after[backend] = _measured(*run, "answer", str(run_folder / "hf"), str(root / "data" / "eval.jsonl"), "4")
+    if "mcore" not in engines:
+        print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is left out")
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]
 
-    print("3/4  the exported model answers held-out questions, in plain transformers", flush=True)
-    after = _measured(*run, "answer", str(root / "run" / "hf"), str(root / "data" / "eval.jsonl"), "8")
+    print("4/5  both engines beside plain Hugging Face, over the first steps of an SFT run", flush=True)
+    rows = [row for row in SHORT if row.partition(":")[0] in engines and (nproc > 1 or ":" not in row)]
+    parity = subprocess.run([sys.executable, "-m", "drivetrain.cli", "parity", "--steps", "3", "--rows", *rows], check=False)
 
-    records = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [r["loss"] for r in records if r.get("split") != "eval"]
     summary = {
         "accuracy_before": before,
-        "accuracy_after": after,
-        "losses": losses,
-        "eval_loss": next((r["loss"] for r in reversed(records) if r.get("split") == "eval"), None),
+        "accuracy_after": min(after.values()),
+        "losses": losses["fsdp"],
+        "losses_by_engine": losses,
+        "parity": parity.returncode == 0,
         "seconds": round(time.monotonic() - start, 1),
         "export": str(root / "run" / "hf"),
     }
     (root / "summary.json").write_text("{\n" + ",\n".join(f' "{k}": {json.dumps(v)}' for k, v in summary.items()) + "\n}\n")
-    print("4/4  done")
-    print(f"     held-out accuracy  {before:.3f} before, {after:.3f} after")
-    print(f"     loss               {losses[0]:.3g} at the first step, {losses[-1]:.3g} at the last")
-    print(f"     model              {summary['export']}")
-    print(f"     loss plot          {root / 'run' / 'loss.png'}")
-    print(f"     summary            {root / 'summary.json'} ({summary['seconds']} s in all)")
-    if after < ENOUGH:
-        print(f"error: accuracy {after:.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
+    print("5/5  done")
+    for backend in engines:
+        print(
+            f"     {backend:6} held-out accuracy {before:.3f} before, {after[backend]:.3f} after; loss {losses[backend][0]:.3g} at the "
+            f"first step, {losses[backend][-1]:.3g} at the last"
+        )
+    if len(engines) > 1:
+        print(f"     step     {'fsdp':>10} {'mcore':>10}")
+        for step in range(min(SHOWN, len(apart))):
+            print(f"     {step + 1:4}     {losses['fsdp'][step]:10.6f} {losses['mcore'][step]:10.6f}")
+        print(
+            f"     relative difference of the losses: {max(apart[:10]):.1e} in the first 10 steps, {max(apart[:100]):.1e} in the "
+            "first 100 (rounding grows with every step)"
+        )
+    print(f"     model          {summary['export']}")
+    print(f"     loss plot      {root / 'run' / 'loss.png'}")
+    print(f"     summary        {root / 'summary.json'} ({summary['seconds']} s in all)")
+    if min(after.values()) < ENOUGH:
+        print(f"error: accuracy {min(after.values()):.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1
-    return 0
+    return parity.returncode
 
 
 def _python(*words: str) -> None:

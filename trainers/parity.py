@@ -6,6 +6,7 @@ with a plain transformers loop, one document at a time, within the bounds of the
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ MCORE = (
 )
 FSDP_MOE = ("", "dp_shard=2,ep=2")
 MCORE_MOE = ("ep=2,dp_shard=2", "ep=2,dp_shard=2,pp=2", "tp=2,tp_sequence=true,ep=2")
-SHORT = ("fsdp", "fsdp:dp_shard=2", "mcore:tp=2", "mcore:pp=2")
+SHORT = ("fsdp", "fsdp:dp_shard=2", "mcore", "mcore:tp=2", "mcore:pp=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +275,9 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     for nproc in sorted({row.nproc for row in job.rows}):
         launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()
         try:
-            subprocess.run([sys.executable, *launcher, *module, str(nproc)], timeout=timeout, check=False)
+            # One thread each where there are several, as torchrun has it, without its word about it.
+            environment = {**({"OMP_NUM_THREADS": "1"} if nproc > 1 else {}), **os.environ}
+            subprocess.run([sys.executable, *launcher, *module, str(nproc)], timeout=timeout, check=False, env=environment)
         except subprocess.TimeoutExpired:
             print(f"error: the rows of {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
     judged = []

@@ -49,7 +49,7 @@ def make_models(job: Job) -> None:
             continue
         if model not in FAMILIES:
             raise ConfigError(f"--model {model} is no folder; the embedded tiny families are {', '.join(FAMILIES)}")
-        layers = {"num_hidden_layers": LAYERS}
+        layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
         kinds = FAMILIES[model].get("layer_types")
         if kinds is not None:
             layers["layer_types"] = kinds * (LAYERS // len(kinds))

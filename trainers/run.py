@@ -228,7 +228,9 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Or
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
     parallel, device = engine.topology.parallel, engine.topology.device
-    layout = f"dp_replicate={parallel.dp_replicate} dp_shard={parallel.dp_shard} cp={parallel.cp}"
+    layout = " ".join(
+        f"{axis}={size}".lower() for axis, size in asdict(parallel).items() if axis == "dp_shard" or size is True or size > 1
+    )
     size = engine.topology.size
     log.info(
         "%d samples, %d steps; %d %s on %s, %s",

@@ -51,8 +51,8 @@ class Reference:
         device: torch.device | str = "cpu",
     ) -> None:
         self.optim, self.compute = optim, dtype if compute is None else compute
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device)
-        self.model.train()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        self.model = model.to(device).train()
         self._runs = self.model
         named = list(self.model.named_parameters())
         decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]

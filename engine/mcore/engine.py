@@ -35,7 +35,7 @@ from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
-from .model import PackedGPTModel, build_chunks
+from .model import build_chunks
 from .modules import PackedParams
 from .moe import keep_scores, take_scores
 from .optimizer import ShardedOptimizer
@@ -270,7 +270,7 @@ class MCoreEngine(BaseEngine):
             hidden states or, from the last chunk, outputs `[S]` by name; and what makes a loss of the outputs.
         """
         micro_batch = next(micro_batches)
-        bare: PackedGPTModel = getattr(chunk, "module", chunk)
+        bare: Any = getattr(chunk, "module", chunk)
         if bare.post_process:
             request = task.request(micro_batch)
         else:

@@ -140,7 +140,8 @@ def mark_factors(layer: nn.Module) -> None:
     """Tell megatron which factors are split, and which have a gradient that each rank knows for its tokens alone."""
     assert isinstance(layer, Adapted)
     column = isinstance(layer, ColumnParallelLinear)
-    for adapter in layer.adapters.values():
+    adapters: Any = layer.adapters
+    for adapter in adapters.values():
         split, whole = (adapter.lora_B, adapter.lora_A) if column else (adapter.lora_A, adapter.lora_B)
         split.tensor_model_parallel = True
         whole.tensor_model_parallel = False

@@ -124,8 +124,8 @@ class PackedGPTModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        weight = self.output_layer.weight if weight is None else weight
+        head: Any = self.output_layer
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
         first = tp.rank() * len(weight)
         real = max(0, min(len(weight), self.decoder_sizes.vocabulary - first))
         every = linear_head(

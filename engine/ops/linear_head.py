@@ -173,6 +173,7 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
     dist.all_reduce(most_c1, op=dist.ReduceOp.MAX, group=group)
     e_cv = (z_cv - most_c1).exp_()
     local_c1, here_c1 = _place(targets_c1, rows, s)
+    assert here_c1 is not None
     target_c = z_cv.gather(1, local_c1).where(here_c1, 0.0)[:, 0] if rows else z_cv.new_zeros(len(z_cv))
     sums = [e_cv.sum(1), target_c, *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
     whole = torch.stack(sums)
