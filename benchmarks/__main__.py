@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, one table at the end. Takes about half an hour on two cores.
 
-python -m benchmarks [--only step head load startup balance gpu] [--steps 16]
+python -m benchmarks [--only step mcore head load startup balance gpu] [--steps 16]
 """
 
 import argparse
@@ -19,6 +19,11 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
     step = ["-m", "benchmarks.step", "--steps", str(steps), "--layout"]
     return {
         "step": [[*step, "none"], [*TORCHRUN, "2", *step, "replicate"], [*TORCHRUN, "2", *step, "shard"]],
+        "mcore": [
+            ["-m", "benchmarks.mcore", "--steps", str(steps)],
+            [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "tp"],
+            [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "dp"],
+        ],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
         "startup": [["-m", "benchmarks.startup"]],

@@ -31,7 +31,7 @@ from drivetrain.workers.losses.sft import SFTLoss
 EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
 
 
-def model_config() -> Qwen3Config:
+def model_config(kv_heads: int = 3) -> Qwen3Config:
     """About 22 million parameters."""
     return Qwen3Config(
         vocab_size=VOCABULARY,
@@ -39,7 +39,7 @@ def model_config() -> Qwen3Config:
         intermediate_size=1152,
         num_hidden_layers=10,
         num_attention_heads=6,
-        num_key_value_heads=3,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from .decoder import Decoder
 from .rules import Rule
 
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
 """Each has a module of its name beside this one."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

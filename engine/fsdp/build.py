@@ -13,11 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.state import Piece
 from ..config import EngineConfig, ModelConfig
-from ..errors import ModelError, TopologyError
+from ..errors import TopologyError
 from ..flops import ModelShape
-from ..hf.config import check_rope, logit_transform
+from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
-from ..hf.lora import wants_adapters
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
@@ -65,21 +64,8 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
             f"engine.parallel.cp={cp} does not divide the {heads} attention heads of {config.model_type} "
             f"(num_attention_heads={heads}); use one of {legal}"
         )
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            raise ModelError(
-                f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported on "
-                "packed sequences; set it to 0 in config.json"
-            )
-    check_rope(config, model.path)
+    check_model(config, model)
     check_experts(config, engine.parallel)
-    if wants_adapters(model.lora):
-        for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
-            if value:
-                raise ModelError(
-                    f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
-                    "included, is frozen; unset one of the two"
-                )
 
 
 def build(

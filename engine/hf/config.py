@@ -9,6 +9,7 @@ from ..errors import ModelError
 from ..model_path import check_model_path
 from ..ops.linear_head import LogitTransform
 from ..tokenizer import load_tokenizer
+from .lora import wants_adapters
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -35,6 +36,28 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         # Many families keep spare rows: only what does not fit makes the embeddings grow.
         config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
     return config
+
+
+def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
+    """Refuse what no engine can run on packed documents, and settings that exclude each other.
+
+    Raises:
+        ModelError: names the setting and the way out.
+    """
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(config, name, 0.0):
+            raise ModelError(
+                f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported on "
+                "packed sequences; set it to 0 in config.json"
+            )
+    check_rope(config, model.path)
+    if wants_adapters(model.lora):
+        for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
+            if value:
+                raise ModelError(
+                    f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
+                    "included, is frozen; unset one of the two"
+                )
 
 
 def check_rope(config: PreTrainedConfig, path: str) -> None:

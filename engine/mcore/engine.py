@@ -20,7 +20,7 @@ from ..checkpoint.state import Piece
 from ..config import OptimConfig
 from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
-from ..hf.config import check_rope, logit_transform, read_config
+from ..hf.config import check_model, logit_transform, read_config
 from ..hf.files import save_model_files
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import PEFT_PREFIX, hf_name
@@ -81,7 +81,7 @@ class MCoreEngine(BaseEngine):
 
     def _check_model(self) -> None:
         self._hf_config = read_config(self.model_config)
-        check_rope(self._hf_config, self.model_config.path)
+        check_model(self._hf_config, self.model_config)
         self._family = find_family(self._hf_config.model_type)
         self._decoder = self._family.decoder(self._hf_config)
         parallel = self.topology.parallel if hasattr(self, "topology") else self.config.parallel
