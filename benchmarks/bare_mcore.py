@@ -61,8 +61,18 @@ class BareMegatron:
             decoder = find_family(config.model_type).decoder(config)
             settings = transformer_config(decoder, EngineConfig(), ParallelConfig(tp=tp, dp_shard=1))
             specs = [layer_spec(decoder, config, i, self.groups) for i in range(decoder.layers)]
-            ends = {"first": True, "last": True, "stage": None, "value_head": False}
-            model = LogitsModel(settings, decoder, config, specs, self.groups, transform=PLAIN, **ends)
+            model = LogitsModel(
+                settings,
+                decoder,
+                config,
+                specs,
+                self.groups,
+                first=True,
+                last=True,
+                stage=None,
+                value_head=False,
+                transform=PLAIN,
+            )
             model.load_state_dict(weights, strict=False)
             for parameter in model.parameters():
                 name = next(n for n, p in model.named_parameters() if p is parameter)
