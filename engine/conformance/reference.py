@@ -53,7 +53,7 @@ class Reference:
         self.optim, self.compute = optim, dtype if compute is None else compute
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.model = model.to(device).train()
-        self._runs = self.model
+        self._copy: Any = None
         named = list(self.model.named_parameters())
         decayed = [p for n, p in named if p.dim() > 1 and not n.endswith("bias")]
         others = [p for n, p in named if not (p.dim() > 1 and not n.endswith("bias"))]
@@ -79,16 +79,16 @@ class Reference:
         total = sum(int(m.sum()) for m in supervised)
         loss = 0.0
         if self.compute != self.model.dtype:
-            self._runs = copy.deepcopy(self.model).to(self.compute)
+            self._copy = copy.deepcopy(self.model).to(self.compute)
         for document, mask in zip(documents, supervised, strict=True):
             if mask.any():
                 nll = -self.log_probs(document)[mask.to(self.model.device)].sum() / total
                 nll.backward()
                 loss += nll.item()
-        if self._runs is not self.model:
-            for parameter, copied in zip(self.model.parameters(), self._runs.parameters(), strict=True):
+        if self._copy is not None:
+            for parameter, copied in zip(self.model.parameters(), self._copy.parameters(), strict=True):
                 parameter.grad = None if copied.grad is None else copied.grad.to(parameter.dtype)
-            self._runs = self.model
+            self._copy = None
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.stack([g.double().norm() for g in grads]).norm())
         if self.optim.clip_grad_norm is not None:
@@ -106,7 +106,8 @@ class Reference:
     def logits(self, document: Sequence[int]) -> Tensor:
         """`[L, V]` of one document."""
         ids = torch.tensor([list(document)], device=self.model.device)
-        result: Tensor = self._runs(input_ids=ids, use_cache=False).logits[0]
+        runs = self.model if self._copy is None else self._copy
+        result: Tensor = runs(input_ids=ids, use_cache=False).logits[0]
         return result
 
     def weights(self) -> dict[str, Tensor]:
