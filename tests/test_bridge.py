@@ -23,7 +23,8 @@ def disk_shapes(family: str, **settings: Any) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(tiny_model_config(family, **settings))
     model.tie_weights()
     layout = DiskLayout(model)
-    return {s.name: s.shape for name, p in model.named_parameters() for s in layout.segments(name, p.shape)}
+    stored = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+    return {s.name: s.shape for name, p in stored.items() for s in layout.segments(name, p.shape)}
 
 
 def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tuple[int, ...]]:
@@ -41,6 +42,19 @@ def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tupl
             "self_attention.linear_proj": (hidden, decoder.heads * d // tp),
             "pre_mlp_layernorm": (hidden,),
         }
+        if decoder.latent is not None:
+            sizes, heads = decoder.latent, decoder.heads // tp
+            assert sizes.query_rank is not None
+            del shapes["self_attention.linear_qkv"]
+            shapes |= {
+                "self_attention.q_down": (sizes.query_rank, hidden),
+                "self_attention.q_norm": (sizes.query_rank,),
+                "self_attention.q_up": (heads * (sizes.plain + sizes.rotated), sizes.query_rank),
+                "self_attention.kv_down": (sizes.kv_rank + sizes.rotated, hidden),
+                "self_attention.kv_norm": (sizes.kv_rank,),
+                "self_attention.kv_up": (heads * (sizes.plain + sizes.value), sizes.kv_rank),
+                "self_attention.linear_proj": (hidden, heads * sizes.value),
+            }
         if decoder.qk_norm:
             shapes |= {"self_attention.q_layernorm": (d,), "self_attention.k_layernorm": (d,)}
         if decoder.sandwich:
@@ -51,6 +65,14 @@ def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tupl
             shapes["mlp.router"] = (decoder.experts.count, hidden)
             shapes["mlp.experts.linear_fc1"] = (part.experts * 2 * ffn // tp, hidden)
             shapes["mlp.experts.linear_fc2"] = (part.experts * hidden, ffn // tp)
+            shared = decoder.experts.shared_ffn
+            if shared is not None:
+                shapes |= {
+                    "mlp.shared_experts.linear_fc1": (2 * shared // tp, hidden),
+                    "mlp.shared_experts.linear_fc2": (hidden, shared // tp),
+                }
+            if decoder.experts.sigmoid:
+                found[f"decoder.layers.{layer}.mlp.router.expert_bias"] = (decoder.experts.count,)
         else:
             shapes |= {"mlp.linear_fc1": (2 * decoder.ffn // tp, hidden), "mlp.linear_fc2": (hidden, decoder.ffn // tp)}
         found |= {f"decoder.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}

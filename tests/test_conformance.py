@@ -48,6 +48,12 @@ def test_fsdp_conforms_with_other_families(family: str) -> None:
     run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
 
 
+@pytest.mark.parametrize(("nproc", "axes"), [(2, {"dp_shard": 2, "ep": 2}), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2})])
+def test_fsdp_conforms_with_experts_over_ranks(nproc: int, axes: dict[str, Any]) -> None:
+    # Fillers of one token leave ranks whose experts nobody chose.
+    run_ranks(rank_checks, nproc, axes, [*CHECKS] if nproc == 2 else ["reference", "weights", "checkpoint"], "qwen3_moe")
+
+
 def test_fsdp_conforms_without_resharding() -> None:
     options = FSDPOptions(reshard_after_forward=False, reduce_each_micro_batch=True)
     run_ranks(rank_checks, 2, {}, ["modes", "aborted", "checkpoint"], "qwen3", options)

@@ -66,8 +66,8 @@ def rank_families(axes: dict[str, Any], families: list[str]) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}, {"cp": 2}])
-def test_families_with_windows_caps_and_sandwich_norms_conform(axes: dict[str, Any]) -> None:
-    run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text"])
+def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dict[str, Any]) -> None:
+    run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "deepseek_v3"])
 
 
 def test_mixtures_conform_without_expert_parallelism() -> None:
@@ -519,6 +519,20 @@ def rank_freezes(folder: str) -> str:
     except ModelError as e:
         return str(e)
     return ""
+
+
+def rank_adapts(folder: str, targets: tuple[str, ...]) -> str:
+    try:
+        build(folder, model={"lora": LoraConfig(rank=4, targets=targets)})
+    except ModelError as e:
+        return str(e)
+    return ""
+
+
+def test_a_target_without_a_parallel_layer_is_refused(tmp_path: Path) -> None:
+    made = str(save_tiny_model(tmp_path / "m", "deepseek_v3"))
+    assert "q_a_proj cannot be adapted by engine.backend=mcore" in run_ranks(rank_adapts, 1, made, ("q_a_proj", "o_proj"))[0]
+    assert run_ranks(rank_adapts, 1, made, ("q_b_proj", "o_proj"))[0] == ""
 
 
 def test_half_a_matrix_cannot_be_frozen(folder: Path) -> None:

@@ -16,6 +16,11 @@ class Experts:
         ffn: inner size of one expert.
         normalised: the chosen experts' weights add up to one.
         layers: for each layer whether it is a mixture.
+        sigmoid: scores are sigmoids, chosen with a bias that is no part of the weights; otherwise a softmax.
+        groups: of experts, of which a token may visit some.
+        chosen_groups: how many.
+        factor: on the experts' weights.
+        shared_ffn: inner size of the experts that every token visits; None for none.
     """
 
     count: int
@@ -23,6 +28,34 @@ class Experts:
     ffn: int
     normalised: bool
     layers: tuple[bool, ...]
+    sigmoid: bool = False
+    groups: int | None = None
+    chosen_groups: int | None = None
+    factor: float | None = None
+    shared_ffn: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention.
+
+    Args:
+        query_rank: of the queries' latent; None for none.
+        kv_rank: of the keys' and values' latent.
+        plain: size of a head's part without rotation.
+        rotated: size of its rotated part.
+        value: size of a value head.
+        interleaved: the two halves of a rotation stand side by side.
+        scale: factor on the logits (YaRN's, for all dimensions).
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    plain: int
+    rotated: int
+    value: int
+    interleaved: bool
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +86,7 @@ class Decoder:
         embedding_scale: factor on the embeddings.
         tied: the head's matrix is the embeddings'.
         experts: of a mixture; None for a dense model.
+        latent: of multi-head latent attention; None for heads of their own.
     """
 
     hidden: int
@@ -78,6 +112,7 @@ class Decoder:
     embedding_scale: float = 1.0
     tied: bool = False
     experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def rotary_kinds(self) -> tuple[str, ...]:

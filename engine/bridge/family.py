@@ -11,7 +11,19 @@ from ..errors import ModelError
 from .decoder import Decoder
 from .rules import Rule
 
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
+FAMILIES = (
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+)
 """Each has a module of its name beside this one."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -23,7 +35,7 @@ class Family:
 
     Args:
         decoder: reads a Hugging Face config.
-        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`.
+        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`; or a tensor, by its full name.
         outer: module outside the layers -> rule.
         prefix: of the layers' names.
     """
@@ -42,19 +54,15 @@ class Family:
         Raises:
             ModelError: the family has no rule for it.
         """
-        module, _, leaf = parameter.rpartition(".")
-        numbered = _LAYER.match(module)
+        numbered = _LAYER.match(parameter)
         rules, stem = (self.outer, "") if numbered is None else (self.layer, f"{self.prefix}.{numbered[1]}.")
-        rule = rules.get(module if numbered is None else numbered[2])
+        inner = parameter if numbered is None else numbered[2]
+        module, _, leaf = inner.rpartition(".")
+        # A tensor that is called otherwise on disk has a rule of its own, with the leaf.
+        rule, end = (rules[inner], "") if inner in rules else (rules.get(module), f".{leaf}")
         if rule is None:
             raise ModelError(f"the bridge of this family has no rule for {parameter}")
-        return rule, tuple(f"{stem}{name}.{leaf}" for name in rule.modules)
-
-    def modules(self, layer: int) -> list[str]:
-        """The Hugging Face modules of a layer, experts left out."""
-        return [
-            f"{self.prefix}.{layer}.{name}" for key, rule in self.layer.items() if "{e}" not in key for name in rule.modules
-        ]
+        return rule, tuple(f"{stem}{name}{end}" for name in rule.modules)
 
 
 @cache

@@ -190,7 +190,7 @@ def _experts(decoder: Decoder) -> dict[str, Any]:
         return {}
     if not any(experts.layers):
         raise ModelError("a mixture of experts without a layer that has any; use the dense family")
-    return {
+    settings: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_layer_freq": [int(sparse) for sparse in experts.layers],
         "moe_router_topk": experts.per_token,
@@ -203,4 +203,17 @@ def _experts(decoder: Decoder) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn,
+        "moe_router_topk_scaling_factor": experts.factor,
     }
+    if experts.sigmoid:
+        settings |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_num_groups": experts.groups,
+            "moe_router_group_topk": experts.chosen_groups,
+            "moe_router_enable_expert_bias": True,
+            # The bias stays what the model came with, as in transformers.
+            "moe_router_bias_update_rate": 0.0,
+        }
+    return settings

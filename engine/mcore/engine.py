@@ -35,7 +35,7 @@ from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
-from .model import build_chunks
+from .model import PackedGPTModel, build_chunks
 from .modules import PackedParams
 from .moe import keep_scores, take_scores
 from .optimizer import ShardedOptimizer
@@ -87,6 +87,11 @@ class MCoreEngine(BaseEngine):
         parallel = self.topology.parallel if hasattr(self, "topology") else self.config.parallel
         check_layout(self._decoder, parallel, self._hf_config.model_type)
         self._router = router_settings(self._hf_config, self._aux_coef())
+        if self._router is not None and self._decoder.experts is not None and self._decoder.experts.sigmoid:
+            raise CapabilityError(
+                f"model.router_aux_loss_coef={self._aux_coef()}: a balancing loss is defined for routers that score by a softmax, which "
+                f"{self._hf_config.model_type}'s does not; set it to 0"
+            )
         if self._router is not None and (parallel.pp > 1 or self.config.recompute == "full"):
             raise CapabilityError(
                 f"a router's balancing loss (model.router_aux_loss_coef={self._aux_coef()}) with engine.parallel.pp={parallel.pp} "
@@ -112,7 +117,7 @@ class MCoreEngine(BaseEngine):
         )
         bare = [chunk.to(self.topology.device) for chunk in bare]
         groups = self._state.groups
-        add_adapters(bare, self._family, self._decoder, groups, self._targets(), self.model_config.lora)
+        self._add_adapters(bare)
         self._held = held_parameters(bare, self._family, self._decoder, groups)
         self._choose_trainable()
         keep_scores(bare, self._router is not None)
@@ -149,17 +154,25 @@ class MCoreEngine(BaseEngine):
         choose_trainable(self._twin, self.model_config)
         self._shape = model_shape(self._twin, self._hf_config)
 
-    def _targets(self) -> set[str]:
-        """The Hugging Face modules that get adapters."""
+    def _add_adapters(self, chunks: Sequence[PackedGPTModel]) -> None:
+        """Adapters where the twin has them.
+
+        Raises:
+            ModelError: a target has no parallel layer here.
+        """
         names = [hf_name(name) for name, _ in self._twin.named_parameters()]
-        found = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
-        known = {module for i in range(self._decoder.layers) for module in self._family.modules(i)}
-        if found - known:
+        targets = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
+        if not targets:
+            return
+        lora = self.model_config.lora
+        mine = add_adapters(chunks, self._family, self._decoder, self._state.groups, targets, lora)
+        left = targets - set().union(*self.topology.exchange(mine))
+        if left:
+            leaves = sorted({name.rpartition(".")[2] for name in left})
             raise ModelError(
-                f"model.lora.targets: {sorted(found - known)[0]} has no place in megatron's layers; leave it out, or use "
-                "engine.backend=fsdp"
+                f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
+                "parallel layer of its own; name the others, or use engine.backend=fsdp"
             )
-        return found
 
     def _choose_trainable(self) -> None:
         """Train what the settings leave to train.
@@ -173,6 +186,8 @@ class MCoreEngine(BaseEngine):
             for segment in self._disk_names(name, parameter)
         }
         for h in self._held:
+            if not isinstance(h.parameter, nn.Parameter):
+                continue
             flags = {s.name: trained[s.name] for s in h.segments}
             if len(set(flags.values())) > 1:
                 raise ModelError(

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
@@ -29,6 +30,7 @@ from transformers import PreTrainedConfig
 from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
+from .latent import LatentAttention, LatentSettings
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
 from .modules import (
     BiasedRowParallelLinear,
@@ -163,20 +165,31 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
     # Sine and cosine enter query and key alike, so their factor enters the logits twice.
     factor = rotary_frequencies(hf_config, decoder.rotary[number])[1] ** 2
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
-    attention = ModuleSpec(
-        module=PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=AdaptedColumnParallelLinear,
-            core_attention=ModuleSpec(
-                module=PackedAttention,
-                params={"scale": scale * factor, "window": decoder.windows[number], "softcap": decoder.softcap},
+    if decoder.latent is not None:
+        own = rotary_frequencies(hf_config, decoder.rotary[number])[1]
+        attention = ModuleSpec(
+            module=LatentAttention,
+            params={
+                "settings": LatentSettings(
+                    latent=decoder.latent, scale=scale, factor=own, window=decoder.windows[number], rotary_kind=kind
+                ),
+            },
+        )
+    else:
+        attention = ModuleSpec(
+            module=PackedSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=AdaptedColumnParallelLinear,
+                core_attention=ModuleSpec(
+                    module=PackedAttention,
+                    params={"scale": scale * factor, "window": decoder.windows[number], "softcap": decoder.softcap},
+                ),
+                linear_proj=row_parallel(decoder, bias=decoder.proj_bias),
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
             ),
-            linear_proj=row_parallel(decoder, bias=decoder.proj_bias),
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
+        )
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     mlp = ModuleSpec(module=MLP, submodules=linears)
@@ -185,7 +198,11 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
             module=PackedMoELayer,
             # Megatron hands the groups to its own class alone, not to one derived from it.
             params={"pg_collection": groups},
-            submodules=MoESubmodules(router=Router, experts=ModuleSpec(module=GroupedExperts)),
+            submodules=MoESubmodules(
+                router=Router,
+                experts=ModuleSpec(module=GroupedExperts),
+                shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+            ),
         )
     return ModuleSpec(
         module=TransformerLayer,

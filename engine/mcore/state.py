@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..boxes import Box, Segment, whole
 from ..bridge.decoder import Decoder
@@ -33,7 +33,7 @@ class Held:
 
     Args:
         name: in an unsharded model: layers counted over all ranks.
-        parameter: this rank's part.
+        parameter: this rank's part; a buffer is held alike.
         segments: what it is made of.
         expert: whether it is an expert's.
         unique: no tensor-parallel peer, and no other pipeline stage, answers for the same numbers.
@@ -42,7 +42,7 @@ class Held:
     """
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     segments: Sequence[Segment]
     expert: bool
     unique: bool
@@ -57,7 +57,7 @@ def held_parameters(
     found = []
     for chunk in chunks:
         layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
-        for local, parameter in chunk.named_parameters():
+        for local, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
             name = _global_name(chunk, local)
             expert = _EXPERT in name
             part = Part(groups.tp.size(), groups.tp.rank())
@@ -119,8 +119,8 @@ def add_adapters(
     groups: ProcessGroupCollection,
     targets: Set[str],
     lora: LoraConfig,
-) -> None:
-    """Give every layer behind a target its adapters.
+) -> set[str]:
+    """Give every layer behind a target its adapters; the targets that were found in this rank's chunks.
 
     Args:
         chunks: this rank's.
@@ -131,6 +131,7 @@ def add_adapters(
         lora: settings.
     """
     part = Part(groups.tp.size(), groups.tp.rank())
+    found: set[str] = set()
     for chunk in chunks:
         for local, module in chunk.named_modules():
             if not isinstance(module, Adapted) or _EXPERT in local:
@@ -142,6 +143,14 @@ def add_adapters(
             if wanted:
                 module.adapt({n.split(".")[-2]: [s for s in segments if s.name == n] for n in wanted}, lora)
                 mark_factors(layer)
+                found.update(name.removesuffix(".weight") for name in wanted)
+    return found
+
+
+def _buffers(chunk: PackedGPTModel) -> list[tuple[str, Any]]:
+    """Tensors that belong to the weights and are not trained."""
+    stored = chunk.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in stored]
 
 
 def _global_name(chunk: PackedGPTModel, local: str) -> str:

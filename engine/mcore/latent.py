@@ -1,0 +1,140 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over packed documents.
+
+Queries, keys and values come through low-rank latents; a key's rotary part is one for all heads. The projections down are
+whole on every tensor-parallel rank, those up are cut by heads.
+
+Axes: T tokens, H heads of this rank, N and R sizes of a head's parts without and with rotation, V size of a value.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from ..bridge.decoder import Latent
+from .config import DecoderConfig
+from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
+from .modules import Norm, PackedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """What the layer needs beside megatron's configuration.
+
+    Args:
+        latent: sizes.
+        scale: of the logits.
+        factor: on sine and cosine.
+        window: of the layer.
+        rotary_kind: index among the model's kinds of rotary embeddings.
+    """
+
+    latent: Latent
+    scale: float
+    factor: float
+    window: int | None
+    rotary_kind: int
+
+
+class LatentAttention(MegatronModule):
+    """Self-attention with latents. Megatron's signature.
+
+    Args:
+        config: of the model.
+        settings: sizes and scales.
+        pg_collection: process groups.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, settings: LatentSettings, pg_collection: ProcessGroupCollection, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.settings, self.tp = settings, pg_collection.tp
+        sizes, hidden, heads = settings.latent, config.hidden_size, config.num_attention_heads
+        self.heads = heads // self.tp.size()
+        column: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "gather_output": False,
+            "tp_group": self.tp,
+        }
+        self.q_down: nn.Linear | None = None
+        if sizes.query_rank is not None:
+            self.q_down = self._whole(hidden, sizes.query_rank)
+            self.q_norm = Norm(config, sizes.query_rank, config.layernorm_epsilon)
+        self.q_up = AdaptedColumnParallelLinear(sizes.query_rank or hidden, heads * (sizes.plain + sizes.rotated), **column)
+        self.kv_down = self._whole(hidden, sizes.kv_rank + sizes.rotated)
+        self.kv_norm = Norm(config, sizes.kv_rank, config.layernorm_epsilon)
+        self.kv_up = AdaptedColumnParallelLinear(sizes.kv_rank, heads * (sizes.plain + sizes.value), **column)
+        self.core_attention = PackedAttention(config, scale=settings.scale, window=settings.window, softcap=None)
+        self.linear_proj = AdaptedRowParallelLinear(
+            heads * sizes.value,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp,
+        )
+
+    def _whole(self, inputs: int, outputs: int) -> nn.Linear:
+        made = nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
+        # Under sequence parallelism each rank knows the gradient of its tokens alone; megatron adds such gradients up.
+        made.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of this rank's tokens, angles `[kinds, T, 1, 1, R]` -> hidden states, and no bias."""
+        sizes = self.settings.latent
+        low = hidden_states if self.q_down is None else self.q_norm(self.q_down(hidden_states))
+        q, _ = self.q_up(low)
+        kv_low, key_r = self.kv_down(hidden_states).split([sizes.kv_rank, sizes.rotated], -1)
+        kv, _ = self.kv_up(self.kv_norm(kv_low))
+        # Every rank's heads use the one rotated part: its gradient is the sum over ranks.
+        if self.config.sequence_parallel:
+            key_r = gather_from_sequence_parallel_region(key_r, group=self.tp)
+        else:
+            key_r = copy_to_tensor_model_parallel_region(key_r, group=self.tp)
+        q_n, q_r = q.unflatten(-1, (self.heads, -1)).split([sizes.plain, sizes.rotated], -1)
+        key_n, value = kv.unflatten(-1, (self.heads, -1)).split([sizes.plain, sizes.value], -1)
+        angles = rotary_pos_emb[self.settings.rotary_kind]
+        query = torch.cat([q_n, self._rotate(q_r, angles)], -1)
+        key = torch.cat([key_n, self._rotate(key_r.unsqueeze(-2), angles).expand(-1, -1, self.heads, -1)], -1)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+            return out
+
+        if self.training and self.config.recompute_granularity == "selective":
+            out = tensor_parallel.checkpoint(attend, False, query, key, value)
+        else:
+            out = attend(query, key, value)
+        done: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return done
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate `[T, 1, H, R]` by `[T, 1, 1, R]`."""
+        if self.settings.latent.interleaved:
+            # Pairs stand side by side on disk, and apart in the rotation.
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        first, second = x.chunk(2, -1)
+        cos, sin = ((f * self.settings.factor).to(x.dtype) for f in (angles.cos(), angles.sin()))
+        return x * cos + torch.cat((-second, first), -1) * sin
