@@ -25,6 +25,7 @@ from drivetrain.engine.mcore.config import transformer_config
 from drivetrain.engine.mcore.cpu import cuda_means_cpu
 from drivetrain.engine.mcore.model import PackedGPTModel, layer_spec
 from drivetrain.engine.mcore.modules import PackedParams, slice_of
+from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.objective import OutputRequest
 from drivetrain.engine.ops.attention import PackedContext
 from drivetrain.engine.ops.linear_head import PLAIN
@@ -59,7 +60,7 @@ class BareMegatron:
             self.groups = ProcessGroupCollection.use_mpu_process_groups()
             model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
             decoder = find_family(config.model_type).decoder(config)
-            settings = transformer_config(decoder, EngineConfig(), ParallelConfig(tp=tp, dp_shard=1))
+            settings = transformer_config(decoder, EngineConfig(), MCoreOptions(), ParallelConfig(tp=tp, dp_shard=1))
             specs = [layer_spec(decoder, config, i, self.groups) for i in range(decoder.layers)]
             model = LogitsModel(
                 settings,

@@ -151,6 +151,8 @@ def test_a_dense_family_costs_at_most_forty_lines() -> None:
     import drivetrain.engine.bridge as bridge
 
     folder = Path(bridge.__file__).parent
-    for name in FAMILIES:
+    dense = [n for n in FAMILIES if find_family(n).decoder(tiny_model_config(n)).experts is None]
+    assert "llama" in dense
+    for name in dense:
         lines = (folder / f"{name}.py").read_text().splitlines()
         assert len(lines) <= 40, f"{name}: {len(lines)} lines"

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..bridge.decoder import Decoder
 from ..config import EngineConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
+from .options import MCoreOptions
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -116,12 +117,13 @@ def _divisors(size: int) -> str:
     return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
-def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig) -> DecoderConfig:
+def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOptions, p: ParallelConfig) -> DecoderConfig:
     """Megatron's configuration of the decoder, laid out.
 
     Args:
         decoder: sizes.
         engine: precision, recomputation.
+        options: number format of the router.
         p: resolved layout.
     """
     dtype = getattr(torch, engine.precision.compute)
@@ -169,7 +171,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, p: ParallelConfig
         # Gradients are summed over ranks: the loss was divided already, by the weight of the global batch.
         "calculate_per_token_loss": True,
         **_recompute(engine.recompute),
-        **_experts(decoder),
+        **_experts(decoder, options),
     }
     if p.vpp > 1:
         settings["microbatch_group_size_per_vp_stage"] = p.pp
@@ -184,7 +186,7 @@ def _recompute(mode: str) -> dict[str, Any]:
     return {}
 
 
-def _experts(decoder: Decoder) -> dict[str, Any]:
+def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
     experts = decoder.experts
     if experts is None:
         return {}
@@ -200,7 +202,7 @@ def _experts(decoder: Decoder) -> dict[str, Any]:
         "moe_router_score_function": "softmax",
         # A softmax over the chosen experts alone makes their weights add up to one.
         "moe_router_pre_softmax": not experts.normalised,
-        "moe_router_dtype": "fp32",
+        "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[options.router_dtype],
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "moe_shared_expert_intermediate_size": experts.shared_ffn,

@@ -105,7 +105,7 @@ class MCoreEngine(BaseEngine):
         model_parallel_cuda_manual_seed(
             self.config.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
         )
-        config = transformer_config(self._decoder, self.config, self.topology.parallel)
+        config = transformer_config(self._decoder, self.config, self.options, self.topology.parallel)
         value_head = self.model_config.head == "value"
         bare = build_chunks(
             config,

@@ -65,7 +65,7 @@ class ShardedOptimizer:
             params_dtype=compute,
         )
         self._parts = [made for experts in (False, True) if (made := self._make(config, optim, experts=experts)) is not None]
-        self.shards = {
+        self.shards: dict[Tensor, Shard] = {
             parameter: shard for part in self._parts for parameter, shard in _shards(part) if shard.end > shard.start
         }
         """Model parameter -> what this rank updates of it; a parameter of which it updates nothing is left out."""

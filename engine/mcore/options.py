@@ -1,6 +1,7 @@
 """Settings that only the Megatron-core backend has. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..config import setting
 
@@ -12,4 +13,5 @@ class MCoreOptions:
     overlap_grad_reduce: bool = setting(
         False, "reduce gradients bucket by bucket while the backward pass of the last micro-batch still runs"
     )
+    router_dtype: Literal["float32", "float64"] = setting("float32", "number format of a mixture's router scores")
     bucket_size: int | None = setting(None, "with overlap_grad_reduce: parameters in a bucket; null: megatron's choice")
