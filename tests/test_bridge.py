@@ -1,6 +1,7 @@
 """The bridge: every family's tensors, cut and put together again, without a process group."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,3 +157,44 @@ def test_a_dense_family_costs_at_most_forty_lines() -> None:
     for name in dense:
         lines = (folder / f"{name}.py").read_text().splitlines()
         assert len(lines) <= 40, f"{name}: {len(lines)} lines"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_bridge_packs_as_mbridge_does(name: str, tp: int) -> None:
+    """mbridge is another program's bridge; it wants TransformerEngine to build models, but its mapping runs without."""
+    pytest.importorskip("mbridge")
+    import mbridge.core.bridge as core
+
+    config = tiny_model_config(name)
+    family, oracle = find_family(name), core._MODEL_REGISTRY[name]
+    decoder = family.decoder(config)
+    bare = oracle.__new__(oracle)
+    bare.hf_config, bare.dtype, bare.make_vocab_size_divisible_by = config, None, None
+    bare._get_mcore_config_by_name = lambda _: SimpleNamespace(gated_linear_unit=True)
+    # Where TransformerEngine fuses a norm into the layer behind it, the norm's weight has that layer's name.
+    fused = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }
+    layers = {**oracle._ATTENTION_MAPPING, **oracle._MLP_MAPPING}
+    stored = {key: torch.randn(shape) for key, shape in disk_shapes(name).items()}
+    for rank in range(tp):
+        for parameter, shape in local_shapes(family, decoder, Part(tp, rank)).items():
+            rule, names = family.rule(parameter)
+            inner = parameter.removeprefix("decoder.layers.1.")
+            if inner != parameter:
+                their = fused.get(inner, inner)
+                assert list(names) == [n.format(layer_number=1) for n in layers[their]]
+            elif parameter in oracle._DIRECT_MAPPING:
+                their = parameter
+                assert list(names) == [oracle._DIRECT_MAPPING[their]]
+            else:
+                continue
+            whole = bare._weight_to_mcore_format(their, [stored[n] for n in names])
+            want = bare._weight_split_across_tp(their, whole, torch.empty(shape), tp)[rank]
+            got = torch.full(shape, torch.nan)
+            for s in rule.segments(names, shape, Part(tp, rank), decoder):
+                offset = s.offset or (0,) * len(s.shape)
+                got[s.box.within((0,) * len(shape))] = stored[s.name][Box(offset, s.box.length).within((0,) * len(s.shape))]
+            assert torch.equal(got, want), parameter

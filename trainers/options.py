@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
-from ..engine.registry import options_class
+from ..engine.registry import backends, options_class
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -68,11 +68,11 @@ def help_text(cls: type, usage: str) -> str:
     lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
     lines.append(f"Built-in recipes: {', '.join(sorted(p.stem for p in RECIPES.glob('*.yaml')))}")
     lines.append("")
-    backend = EngineConfig().backend
-    options = options_class(backend)
     rows = [k for k in keys(cls) if k.name != "engine.options"]
-    if options is not None:
-        rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
+    for backend in backends():
+        options = options_class(backend)
+        if options is not None:
+            rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
     for key in rows:
         shown = list(key.default) if isinstance(key.default, tuple) else key.default
         choices = f" ({key.type})" if " | " in key.type and "None" not in key.type else ""
