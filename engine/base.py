@@ -20,7 +20,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .capabilities import Capabilities
 from .checkpoint.state import Piece, RestoredState, load_state, restore_random_state, save_state
-from .config import EngineConfig, ModelConfig, OptimConfig
+from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
 from .flops import ModelShape
 from .objective import Loss, OutputRequest, StepResult
@@ -72,8 +72,11 @@ class BaseEngine(ABC):
     # ---- what a backend implements -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _check_model(self) -> None:
+    def _check_model(self, parallel: ParallelConfig) -> None:
         """Refuse a model or a layout that cannot work, from configs alone: no weight is read.
+
+        Args:
+            parallel: the layout; dp_shard is None where the number of processes is not known yet.
 
         Raises:
             ModelError, TopologyError, CapabilityError: name the setting and the way out.
@@ -178,9 +181,13 @@ class BaseEngine(ABC):
             ConfigError, ModelError, TopologyError: name the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
-        if dist.is_initialized():
-            resolve_parallel(self.config.parallel, dist.get_world_size() if self._ranks is None else len(self._ranks))
-        self._check_model()
+        self._check_model(self._layout())
+
+    def _layout(self) -> ParallelConfig:
+        """The layout, resolved where the number of processes is known already."""
+        if not dist.is_initialized():
+            return self.config.parallel
+        return resolve_parallel(self.config.parallel, dist.get_world_size() if self._ranks is None else len(self._ranks))
 
     def initialize(self) -> Self:
         """Check everything that can be checked, then build. An error of one rank is raised on all."""
@@ -194,7 +201,7 @@ class BaseEngine(ABC):
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 self._was_deterministic = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True)
-            self._together(self._check_model)
+            self._together(lambda: self._check_model(self.topology.parallel))
             self._together(self._build_model)
             if self.optim_config is not None:
                 self._build_optimizer(self.optim_config)

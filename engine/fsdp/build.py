@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.state import Piece
-from ..config import EngineConfig, ModelConfig
+from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import TopologyError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform
@@ -50,14 +50,14 @@ class Built:
     experts: ExpertShards | None
 
 
-def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineConfig, options: FSDPOptions) -> None:
+def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig, options: FSDPOptions) -> None:
     """Refuse what cannot work, from configs alone.
 
     Raises:
         ModelError, TopologyError: name the setting and the way out.
     """
     check_family(config, allow_unverified=options.allow_unverified_family)
-    heads, cp = config.num_attention_heads, engine.parallel.cp
+    heads, cp = config.num_attention_heads, parallel.cp
     if heads % cp:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise TopologyError(
@@ -65,7 +65,7 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, engine: EngineCon
             f"(num_attention_heads={heads}); use one of {legal}"
         )
     check_model(config, model)
-    check_experts(config, engine.parallel)
+    check_experts(config, parallel)
 
 
 def build(

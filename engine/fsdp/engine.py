@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..base import Adapters, BaseEngine
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
-from ..config import OptimConfig
+from ..config import OptimConfig, ParallelConfig
 from ..errors import ConfigError
 from ..flops import ModelShape
 from ..hf.config import read_config
@@ -74,9 +74,9 @@ class FSDPEngine(BaseEngine):
     def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
         return Topology.build(self.config.parallel, init_distributed(), ranks)
 
-    def _check_model(self) -> None:
+    def _check_model(self, parallel: ParallelConfig) -> None:
         self._hf_config = read_config(self.model_config)
-        check_config(self._hf_config, self.model_config, self.config, self.options)
+        check_config(self._hf_config, self.model_config, parallel, self.options)
 
     def _build_model(self) -> None:
         self._built = build(self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef())

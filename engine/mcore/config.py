@@ -90,8 +90,7 @@ def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
             f"engine.parallel.etp={p.etp} does not divide the {experts.ffn} units of an expert of {family}; use one of "
             f"{_divisors(experts.ffn)}"
         )
-    assert p.dp_shard is not None
-    stage = p.dp_shard * p.cp * p.tp
+    stage = (p.dp_shard or p.ep * p.etp) * p.cp * p.tp
     if stage % (p.ep * p.etp):
         raise TopologyError(
             f"engine.parallel.ep={p.ep} x etp={p.etp} does not divide the {stage} ranks of a pipeline stage (dp x cp x tp = "

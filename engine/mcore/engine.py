@@ -17,7 +17,7 @@ from ..boxes import Segment, whole
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
-from ..config import OptimConfig
+from ..config import OptimConfig, ParallelConfig
 from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform, read_config
@@ -79,12 +79,11 @@ class MCoreEngine(BaseEngine):
         self._state = MegatronState(topology)
         return topology
 
-    def _check_model(self) -> None:
+    def _check_model(self, parallel: ParallelConfig) -> None:
         self._hf_config = read_config(self.model_config)
         check_model(self._hf_config, self.model_config)
         self._family = find_family(self._hf_config.model_type)
         self._decoder = self._family.decoder(self._hf_config)
-        parallel = self.topology.parallel if hasattr(self, "topology") else self.config.parallel
         check_layout(self._decoder, parallel, self._hf_config.model_type)
         self._router = router_settings(self._hf_config, self._aux_coef())
         if self._router is not None and self._decoder.experts is not None and self._decoder.experts.sigmoid:
