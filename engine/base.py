@@ -94,6 +94,9 @@ class BaseEngine(ABC):
     def _build_optimizer(self, optim: OptimConfig) -> None:
         """Optimizer over the trainable parameters; norms and biases undecayed (`optim.is_decayed`)."""
 
+    def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing left
+        """What is left when model and optimizer stand; an error of one rank is raised on all. Nothing by default."""
+
     @abstractmethod
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
         """Run the model on every micro-batch, hand its outputs to the task and, when asked to, go backward from what the
@@ -205,6 +208,7 @@ class BaseEngine(ABC):
             self._together(self._build_model)
             if self.optim_config is not None:
                 self._build_optimizer(self.optim_config)
+            self._finish_build()
         except BaseException:
             self.close()
             raise

@@ -210,6 +210,11 @@ class Topology:
         return tuple(self.grid.flatten().tolist())
 
     @property
+    def seed_rank(self) -> int:
+        """What this rank's random numbers depend on: tensor-parallel ranks hold the same activations, and must drop alike."""
+        return self.rank // self.parallel.tp
+
+    @property
     def token_multiple(self) -> int:
         """What the tokens of a micro-batch must be a multiple of."""
         return self.parallel.token_multiple

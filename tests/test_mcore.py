@@ -1,6 +1,7 @@
 """The Megatron-core engine: layouts, adapters, mixtures, states, and that it leaves nothing behind."""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from drivetrain.engine.conformance.bench import bench
 from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
-from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, TopologyError
+from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.objective import OutputRequest
@@ -279,6 +280,41 @@ def test_adapters_are_pefts(axes: dict[str, Any], folder: Path) -> None:
 def test_adapters_of_some_layers_alone(folder: Path) -> None:
     lora = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
     same(run_ranks(rank_like_fsdp, 2, str(folder), {"tp": 2}, {"model": {"lora": lora}}, 3)[0])
+
+
+def rank_drops(folder: str, sequence: bool) -> dict[str, Tensor]:
+    axes = {"tp": 2, "tp_sequence": sequence}
+    with contextlib.closing(build(folder, axes, model={"lora": LoraConfig(rank=4, dropout=0.5)}, optim=FAST)) as engine:
+        steps(engine)
+        held: Any = engine._held  # type: ignore[attr-defined]
+        return {h.name: h.parameter.detach().clone() for h in held if h.adapter and not h.parameter.tensor_model_parallel}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_factors_that_ranks_share_stay_equal_under_dropout(sequence: bool, folder: Path) -> None:
+    one, other = run_ranks(rank_drops, 2, str(folder), sequence)
+    assert one
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def rank_incomplete(folder: str) -> str:
+    try:
+        build(folder, {"pp": 2}, optim=None)
+    except (ModelError, RemoteError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_a_tensor_that_one_stage_misses_is_everybodys_error(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    del stored["model.layers.3.mlp.up_proj.weight"]
+    save_file(stored, str(tmp_path / "m" / "model.safetensors"))
+    first, last = run_ranks(rank_incomplete, 2, str(tmp_path / "m"))
+    assert first.startswith("RemoteError: rank 1 failed: ModelError")
+    assert "layers.3.mlp.up_proj" in last
 
 
 def test_adapters_under_full_recomputation(folder: Path) -> None:

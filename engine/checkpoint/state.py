@@ -232,7 +232,7 @@ def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) ->
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
     else:
-        seed_all(*parts, topology.rank)
+        seed_all(*parts, topology.seed_rank)
     return same
 
 

@@ -81,7 +81,7 @@ class FSDPEngine(BaseEngine):
     def _build_model(self) -> None:
         self._built = build(self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef())
         self._root = self._built.root
-        seed_ranks(self.config.seed, self.topology.rank)
+        seed_ranks(self.config.seed, self.topology.seed_rank)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
         on_host = self.config.offload.optimizer == "host"

@@ -122,7 +122,6 @@ class MCoreEngine(BaseEngine):
         keep_scores(bare, self._router is not None)
         self._chunks = [*bare]
         if self.optim_config is None:
-            self._finish_build()
             return
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.precision.reduce == "float32",
@@ -143,7 +142,6 @@ class MCoreEngine(BaseEngine):
     def _build_optimizer(self, optim: OptimConfig) -> None:
         compute = getattr(torch, self.config.precision.compute)
         self._optimizer = ShardedOptimizer(self._chunks, optim, self._state.groups, compute)
-        self._together(self._finish_build)
 
     def _make_twin(self) -> None:
         """The same model on the meta device: its names, its costs, and how its weights are drawn."""
@@ -201,7 +199,9 @@ class MCoreEngine(BaseEngine):
             return [where.name]
         return [segment.name for segment in self._layout.segments(where.name, parameter.shape)]
 
+    @in_megatron
     def _finish_build(self) -> None:
+        # Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all.
         self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups)
         self._fill()
         if self._optimizer is not None:
@@ -209,7 +209,7 @@ class MCoreEngine(BaseEngine):
         self._plans = {kind: self._model_state.plan(adapters=kind == "only") for kind in ("folded", "only")}
         self._gradients: list[list[Tensor]] = []
         self._reduced = False
-        seed_ranks(self.config.seed, self.topology.rank)
+        seed_ranks(self.config.seed, self.topology.seed_rank)
 
     def _fill(self) -> None:
         """Weights from the folder or from the seed; a new head always from the seed."""
@@ -217,14 +217,19 @@ class MCoreEngine(BaseEngine):
         stored = [p for p in pieces if not p.name.startswith(PEFT_PREFIX)]
         drawn: set[str] | None = None
         if self.model_config.init == "weights":
-            weights = WeightFolder(resolve_folder(self.model_config.path), self._layout.canonical)
-            missing = load_weights(
-                stored,
-                weights,
-                self._twin.lm.base_model_prefix,
-                optional=lambda name: name.startswith("score."),
-                grown=vocabulary_names(self._twin.lm, self._layout) if self.model_config.added_tokens else frozenset(),
-            )
+            error: Exception | None = None
+            missing: set[str] = set()
+            try:
+                missing = load_weights(
+                    stored,
+                    WeightFolder(resolve_folder(self.model_config.path), self._layout.canonical),
+                    self._twin.lm.base_model_prefix,
+                    optional=lambda name: name.startswith("score."),
+                    grown=vocabulary_names(self._twin.lm, self._layout) if self.model_config.added_tokens else frozenset(),
+                )
+            except Exception as e:  # a damaged file on one node: the others are about to wait for this rank
+                error = e
+            self.topology.agree(error)
             drawn = set().union(*self.topology.exchange(missing))
         self._draw(pieces, drawn)
 
