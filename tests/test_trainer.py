@@ -116,15 +116,17 @@ def test_two_processes_by_torchrun(task: Path) -> None:
 
 def test_commands_of_the_readme(task: Path) -> None:
     """Typed as they stand there, with the reader's own paths put in."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text().replace("\\\n", " ")
-    train = next(line for line in readme.splitlines() if line.startswith("torchrun"))
-    check = next(line for line in readme.splitlines() if line.startswith("drivetrain conformance"))
+    root = Path(__file__).parent.parent
+    readme = (root / "README.md").read_text().replace("\\\n", " ")
+    other = (root / "docs" / "mcore.md").read_text().replace("\\\n", " ")
+    train, again = (next(line for line in page.splitlines() if line.startswith("torchrun")) for page in (readme, other))
+    check = next(line for line in readme.splitlines() if line.startswith("drivetrain parity --model"))
     ours = {"MODEL": str(task / "model"), "DATA.jsonl": str(task / "data" / "train.jsonl"), "runs/mine": str(task / "run")}
-    for theirs, path in ours.items():
-        assert theirs in train
-        train = train.replace(theirs, path)
     launchers = {"torchrun": ["-m", "torch.distributed.run"], "drivetrain": ["-m", "drivetrain.cli"]}
-    for command, more in ((train, ["trainer.max_steps=2"]), (check, ["--only", "budget", "infer"])):
+    again += f" trainer.output_dir={task / 'other'}"
+    for command, more in ((train, ["trainer.max_steps=2"]), (again, ["trainer.max_steps=2"]), (check, ["--steps", "1"])):
+        for theirs, path in ours.items():
+            command = command.replace(theirs, path)
         program, *rest = command.split()
         done = subprocess.run(
             [sys.executable, *launchers[program], *rest, *more],
@@ -133,7 +135,10 @@ def test_commands_of_the_readme(task: Path) -> None:
             check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29511"},
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert "2 rows agree, 0 do not" in done.stdout
+    # The recipe computes in bfloat16.
+    assert losses(task / "run") == pytest.approx(losses(task / "other"), rel=1e-3)
     assert {p.name for p in (task / "run").iterdir()} >= {
         "config.yaml",
         "metrics.jsonl",
