@@ -146,8 +146,8 @@ class BaseEngine(ABC):
         """JSON-able optimizer state that is no tensor: step counts by parameter."""
 
     @abstractmethod
-    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
-        """Take back what `_optimizer_scalars` gave, after `_pieces` have been filled."""
+    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+        """Take back what `_optimizer_scalars` gave, after `_pieces` have been filled; None where there is no optimizer."""
 
     @abstractmethod
     def _save_model_files(self, folder: Path) -> None:
@@ -184,9 +184,9 @@ class BaseEngine(ABC):
             ConfigError, ModelError, TopologyError: name the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
-        self._check_model(self._layout())
+        self._check_model(self._resolved())
 
-    def _layout(self) -> ParallelConfig:
+    def _resolved(self) -> ParallelConfig:
         """The layout, resolved where the number of processes is known already."""
         if not dist.is_initialized():
             return self.config.parallel
@@ -445,8 +445,7 @@ class BaseEngine(ABC):
         """
         optimizer = None if self.optim_config is None else self.optim_config.name
         manifest = load_state(Path(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer)
-        if optimizer is not None:
-            self._restore_optimizer(manifest.data["optimizer"])
+        self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
         self.zero_grad()
         self.step = manifest.data["schedule"]["step"]
         same = restore_random_state(manifest, self.topology, self.config.seed, self.step)

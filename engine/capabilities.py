@@ -79,9 +79,10 @@ class Capabilities:
             raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} cannot compile; set it to false")
         pair = (engine.precision.params, engine.precision.compute)
         if pair not in self.precisions:
-            have = "; ".join(f"{a} and {b}" for a, b in sorted(self.precisions))
+            have = "; ".join(f"params={a} with compute={b}" for a, b in sorted(self.precisions))
             raise CapabilityError(
-                f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} has {have}"
+                f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} has {have}; set engine.precision to "
+                "one of these"
             )
 
         reduce = engine.precision.reduce
@@ -93,4 +94,7 @@ class Capabilities:
 
     def _one_of(self, engine: EngineConfig, setting: str, value: str, allowed: frozenset[str]) -> None:
         if value not in allowed:
-            raise CapabilityError(f"{setting}={value}: backend {engine.backend!r} has {', '.join(sorted(allowed))}")
+            raise CapabilityError(
+                f"{setting}={value}: backend {engine.backend!r} has {', '.join(sorted(allowed))} alone; set it to one of these, or use "
+                "another engine.backend"
+            )

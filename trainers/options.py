@@ -213,9 +213,11 @@ def differences(old: Path, config: Any) -> list[str]:
     """What an earlier run's `config.yaml` says otherwise, as lines of `name: old -> new`."""
     before, now = OmegaConf.load(old), OmegaConf.create(_plain(asdict(config)))
     lines = []
+    moved = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
     for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
         a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
-        if a != b:
+        # Another backend has other options; that it is another says it all.
+        if a != b and not (moved and name.startswith("engine.options")):
             lines.append(f"{name}: {a} -> {b}")
     return lines
 

@@ -7,17 +7,21 @@ with a plain transformers loop, one document at a time, within the bounds of the
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..engine.config import ParallelConfig
 from ..engine.errors import ConfigError, DrivetrainError
-from ..engine.registry import spec_of
+from ..engine.registry import backends, spec_of
 
 LOSS_BOUND, NORM_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5
 """In float32: relative, relative, and largest absolute difference of a parameter after the steps at lr 1e-4."""
@@ -92,6 +96,8 @@ def parse_row(word: str, model: str) -> Row:
     for part in filter(None, rest.split(",")):
         axis, _, value = part.partition("=")
         known = ParallelConfig.__dataclass_fields__
+        if axis in axes:
+            raise ConfigError(f"--rows {word}: {axis} stands there twice")
         if axis not in known:
             raise ConfigError(f"--rows {word}: {axis!r} is no axis; there are {', '.join(known)}")
         if axis == "tp_sequence" and value in ("true", "false"):
@@ -103,24 +109,42 @@ def parse_row(word: str, model: str) -> Row:
     return Row(backend=backend, axes=axes, model=model)
 
 
+SETS: dict[str, tuple[str, ...]] = {
+    "short": SHORT,
+    "fsdp-all": tuple(f"fsdp:{axes}" for axes in FSDP),
+    "mcore-all": tuple(f"mcore:{axes}" for axes in MCORE),
+    "moe": (*(f"fsdp:{axes}" for axes in FSDP_MOE), *(f"mcore:{axes}" for axes in MCORE_MOE)),
+}
+
+
 def default_rows(models: Sequence[str] | None, words: Sequence[str]) -> list[Row]:
-    """The rows of a command line: those named, or a set of them, for each model."""
-    sets = {
-        "short": SHORT,
-        "fsdp-all": [f"fsdp:{axes}" for axes in FSDP],
-        "mcore-all": [f"mcore:{axes}" for axes in MCORE],
-        "moe": [*(f"fsdp:{axes}" for axes in FSDP_MOE), *(f"mcore:{axes}" for axes in MCORE_MOE)],
-    }
-    if words == ["all"]:
-        dense = [*sets["fsdp-all"], *sets["mcore-all"]]
-        if models is None:
-            return [
-                *(parse_row(word, "qwen3") for word in dense),
-                *(parse_row(word, "qwen3_moe") for word in sets["moe"]),
-            ]
-        words = dense
-    expanded = [row for word in words for row in sets.get(word, [word])]
-    return [parse_row(word, model) for model in models or ["qwen3"] for word in expanded]
+    """The rows of a command line: those named, or sets of them, for each model.
+
+    Raises:
+        ConfigError: an unknown set, engine or axis.
+    """
+    found: list[Row] = []
+    for word in words:
+        if word.partition(":")[0] not in {*SETS, "all", *backends()}:
+            raise ConfigError(
+                f"--rows {word}: there are the sets all, {', '.join(SETS)} and layouts of {', '.join(backends())}, as in fsdp:cp=2"
+            )
+        # Rows with experts need a mixture: by default that is another tiny model.
+        dense = [*SETS["fsdp-all"], *SETS["mcore-all"]] if word == "all" else list(SETS.get(word, (word,)))
+        mixed = list(SETS["moe"]) if word == "all" else []
+        for row in [*dense, *mixed]:
+            moe = row in mixed or word == "moe" or "ep=" in row
+            if models is not None and row in mixed:
+                continue
+            found += [parse_row(row, model) for model in models or ["qwen3_moe" if moe else "qwen3"]]
+    return _by_model(found)
+
+
+def _by_model(rows: Sequence[Row]) -> list[Row]:
+    """Each row once, those of one model together."""
+    once = {json.dumps(asdict(row)): row for row in rows}
+    models = list(dict.fromkeys(row.model for row in rows))
+    return sorted(once.values(), key=lambda row: models.index(row.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,18 +213,16 @@ def judge(row: Row, result: dict[str, Any] | None, reference: dict[str, Any], dt
         return told | {"error": result["error"]}
     steps, want = result["steps"], reference["steps"]
     off = {k: relative([s[k] for s in steps], [s[k] for s in want]) for k in ("loss", "grad_norm")}
-    bounds = {"loss": LOSS_BOUND, "grad_norm": NORM_BOUND}
-    fits = True
+    bounds: dict[str, Any] = {"loss": LOSS_BOUND, "grad_norm": NORM_BOUND, "weights": WEIGHT_BOUND}
     if dtype == "bfloat16":
-        bounds = {k: ROUNDING * reference["rounding"][k] for k in bounds}
-    else:
-        fits = result["weights_off"] <= WEIGHT_BOUND
+        bounds = {**{k: ROUNDING * reference["rounding"][k] for k in off}, "weights": None}
+    fits = bounds["weights"] is None or result["weights_off"] <= bounds["weights"]
     return told | {
         "steps": steps,
         "loss_rel": off["loss"],
         "grad_norm_rel": off["grad_norm"],
         "weights_off": result["weights_off"],
-        "ok": fits and all(off[k] <= bounds[k] for k in bounds),
+        "ok": fits and all(off[k] <= bounds[k] for k in off),
         "bounds": bounds,
     }
 
@@ -209,20 +231,27 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
     """What is printed: the reference of each model, then its rows."""
     lines = []
     for model in dict.fromkeys(row["model"] for row in judged):
-        want = references[model]["steps"]
+        rows = [row for row in judged if row["model"] == model]
+        want = references.get(model, {}).get("steps", [])
         shown = "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in want)
-        lines += [f"{model}, plain Hugging Face: loss/gradient norm  {shown}"]
+        lines += [f"{model}, plain Hugging Face: loss/gradient norm  {shown}"] if want else [f"{model}"]
         lines += [f"  {'engine':6} {'layout':16} {'processes':>9}  {'loss':>8} {'grad norm':>9} {'weights':>8}"]
-        for row in (r for r in judged if r["model"] == model):
+        said: set[str] = set()
+        for row in rows:
             head = f"  {row['backend']:6} {row['layout']:16} {row['nproc']:9}  "
             if "error" in row:
-                lines.append(f"{head}FAIL  {row['error']}")
+                lines.append(f"{head}FAIL  {'as above' if row['error'] in said else row['error']}")
+                said.add(row["error"])
                 continue
             lines.append(
                 f"{head}{row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  {'ok' if row['ok'] else 'FAIL'}"
             )
             if not row["ok"]:
                 lines.append(" " * 10 + "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in row["steps"]))
+        bounds = next((row["bounds"] for row in rows if "bounds" in row), None)
+        if bounds is not None:
+            weights = f"{WEIGHT_BOUND:8.1e}" if bounds["weights"] is not None else f"{'-':>8}"
+            lines.append(f"  {'allowed':33}   {bounds['loss']:8.1e} {bounds['grad_norm']:9.1e} {weights}")
     return lines
 
 
@@ -245,8 +274,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for the rows of one number of processes")
     args = parser.parse_args(argv)
     try:
-        if args.steps < 1 or args.batch_size < 1:
-            raise ConfigError("--steps and --batch-size are at least 1")
+        for name in ("steps", "batch_size", "max_tokens", "timeout"):
+            value = getattr(args, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}={value}; it is at least 1")
+        if args.data is not None and not Path(args.data).exists():
+            raise ConfigError(f"--data {args.data} is not there; give a file of samples, as data.train takes")
+        if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+            raise ConfigError(f"--json {args.json}: its folder is not there; make it first")
         rows = default_rows(args.model, args.rows)
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -269,27 +304,66 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     """Start the workers, judge, print."""
     folder, path = Path(job.folder), job.write()
     module = ("-m", "drivetrain.trainers.parity_rows", str(path))
-    if subprocess.run([sys.executable, *module, "reference"]).returncode:
-        return 1
-    references = json.loads((folder / "references.json").read_text())
+    code = subprocess.run([sys.executable, *module, "reference"], check=False).returncode
+    if code:
+        return code
     for nproc in sorted({row.nproc for row in job.rows}):
-        launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()
-        try:
-            # One thread each where there are several, as torchrun has it, without its word about it.
-            environment = {**({"OMP_NUM_THREADS": "1"} if nproc > 1 else {}), **os.environ}
-            subprocess.run([sys.executable, *launcher, *module, str(nproc)], timeout=timeout, check=False, env=environment)
-        except subprocess.TimeoutExpired:
+        if not _run_rows(job, module, nproc, timeout):
             print(f"error: the rows of {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
+    references = json.loads((folder / "references.json").read_text())
     judged = []
     for i, row in enumerate(job.rows):
-        file = folder / f"row-{i}.json"
-        judged.append(judge(row, json.loads(file.read_text()) if file.is_file() else None, references[row.model], job.dtype))
-    print("\n".join(table(judged, references)))
+        told = json.loads(_result(job, i).read_text()) if _result(job, i).is_file() else None
+        judged.append(judge(row, told, references.get(row.model, {}), job.dtype))
+    print("\n".join([describe(job), *table(judged, references)]))
     failed = sum(not row["ok"] for row in judged)
     print(f"{len(judged) - failed} rows agree, {failed} do not, over {job.steps} steps in {job.dtype}")
     if json_file:
         Path(json_file).write_text("[\n" + ",\n".join(json.dumps(row) for row in judged) + "\n]\n")
     return 1 if failed else 0
+
+
+def _result(job: Job, i: int) -> Path:
+    return Path(job.folder) / f"row-{i}.json"
+
+
+def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool:
+    """Start processes until every row of so many has a result, or a start brings none; whether it took no longer than allowed."""
+
+    def missing() -> int:
+        return sum(row.nproc == nproc and not _result(job, i).is_file() for i, row in enumerate(job.rows))
+
+    deadline, left = time.monotonic() + timeout, missing() + 1
+    launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()
+    # One thread each where there are several, as torchrun has it, without its word about it.
+    environment = {**({"OMP_NUM_THREADS": "1"} if nproc > 1 else {}), **os.environ}
+    while 0 < missing() < left:
+        left = missing()
+        # A session of its own: what is started by the launcher ends with it.
+        started = subprocess.Popen([sys.executable, *launcher, *module, str(nproc)], env=environment, start_new_session=True)
+        try:
+            started.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except BaseException as e:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+            if not isinstance(e, subprocess.TimeoutExpired):
+                raise
+            return False
+    return True
+
+
+def describe(job: Job) -> str:
+    """What the table was made with."""
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers", "megatron-core") if _has(name)]
+    return f"drivetrain {__version__}, {', '.join(packages)}; {job.dtype}, {job.batch_size} samples a step, lr 1e-4"
+
+
+def _has(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -109,9 +109,11 @@ def make_reference(job: Job) -> None:
     """Plain Hugging Face, one document at a time; for bfloat16 twice, to see what the format alone does."""
     make_models(job)
     init_distributed()
+    check_rows(job)
     found: dict[str, Any] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for row in {row.model: row for row in job.rows}.values():
+    possible = [row for i, row in enumerate(job.rows) if not result_file(job, i).is_file()]
+    for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
         _, samples, _ = load_data(config)
         told: dict[str, Any] = {}
@@ -132,8 +134,27 @@ def make_reference(job: Job) -> None:
     close_distributed()
 
 
+def check_rows(job: Job) -> None:
+    """Refuse rows that configs alone tell to be impossible, before a process is started for them."""
+    for i, row in enumerate(job.rows):
+        config = config_of(job, row)
+        try:
+            engine_class(row.backend)(
+                model=config.model, engine=config.engine, optim=config.optim, ranks=range(row.nproc)
+            ).check()
+        except DrivetrainError as e:
+            result_file(job, i).write_text(json.dumps({"error": str(e)}))
+
+
+def result_file(job: Job, i: int) -> Path:
+    """Where a row's result is left."""
+    return Path(job.folder) / f"row-{i}.json"
+
+
 def _weights_file(job: Job, row: Row) -> Path:
-    return Path(job.folder) / f"reference-{Path(row.model).name}.safetensors"
+    # By number: folders of two models may have one name.
+    models = list(dict.fromkeys(r.model for r in job.rows))
+    return Path(job.folder) / f"reference-{models.index(row.model)}.safetensors"
 
 
 def run_row(job: Job, row: Row) -> dict[str, Any]:
@@ -169,10 +190,17 @@ def run_rows(job: Job, nproc: int) -> None:
     """All rows of so many processes, one after the other; each result is written as it comes."""
     init_distributed()
     for i, row in enumerate(job.rows):
-        if row.nproc == nproc:
+        if row.nproc != nproc or result_file(job, i).is_file():
+            continue
+        # Nobody reads a result before everybody has looked for it.
+        dist.barrier()
+        try:
             result = run_row(job, row)
-            if dist.get_rank() == 0:
-                (Path(job.folder) / f"row-{i}.json").write_text(json.dumps(result))
+        except Exception as e:  # a backend may fail in any way; others may wait for this rank, so the processes start anew
+            result_file(job, i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
+            raise
+        if dist.get_rank() == 0:
+            result_file(job, i).write_text(json.dumps(result))
     close_distributed()
 
 
@@ -190,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
             run_rows(job, int(argv[1]))
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -76,7 +76,6 @@ class Decoder:
         activation: of the feed-forward layers' gate.
         qkv_bias: on query, key and value projections.
         proj_bias: on the output projection of attention.
-        mlp_bias: on the feed-forward layers.
         qk_norm: a norm on each query and key head.
         sandwich: further norms after attention and after the feed-forward layer, before they are added.
         scale: of attention logits; None for head_dim ** -0.5.
@@ -102,7 +101,6 @@ class Decoder:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     proj_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
     sandwich: bool = False
     scale: float | None = None
@@ -127,6 +125,20 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
+UNREAD: dict[str, Any] = {
+    "no_rope_layers": None,
+    "partial_rotary_factor": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "clip_qkv": None,
+    "router_jitter_noise": 0.0,
+}
+"""What some families' configs have and no bridge reads, with the value that means nothing."""
+
+
 def read_decoder(config: Any, **different: Any) -> Decoder:
     """A decoder from a Hugging Face config of Llama's vocabulary.
 
@@ -135,8 +147,19 @@ def read_decoder(config: Any, **different: Any) -> Decoder:
         different: fields that the family has otherwise.
 
     Raises:
-        ModelError: an activation that is not known.
+        ModelError: an activation that is not known, or a setting that no bridge reads.
     """
+    for name, plain in UNREAD.items():
+        if getattr(config, name, None) not in (None, plain):
+            raise ModelError(
+                f"{name}={getattr(config, name)} in the config: no bridge to Megatron-core knows what to do with it; use engine.backend=fsdp"
+            )
+    for name in ("rms_norm_eps", "rope_parameters", "num_key_value_heads"):
+        if getattr(config, name, None) is None:
+            raise ModelError(
+                f"the config of {config.model_type} has no {name}: the bridge wants RMS norms, rotary embeddings and key/value heads; use "
+                "engine.backend=fsdp"
+            )
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if act not in ACTIVATIONS:
         raise ModelError(f"hidden_act={act} in the config: the bridge knows {', '.join(ACTIVATIONS)}")
@@ -145,6 +168,12 @@ def read_decoder(config: Any, **different: Any) -> Decoder:
     window = getattr(config, "sliding_window", None)
     rope = config.rope_parameters
     by_kind = all(isinstance(v, dict) for v in rope.values())
+    for part in rope.values() if by_kind else [rope]:
+        if part.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(
+                f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge rotates whole heads; use "
+                "engine.backend=fsdp"
+            )
     fields: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,
@@ -158,7 +187,6 @@ def read_decoder(config: Any, **different: Any) -> Decoder:
         "activation": ACTIVATIONS[act],
         "qkv_bias": bool(getattr(config, "attention_bias", False)),
         "proj_bias": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
         "rotary": tuple(kinds) if by_kind else ("",) * layers,
         "tied": bool(config.tie_word_embeddings),

@@ -7,9 +7,7 @@ from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
 
 FAMILY = Family(
-    decoder=lambda config: gemma_decoder(
-        config, sandwich=True, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
-    ),
+    decoder=lambda config: gemma_decoder(config, sandwich=True, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5),
     layer={**ATTENTION, **HEAD_NORMS, **SANDWICH, **DENSE},
     outer=OUTER,
 )

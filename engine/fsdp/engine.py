@@ -200,9 +200,8 @@ class FSDPEngine(BaseEngine):
         parameter = self._root.get_parameter(name)
         return [segment.name for segment in segments_of(self._built.layout, self._built.experts, name, parameter)]
 
-    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
-        assert self._optimizer is not None
-        if self._optimizer.counts:
+    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+        if scalars is not None and self._optimizer is not None and self._optimizer.counts:
             # One parameter may be several tensors on disk, which another engine may hold apart.
             step = scalars["step"]
             self._optimizer.restore({n: max(step[disk] for disk in self._disk_names(n)) for n in self._optimizer.counts})

@@ -58,7 +58,8 @@ class PackedModel(HFModel):
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.score is not None:
-            values = self.score(hidden_sh)[:, 0]
+            # A copy: FSDP would warn of a view that its hooks may change.
+            values = self.score(hidden_sh)[:, 0].clone()
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         head = self.lm.get_output_embeddings()
         every = linear_head(

@@ -50,6 +50,11 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                 f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported on "
                 "packed sequences; set it to 0 in config.json"
             )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError(
+            f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or use a "
+            "causal model"
+        )
     check_rope(config, model.path)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):

@@ -28,17 +28,20 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     """
     head = model.get_output_embeddings()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    if lora.targets == ("all-linear",):
-        targets = sorted({n.rpartition(".")[2] for n in linears})
-    else:
-        names = {n.rpartition(".")[2] for n in linears}
+    chosen = {n.rpartition(".")[2] for n in linears}
+    if lora.targets != ("all-linear",):
+        names = chosen
         unknown = [t for t in lora.targets if t not in names]
         if unknown:
             raise ModelError(
-                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__}; it has "
+                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__} that can be adapted (its head cannot); it has "
                 f"{', '.join(sorted(names))}"
             )
-        targets = list(lora.targets)
+        chosen = set(lora.targets)
+    targets = sorted(chosen)
+    if any(hasattr(m, "_is_expert_parallel") for m in model.modules()):
+        # peft takes a short name for the parts of fused experts too, which are no linear layers: each layer is named in full.
+        targets = [n for n in linears if n.rpartition(".")[2] in chosen]
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats

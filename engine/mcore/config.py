@@ -45,15 +45,16 @@ def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
             f"(num_key_value_heads); the largest possible is {_largest(p.tp, decoder.kv_heads, decoder.heads)}: use cp or pp "
             "for more ranks"
         )
+    dense = decoder.experts is None or not all(decoder.experts.layers)
     for what, size in (
         ("key/value heads (num_key_value_heads)", decoder.kv_heads),
         ("attention heads (num_attention_heads)", decoder.heads),
-        ("units of a feed-forward layer (intermediate_size)", decoder.ffn),
+        *([("units of a feed-forward layer (intermediate_size)", decoder.ffn)] if dense else []),
     ):
         if size % p.tp:
             raise TopologyError(
                 f"engine.parallel.tp={p.tp} does not divide the {size} {what} of {family}; the largest possible below it is "
-                f"{_largest(p.tp, decoder.kv_heads, decoder.heads, decoder.ffn)}"
+                f"{_largest(p.tp, decoder.kv_heads, decoder.heads, *([decoder.ffn] if dense else []))}"
             )
     if decoder.heads // p.tp % p.cp:
         raise TopologyError(

@@ -54,7 +54,7 @@ class MCoreEngine(BaseEngine):
         compile=False,
         offload_params=frozenset({"none"}),
         offload_optimizer=frozenset({"none"}),
-        precisions=frozenset({("float32", "float32"), ("float32", "bfloat16")}),
+        precisions=frozenset({("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")}),
         optimizers=frozenset({"adamw"}),
     )
 
@@ -75,9 +75,7 @@ class MCoreEngine(BaseEngine):
     # ---- build ---------------------------------------------------------------------------------------------------
 
     def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
-        topology = Topology.build(self.config.parallel, init_distributed(), ranks)
-        self._state = MegatronState(topology)
-        return topology
+        return Topology.build(self.config.parallel, init_distributed(), ranks)
 
     def _check_model(self, parallel: ParallelConfig) -> None:
         self._hf_config = read_config(self.model_config)
@@ -85,6 +83,11 @@ class MCoreEngine(BaseEngine):
         self._family = find_family(self._hf_config.model_type)
         self._decoder = self._family.decoder(self._hf_config)
         check_layout(self._decoder, parallel, self._hf_config.model_type)
+        if self.config.precision.params == "bfloat16" and self.optim_config is not None and not self.model_config.lora.rank:
+            raise CapabilityError(
+                "engine.precision.params=bfloat16 with all of the model trained: megatron's optimizer keeps float32 parameters beside "
+                "those it computes with; set engine.precision.params=float32, which with compute=bfloat16 computes alike"
+            )
         self._router = router_settings(self._hf_config, self._aux_coef())
         if self._router is not None and self._decoder.experts is not None and self._decoder.experts.sigmoid:
             raise CapabilityError(
@@ -98,8 +101,13 @@ class MCoreEngine(BaseEngine):
                 "recomputed layer knows in time; set the coefficient to 0, or pp to 1 and recompute to none or selective"
             )
 
-    @in_megatron
     def _build_model(self) -> None:
+        # Not before the layout is known to be possible: groups of experts are cut by its sizes.
+        self._state = MegatronState(self.topology)
+        self._build_chunks()
+
+    @in_megatron
+    def _build_chunks(self) -> None:
         self._make_twin()
         model_parallel_cuda_manual_seed(
             self.config.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
@@ -180,8 +188,18 @@ class MCoreEngine(BaseEngine):
         trained = {
             segment: parameter.requires_grad
             for name, parameter in self._twin.named_parameters()
-            for segment in self._disk_names(name, parameter)
+            for segment in (s.name for s in self._disk_segments(name, parameter))
         }
+        known = self.topology.exchange(
+            {s.name for h in self._held if isinstance(h.parameter, nn.Parameter) for s in h.segments}
+        )
+        off = sorted(set().union(*known) ^ trained.keys())
+        if off:
+            where = "the model has not" if off[0] not in trained else "the bridge does not name"
+            raise ModelError(
+                f"the bridge of {self._hf_config.model_type} and the model differ in {len(off)} tensors: {where} {off[0]}. It does not fit "
+                "this model; see docs/add-a-model.md, or use engine.backend=fsdp"
+            )
         for h in self._held:
             if not isinstance(h.parameter, nn.Parameter):
                 continue
@@ -193,19 +211,40 @@ class MCoreEngine(BaseEngine):
                 )
             h.parameter.requires_grad_(next(iter(flags.values()), True))
 
-    def _disk_names(self, name: str, parameter: Tensor) -> list[str]:
+    def _compare_tensors(self) -> None:
+        """Refuse a bridge that does not fit the model: a bias that it does not know would train without a word.
+
+        Raises:
+            ModelError: names a tensor that only one of the two has, or has in another shape.
+        """
+        held = {(s.name, s.shape) for h in self._held if isinstance(h.parameter, nn.Parameter) for s in h.segments}
+        bridge: set[tuple[str, tuple[int, ...]]] = set().union(*self.topology.exchange(held))
+        model = {
+            (segment.name, tuple(segment.shape))
+            for name, parameter in self._twin.named_parameters()
+            for segment in self._disk_segments(name, parameter)
+        }
+        if off := sorted(bridge ^ model):
+            name, shape = off[0]
+            where = "the model has" if off[0] in model else "the bridge has"
+            raise ModelError(
+                f"the bridge of {self._hf_config.model_type} does not fit this model: {where} {name} {list(shape)}, the other has not, nor "
+                f"{len(off) - 1} more; use engine.backend=fsdp, or see docs/add-a-model.md"
+            )
+
+    def _disk_segments(self, name: str, parameter: Tensor) -> list[Segment]:
         where = hf_name(name)
         if where.adapter or where.name.startswith("score."):
-            return [where.name]
-        return [segment.name for segment in self._layout.segments(where.name, parameter.shape)]
+            return [Segment(where.name, tuple(parameter.shape), whole(parameter.shape))]
+        return self._layout.segments(where.name, parameter.shape)
 
     @in_megatron
     def _finish_build(self) -> None:
         # Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all.
-        self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups)
+        stored = getattr(torch, self.config.precision.params)
+        self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups, stored)
         self._fill()
-        if self._optimizer is not None:
-            self._optimizer.publish()
+        self._model_state.publish()
         self._plans = {kind: self._model_state.plan(adapters=kind == "only") for kind in ("folded", "only")}
         self._gradients: list[list[Tensor]] = []
         self._reduced = False
@@ -243,15 +282,11 @@ class MCoreEngine(BaseEngine):
         wanted = {
             name
             for name, p in parameters.items()
-            if names is None or hf_name(name).adapter or names & set(self._disk_names(name, p))
+            if names is None or hf_name(name).adapter or names & {s.name for s in self._disk_segments(name, p)}
         }
         with torch.no_grad():
             for name, value in draw_weights(self._twin, self.config.seed, lambda name: name in wanted):
-                where = hf_name(name).name
-                alone = self._disk_names(name, value) == [where]
-                for segment in (
-                    [Segment(where, value.shape, whole(value.shape))] if alone else self._layout.segments(where, value.shape)
-                ):
+                for segment in self._disk_segments(name, value):
                     part = value[segment.box.within((0,) * value.dim())]
                     for _ in range(segment.dropped):
                         part = part.select(0, 0)
@@ -374,10 +409,10 @@ class MCoreEngine(BaseEngine):
         return {"step": self._model_state.step_counts()}
 
     @in_megatron
-    def _restore_optimizer(self, scalars: Mapping[str, Any]) -> None:
-        assert self._optimizer is not None
-        self._model_state.restore_step_counts(scalars["step"])
-        self._optimizer.publish()
+    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+        if scalars is not None:
+            self._model_state.restore_step_counts(scalars["step"])
+        self._model_state.publish()
 
     def _save_model_files(self, folder: Path) -> None:
         save_model_files(self._twin, self.model_config, self._adapters, folder)
@@ -399,6 +434,6 @@ class MCoreEngine(BaseEngine):
 
     def _free(self) -> None:
         self._optimizer = None
-        for name in ("_chunks", "_held", "_model_state", "_twin", "_gradients", "_state"):
+        for name in ("_chunks", "_held", "_model_state", "_twin", "_gradients", "_plans", "_state"):
             if hasattr(self, name):
                 delattr(self, name)

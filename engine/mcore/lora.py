@@ -80,10 +80,9 @@ class Adapted:
         """Factor on the product of the factors."""
         return self.lora.alpha / self.lora.rank
 
-    def folded(self, base: Tensor) -> Tensor:
-        """This rank's part of the weight with the adapters added, in float32 on the way."""
-        layer: Any = self
-        deltas = [a.lora_B.float() @ a.lora_A.float() * self.scale for a in layer.adapters.values()]
+    def folded(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """This rank's part of the weight with the adapters' factors added, in float32 on the way."""
+        deltas = [up.float() @ down.float() * self.scale for down, up in factors]
         return (base.float() + self.place([d.T for d in deltas]).T).to(base.dtype)
 
 

@@ -184,8 +184,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer_kind: str) -> tuple[Tenso
     kind = rope.get("rope_type", "default")
     if kind == "default":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        rotated = int(size * rope.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ModelError(f"rope_type={kind} in the model's config is not known; there are {', '.join(ROPE_INIT_FUNCTIONS)}")

@@ -113,8 +113,10 @@ class ShardedOptimizer:
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm and norm < float("inf"):
             grads = [p.grad for part in self._parts for p in part.get_parameters() if p.grad is not None]
-            # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+            # A rank may have nothing to train: a pipeline stage that is frozen.
+            if grads:
+                # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
+                torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
     def step(self, lr: float) -> None:

@@ -20,7 +20,7 @@ from ..hf.names import PEFT_PREFIX
 from ..topology import Topology
 from .lora import Adapted, adapted_layers, mark_factors
 from .model import PackedGPTModel
-from .optimizer import MOMENTS, ShardedOptimizer
+from .optimizer import MOMENTS, Shard, ShardedOptimizer
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
@@ -172,6 +172,9 @@ class ModelState:
         optimizer: None for an engine that only infers.
         topology: of the engine.
         groups: process groups.
+        stored: number format that parameters are stored in. Those that compute in another and are not trained have a copy in
+            it, spread over the data-parallel ranks: neither an export nor a checkpoint may hold what was rounded for a
+            matrix product.
     """
 
     def __init__(
@@ -180,8 +183,34 @@ class ModelState:
         optimizer: ShardedOptimizer | None,
         topology: Topology,
         groups: ProcessGroupCollection,
+        stored: torch.dtype,
     ) -> None:
         self.held, self._optimizer, self._topology, self._groups = held, optimizer, topology, groups
+        self._frozen = {
+            h.parameter: self._spread(h, stored)
+            for h in held
+            if not self._is_trained(h) and h.parameter.dtype.itemsize < stored.itemsize
+        }
+        self._shards = {**({} if optimizer is None else optimizer.shards), **self._frozen}
+        self._by_parameter = {h.parameter: h for h in held}
+
+    def _is_trained(self, held: Held) -> bool:
+        return self._optimizer is not None and held.parameter.requires_grad
+
+    def _spread(self, held: Held, stored: torch.dtype) -> Shard:
+        group, size = self._data_group(held), held.parameter.numel()
+        each = -(-size // group.size())
+        start, end = (min(size, rank * each) for rank in (group.rank(), group.rank() + 1))
+        return Shard(torch.zeros(end - start, dtype=stored, device=held.parameter.device), start, end, {})
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank's parameters the numbers that shards and copies hold now. Collective."""
+        if self._optimizer is not None:
+            self._optimizer.publish()
+        for h in self.held:
+            if h.parameter in self._frozen:
+                h.parameter.copy_(self._stored(h))
 
     def pieces(self) -> Iterator[Piece]:
         """Boxes of values and moments. The base of adapters is frozen, and comes back from model.path or the seed."""
@@ -194,21 +223,19 @@ class ModelState:
                     yield from _shard_pieces(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
 
     def values(self, *, saved: bool = False) -> Iterator[Piece]:
-        """Boxes of values: of the optimizer's shards where there are, else of the parameters.
+        """Boxes of values: of shards and copies where there are, else of the parameters.
 
         Args:
             saved: those alone that a checkpoint has.
         """
         adapters = any(h.adapter for h in self.held)
-        shards = {} if self._optimizer is None else self._optimizer.shards
         for h in self.held:
             if saved and adapters and not h.adapter and h.name != "score.weight":
                 continue
-            if self._optimizer is not None and h.parameter.requires_grad:
-                shard = shards.get(h.parameter)
-                if shard is not None:
-                    yield from _shard_pieces("value", h, shard.main, shard.start, shard.end)
-            else:
+            shard = self._shards.get(h.parameter)
+            if shard is not None:
+                yield from _shard_pieces("value", h, shard.main, shard.start, shard.end)
+            elif not self._is_trained(h):
                 first = self._data_group(h).rank() == 0
                 data = h.parameter.detach()
                 yield from cut_pieces("value", h.segments, whole(data.shape), data, owned=h.unique and first)
@@ -237,7 +264,8 @@ class ModelState:
         for h in self.held:
             shard = self._optimizer.shards.get(h.parameter)
             if shard is not None:
-                shard.state["step"].fill_(max((counts[s.name] for s in h.segments), default=max(counts.values())))
+                # A part of the vocabulary's padding alone belongs to no tensor, and is never stepped.
+                shard.state["step"].fill_(max((counts[s.name] for s in h.segments), default=0.0))
 
     # ---- export --------------------------------------------------------------------------------------------------
 
@@ -256,9 +284,9 @@ class ModelState:
         return sorted(every, key=lambda shared: (_order(shared.name), first[shared.name]))
 
     def _dtype(self, held: Held) -> torch.dtype:
-        if self._optimizer is not None and held.parameter.requires_grad:
-            return torch.promote_types(held.parameter.dtype, torch.float32)
-        return held.parameter.dtype
+        if held.parameter in self._frozen:
+            return self._frozen[held.parameter].main.dtype
+        return torch.promote_types(held.parameter.dtype, torch.float32) if self._is_trained(held) else held.parameter.dtype
 
     @torch.no_grad()
     def stream(self, plan: "Sequence[Shared]") -> Iterator[tuple[str, Tensor]]:
@@ -288,16 +316,25 @@ class ModelState:
             start = end
 
     def _whole_part(self, held: Held) -> Tensor:
-        """This rank's part of a parameter, in the precision that is trained: 16-bit copies are not what is exported."""
-        if held.layer is not None:
-            part: Tensor = held.layer.folded(held.parameter.detach())
-            return part
+        """This rank's part of a parameter as it is exported: with the adapters of its layer added. Collective over the
+        ranks that hold the same part."""
+        value = self._stored(held)
+        if held.layer is None:
+            return value
+        factors = [
+            (self._stored(self._by_parameter[a.lora_A]), self._stored(self._by_parameter[a.lora_B]))
+            for a in held.layer.adapters.values()
+        ]
+        folded: Tensor = held.layer.folded(value, factors)
+        return folded
+
+    def _stored(self, held: Held) -> Tensor:
+        """This rank's part of a parameter in the precision it is stored in, from all that have some of it."""
         dtype = self._dtype(held)
         if dtype == held.parameter.dtype:
             return held.parameter.detach()
-        assert self._optimizer is not None
         flat = torch.zeros(held.parameter.numel(), dtype=dtype, device=held.parameter.device)
-        shard = self._optimizer.shards.get(held.parameter)
+        shard = self._shards.get(held.parameter)
         if shard is not None:
             flat[shard.start : shard.end] = shard.main
         # Every element is held by one rank of the group and zero on the others.
