@@ -190,16 +190,7 @@ class MCoreEngine(BaseEngine):
             for name, parameter in self._twin.named_parameters()
             for segment in (s.name for s in self._disk_segments(name, parameter))
         }
-        known = self.topology.exchange(
-            {s.name for h in self._held if isinstance(h.parameter, nn.Parameter) for s in h.segments}
-        )
-        off = sorted(set().union(*known) ^ trained.keys())
-        if off:
-            where = "the model has not" if off[0] not in trained else "the bridge does not name"
-            raise ModelError(
-                f"the bridge of {self._hf_config.model_type} and the model differ in {len(off)} tensors: {where} {off[0]}. It does not fit "
-                "this model; see docs/add-a-model.md, or use engine.backend=fsdp"
-            )
+        self._compare_tensors()
         for h in self._held:
             if not isinstance(h.parameter, nn.Parameter):
                 continue
