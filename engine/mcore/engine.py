@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from ..base import Adapters, BaseEngine
-from ..boxes import Segment, whole
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.state import Piece
@@ -22,10 +21,8 @@ from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform, read_config
 from ..hf.files import save_model_files
-from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
-from ..hf.names import PEFT_PREFIX, hf_name
-from ..hf.shape import model_shape, router_aux_coef, router_settings
-from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder, seed_ranks
+from ..hf.shape import router_aux_coef, router_settings
+from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, OutputRequest
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice
@@ -35,12 +32,13 @@ from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
-from .model import PackedGPTModel, build_chunks
+from .model import build_chunks
 from .modules import PackedParams
 from .moe import keep_scores, take_scores
 from .optimizer import ShardedOptimizer
 from .options import MCoreOptions
 from .state import ModelState, add_adapters, held_parameters, shapes_of
+from .twin import Twin
 
 
 class MCoreEngine(BaseEngine):
@@ -70,7 +68,7 @@ class MCoreEngine(BaseEngine):
     @property
     def model_shape(self) -> ModelShape:
         """What a token costs."""
-        return self._shape
+        return self._twin.shape
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
@@ -104,33 +102,52 @@ class MCoreEngine(BaseEngine):
     def _build_model(self) -> None:
         # Not before the layout is known to be possible: groups of experts are cut by its sizes.
         self._state = MegatronState(self.topology)
-        self._build_chunks()
+        # Each told to all before the next begins: what one rank alone finds must not leave the others in an exchange.
+        self._together(self._build_chunks)
+        self._together(self._adapt)
+        self._twin.compare(self._held, self.topology)
+        self._twin.choose_trainable(self._held)
+        if self.optim_config is not None:
+            self._wrap()
 
     @in_megatron
     def _build_chunks(self) -> None:
-        self._make_twin()
+        self._twin = Twin(self._hf_config, self.model_config, getattr(torch, self.config.precision.params))
         model_parallel_cuda_manual_seed(
             self.config.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
         )
-        config = transformer_config(self._decoder, self.config, self.options, self.topology.parallel)
-        value_head = self.model_config.head == "value"
-        bare = build_chunks(
-            config,
+        chunks = build_chunks(
+            transformer_config(self._decoder, self.config, self.options, self.topology.parallel),
             self._decoder,
             self._hf_config,
             self._state.groups,
-            value_head=value_head,
+            value_head=self.model_config.head == "value",
             transform=logit_transform(self._hf_config),
         )
-        bare = [chunk.to(self.topology.device) for chunk in bare]
-        groups = self._state.groups
-        self._add_adapters(bare)
-        self._held = held_parameters(bare, self._family, self._decoder, groups)
-        self._choose_trainable()
-        keep_scores(bare, self._router is not None)
-        self._chunks = [*bare]
-        if self.optim_config is None:
-            return
+        self._chunks = [chunk.to(self.topology.device) for chunk in chunks]
+        keep_scores(self._chunks, self._router is not None)
+
+    def _adapt(self) -> None:
+        """Adapters where the twin has them.
+
+        Raises:
+            ModelError: a target has no parallel layer here.
+        """
+        lora, targets, groups = self.model_config.lora, self._twin.targets, self._state.groups
+        found = add_adapters(self._chunks, self._family, self._decoder, groups, targets, lora) if targets else set()
+        left = targets - set().union(*self.topology.exchange(found))
+        if left:
+            leaves = sorted({name.rpartition(".")[2] for name in left})
+            raise ModelError(
+                f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
+                "parallel layer of its own; name the others, or use engine.backend=fsdp"
+            )
+        self._held = held_parameters(self._chunks, self._family, self._decoder, groups)
+
+    @in_megatron
+    def _wrap(self) -> None:
+        """Gradient buffers, and their reduction, around every chunk."""
+        config = self._chunks[0].config
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.precision.reduce == "float32",
             overlap_grad_reduce=self.options.overlap_grad_reduce,
@@ -139,7 +156,7 @@ class MCoreEngine(BaseEngine):
         )
         self._chunks = [
             DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=self._state.groups)
-            for i, chunk in enumerate(bare)
+            for i, chunk in enumerate(self._chunks)
         ]
         config.finalize_model_grads_func = self._finish_gradients
         if self.options.overlap_grad_reduce:
@@ -151,138 +168,17 @@ class MCoreEngine(BaseEngine):
         compute = getattr(torch, self.config.precision.compute)
         self._optimizer = ShardedOptimizer(self._chunks, optim, self._state.groups, compute)
 
-    def _make_twin(self) -> None:
-        """The same model on the meta device: its names, its costs, and how its weights are drawn."""
-        dtype = getattr(torch, self.config.precision.params)
-        lm, self._layout, self._adapters = empty_lm(self._hf_config, self.model_config, dtype)
-        self._twin = HFModel(lm, value_head=self.model_config.head == "value")
-        choose_trainable(self._twin, self.model_config)
-        self._shape = model_shape(self._twin, self._hf_config)
-
-    def _add_adapters(self, chunks: Sequence[PackedGPTModel]) -> None:
-        """Adapters where the twin has them.
-
-        Raises:
-            ModelError: a target has no parallel layer here.
-        """
-        names = [hf_name(name) for name, _ in self._twin.named_parameters()]
-        targets = {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
-        if not targets:
-            return
-        lora = self.model_config.lora
-        mine = add_adapters(chunks, self._family, self._decoder, self._state.groups, targets, lora)
-        left = targets - set().union(*self.topology.exchange(mine))
-        if left:
-            leaves = sorted({name.rpartition(".")[2] for name in left})
-            raise ModelError(
-                f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
-                "parallel layer of its own; name the others, or use engine.backend=fsdp"
-            )
-
-    def _choose_trainable(self) -> None:
-        """Train what the settings leave to train.
-
-        Raises:
-            ModelError: one matrix here is several there, of which some are frozen.
-        """
-        trained = {
-            segment: parameter.requires_grad
-            for name, parameter in self._twin.named_parameters()
-            for segment in (s.name for s in self._disk_segments(name, parameter))
-        }
-        self._compare_tensors()
-        for h in self._held:
-            if not isinstance(h.parameter, nn.Parameter):
-                continue
-            flags = {s.name: trained[s.name] for s in h.segments}
-            if len(set(flags.values())) > 1:
-                raise ModelError(
-                    f"model.freeze={list(self.model_config.freeze)} freezes some of {', '.join(flags)}, which engine.backend=mcore "
-                    "holds in one matrix; freeze all of them or none"
-                )
-            h.parameter.requires_grad_(next(iter(flags.values()), True))
-
-    def _compare_tensors(self) -> None:
-        """Refuse a bridge that does not fit the model: a bias that it does not know would train without a word.
-
-        Raises:
-            ModelError: names a tensor that only one of the two has, or has in another shape.
-        """
-        held = {(s.name, s.shape) for h in self._held if isinstance(h.parameter, nn.Parameter) for s in h.segments}
-        bridge: set[tuple[str, tuple[int, ...]]] = set().union(*self.topology.exchange(held))
-        model = {
-            (segment.name, tuple(segment.shape))
-            for name, parameter in self._twin.named_parameters()
-            for segment in self._disk_segments(name, parameter)
-        }
-        if off := sorted(bridge ^ model):
-            name, shape = off[0]
-            where = "the model has" if off[0] in model else "the bridge has"
-            raise ModelError(
-                f"the bridge of {self._hf_config.model_type} does not fit this model: {where} {name} {list(shape)}, the other has not, nor "
-                f"{len(off) - 1} more; use engine.backend=fsdp, or see docs/add-a-model.md"
-            )
-
-    def _disk_segments(self, name: str, parameter: Tensor) -> list[Segment]:
-        where = hf_name(name)
-        if where.adapter or where.name.startswith("score."):
-            return [Segment(where.name, tuple(parameter.shape), whole(parameter.shape))]
-        return self._layout.segments(where.name, parameter.shape)
-
     @in_megatron
     def _finish_build(self) -> None:
         # Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all.
         stored = getattr(torch, self.config.precision.params)
         self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups, stored)
-        self._fill()
+        self._twin.fill(list(self._model_state.values()), self.topology, self.config.seed)
         self._model_state.publish()
         self._plans = {kind: self._model_state.plan(adapters=kind == "only") for kind in ("folded", "only")}
         self._gradients: list[list[Tensor]] = []
         self._reduced = False
         seed_ranks(self.config.seed, self.topology.seed_rank)
-
-    def _fill(self) -> None:
-        """Weights from the folder or from the seed; a new head always from the seed."""
-        pieces = list(self._model_state.values())
-        stored = [p for p in pieces if not p.name.startswith(PEFT_PREFIX)]
-        drawn: set[str] | None = None
-        if self.model_config.init == "weights":
-            error: Exception | None = None
-            missing: set[str] = set()
-            try:
-                missing = load_weights(
-                    stored,
-                    WeightFolder(resolve_folder(self.model_config.path), self._layout.canonical),
-                    self._twin.lm.base_model_prefix,
-                    optional=lambda name: name.startswith("score."),
-                    grown=vocabulary_names(self._twin.lm, self._layout) if self.model_config.added_tokens else frozenset(),
-                )
-            except Exception as e:  # a damaged file on one node: the others are about to wait for this rank
-                error = e
-            self.topology.agree(error)
-            drawn = set().union(*self.topology.exchange(missing))
-        self._draw(pieces, drawn)
-
-    def _draw(self, pieces: Sequence[Piece], names: set[str] | None) -> None:
-        """Random weights, of some tensors on disk or of all."""
-        by_name: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            by_name.setdefault(piece.name, []).append(piece)
-
-        parameters = dict(self._twin.named_parameters())
-        wanted = {
-            name
-            for name, p in parameters.items()
-            if names is None or hf_name(name).adapter or names & {s.name for s in self._disk_segments(name, p)}
-        }
-        with torch.no_grad():
-            for name, value in draw_weights(self._twin, self.config.seed, lambda name: name in wanted):
-                for segment in self._disk_segments(name, value):
-                    part = value[segment.box.within((0,) * value.dim())]
-                    for _ in range(segment.dropped):
-                        part = part.select(0, 0)
-                    for piece in by_name.get(segment.name, ()):
-                        piece.data.copy_(part[piece.box.within((0,) * part.dim())])
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
@@ -406,7 +302,7 @@ class MCoreEngine(BaseEngine):
         self._model_state.publish()
 
     def _save_model_files(self, folder: Path) -> None:
-        save_model_files(self._twin, self.model_config, self._adapters, folder)
+        save_model_files(self._twin.root, self.model_config, self._twin.adapters, folder)
 
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
