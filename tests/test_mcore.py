@@ -571,6 +571,93 @@ def test_a_target_without_a_parallel_layer_is_refused(tmp_path: Path) -> None:
     assert run_ranks(rank_adapts, 1, made, ("q_b_proj", "o_proj"))[0] == ""
 
 
+def rank_keeps_precision(folder: str, root: str) -> dict[str, Any]:
+    """What a 16-bit computation leaves of weights that are not trained: in exports, in checkpoints, folded."""
+    precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+    found: dict[str, Any] = {}
+    with contextlib.closing(build(folder, {"tp": 2}, precision=precision, model={"freeze": ("*embed*",)})) as engine:
+        steps(engine, 1)
+        found["frozen"] = weights(engine)["model.embed_tokens.weight"]
+        saved = engine.save_checkpoint(root, 1)
+        trained = weights(engine)
+    with contextlib.closing(build(folder, {"dp_shard": 2}, precision=precision, optim=None)) as engine:
+        engine.load_checkpoint(saved)
+        found["loaded"] = all(torch.equal(trained[n], v) for n, v in weights(engine).items())
+    with contextlib.closing(build(folder, {"dp_shard": 2}, precision=precision, model={"lora": LoraConfig(rank=4)})) as engine:
+        # B is zero still: what is folded in is nothing.
+        found["folded"] = weights(engine)
+    return found
+
+
+def test_what_is_not_trained_keeps_its_precision(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    base = load_file(folder / "model.safetensors")
+    found = run_ranks(rank_keeps_precision, 2, str(folder), str(tmp_path))[0]
+    assert torch.equal(found["frozen"], base["model.embed_tokens.weight"])
+    assert found["loaded"]
+    assert all(torch.equal(found["folded"][n], v) for n, v in base.items())
+
+
+def rank_bfloat16_adapters(folder: str) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    precision = PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
+    with contextlib.closing(build(folder, {"tp": 2}, precision=precision, model={"lora": LoraConfig(rank=4)})) as engine:
+        steps(engine, 1)
+        return {v.dtype for v in weights(engine).values()}, {v.dtype for v in weights(engine, adapters="only").values()}
+
+
+def test_adapters_of_a_16_bit_base_are_float32(folder: Path) -> None:
+    assert run_ranks(rank_bfloat16_adapters, 2, str(folder))[0] == ({torch.bfloat16}, {torch.float32})
+
+
+def test_a_pipeline_stage_may_be_frozen_whole(folder: Path) -> None:
+    last = ("model.norm*", "lm_head*", "model.layers.2.*", "model.layers.3.*")
+    same(run_ranks(rank_like_fsdp, 2, str(folder), {"pp": 2}, {"model": {"freeze": last}}, 2)[0])
+
+
+def rank_refused(folder: str, axes: dict[str, Any]) -> str:
+    try:
+        build(folder, axes)
+    except (TopologyError, ModelError) as e:
+        return str(e)
+    return ""
+
+
+def test_what_the_ranks_find_out_together_is_refused_alike(folder: Path, tmp_path: Path) -> None:
+    moe = str(save_tiny_model(tmp_path / "moe", "qwen3_moe"))
+    biased = str(save_tiny_model(tmp_path / "biased", "llama", mlp_bias=True))
+    for made, axes, message in (
+        (moe, {"ep": 4}, "engine.parallel.ep=4 x etp=1 does not divide the 2 ranks"),
+        (str(folder), {"ep": 2}, "qwen3 is no mixture"),
+        (biased, {"pp": 2}, "the bridge of llama to Megatron-core does not fit this model: the model has model.layers.0.mlp"),
+    ):
+        assert all(message in told for told in run_ranks(rank_refused, 2, made, axes)), message
+
+
+@pytest.mark.parametrize(
+    ("family", "switch", "message"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ],
+)
+def test_settings_that_it_would_ignore_are_refused(family: str, switch: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        refused(save_tiny_model(tmp_path / "m", family, **switch), {})
+
+
+def test_mixtures_are_checked_before_the_number_of_processes_is_known(tmp_path: Path) -> None:
+    made = save_tiny_model(tmp_path / "m", "qwen3_moe")
+    config = EngineConfig(backend="mcore", parallel=ParallelConfig(ep=2))
+    engine_class("mcore")(model=ModelConfig(path=str(made)), engine=config).check()
+
+
 def test_half_a_matrix_cannot_be_frozen(folder: Path) -> None:
     assert "q_proj" in run_ranks(rank_freezes, 1, str(folder))[0]
 
