@@ -19,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from ..config import LoraConfig
 from ..errors import ModelError
 
+EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+
 
 def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLoraConfig:
     """Our settings as peft's, with target modules spelled out.
@@ -28,20 +30,23 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     """
     head = model.get_output_embeddings()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    chosen = {n.rpartition(".")[2] for n in linears}
+    names = {n.rpartition(".")[2] for n in linears}
+    # In a mixture peft takes these names for parts of the fused experts, which are no linear layers, wherever they stand.
+    fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
+    targets = sorted(names - fused)
     if lora.targets != ("all-linear",):
-        names = chosen
         unknown = [t for t in lora.targets if t not in names]
         if unknown:
             raise ModelError(
-                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__} that can be adapted (its head cannot); it has "
-                f"{', '.join(sorted(names))}"
+                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__} that can be adapted "
+                f"(its head cannot); it has {', '.join(targets)}"
             )
-        chosen = set(lora.targets)
-    targets = sorted(chosen)
-    if any(hasattr(m, "_is_expert_parallel") for m in model.modules()):
-        # peft takes a short name for the parts of fused experts too, which are no linear layers: each layer is named in full.
-        targets = [n for n in linears if n.rpartition(".")[2] in chosen]
+        if taken := [t for t in lora.targets if t in fused]:
+            raise ModelError(
+                f"model.lora.targets names {', '.join(taken)}: in {type(model).__name__} peft takes it for a part of the fused experts, "
+                f"which cannot be adapted; name some of {', '.join(targets)}"
+            )
+        targets = list(lora.targets)
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
