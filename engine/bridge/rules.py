@@ -54,8 +54,8 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The same on every rank: norms, routers."""
+class _OfOne:
+    """A rule of one Hugging Face module."""
 
     module: str
 
@@ -63,6 +63,11 @@ class Whole:
     def modules(self) -> tuple[str, ...]:
         """One."""
         return (self.module,)
+
+
+@dataclass(frozen=True)
+class Whole(_OfOne):
+    """The same on every rank: norms, routers."""
 
     def is_split(self, dimensions: int) -> bool:
         """Never."""
@@ -102,15 +107,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class VocabularyRows:
+class VocabularyRows(_OfOne):
     """Embeddings and heads: rows in order over the ranks, padded at the end to equal numbers."""
-
-    module: str
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """One."""
-        return (self.module,)
 
     def is_split(self, dimensions: int) -> bool:
         """Always."""
@@ -127,15 +125,8 @@ class VocabularyRows:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(_OfOne):
     """A row-parallel linear layer: each rank has some of the columns; the bias is whole everywhere."""
-
-    module: str
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """One."""
-        return (self.module,)
 
     def is_split(self, dimensions: int) -> bool:
         """The weight is, the bias is not."""
@@ -181,15 +172,8 @@ class ExpertRows:
 
 
 @dataclass(frozen=True)
-class ExpertColumns:
+class ExpertColumns(_OfOne):
     """The second layer of a rank's experts, one expert under the other. `{e}` is the expert."""
-
-    module: str
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """One for each expert."""
-        return (self.module,)
 
     def is_split(self, dimensions: int) -> bool:
         """Always."""

@@ -41,10 +41,27 @@ class Adapter(nn.Module):
 class Adapted:
     """What adapted layers share: adapters by name, and where each one's rows stand in the layer's output."""
 
-    adapters: nn.ModuleDict
     lora: LoraConfig
     enabled = True
     _order: Tensor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapters: Any = nn.ModuleDict()
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Megatron's signature: the layer's output, and the bias that it leaves to others."""
+        layer: Any = super()
+        out, bias = layer.forward(input_, *args, **kwargs)
+        if len(self.adapters) and self.enabled:
+            own: Any = self
+            dropped = F.dropout(input_, self.lora.dropout, own.training)
+            out = out + self.place([self._delta(dropped, adapter) for adapter in self.adapters.values()])
+        return out, bias
+
+    def _delta(self, x: Tensor, adapter: Any) -> Tensor:
+        """What one adapter adds, from the layer's input."""
+        raise NotImplementedError
 
     def adapt(self, parts: Mapping[str, Sequence[Segment]], lora: LoraConfig) -> None:
         """Add an adapter for each part.
@@ -89,18 +106,6 @@ class Adapted:
 class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
     """Output features over ranks: A is whole everywhere, B has this rank's rows."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapters = nn.ModuleDict()
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Megatron's signature."""
-        out, bias = super().forward(input_, *args, **kwargs)
-        if self.adapters and self.enabled:
-            dropped = F.dropout(input_, self.lora.dropout, self.training)
-            out = out + self.place([self._delta(dropped, adapter) for adapter in self.adapters.values()])
-        return out, bias
-
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
         low = F.linear(x, adapter.lora_A)
         # What is small travels: R numbers a token, and their gradient is summed over the ranks that used them.
@@ -113,18 +118,6 @@ class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
 
 class AdaptedRowParallelLinear(Adapted, RowParallelLinear):
     """Input features over ranks: A has this rank's columns, B is whole everywhere."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapters = nn.ModuleDict()
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Megatron's signature."""
-        out, bias = super().forward(input_)
-        if self.adapters and self.enabled:
-            dropped = F.dropout(input_, self.lora.dropout, self.training)
-            out = out + self.place([self._delta(dropped, adapter) for adapter in self.adapters.values()])
-        return out, bias
 
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
         low = F.linear(x, adapter.lora_A)
