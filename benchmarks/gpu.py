@@ -1,8 +1,9 @@
-"""Training speed on one GPU: tokens a second and MFU of Qwen3 shapes with random weights, 4096-token documents, packed.
+"""Training speed on one GPU: tokens a second and MFU of Qwen3 shapes with random weights, 4096-token documents, packed, on both
+engines.
 
     python -m benchmarks.gpu [--model 0.6B 4B] [--steps 10]
 
-Float32 parameters, bfloat16 arithmetic, AdamW, with and without compilation; beside it what copies and matrix products reach on
+Float32 parameters, bfloat16 arithmetic, AdamW, fsdp with and without compilation, mcore; beside it what copies and matrix products reach on
 the same card in the same run. Skips itself without a GPU; `--model tiny` runs anywhere, to see that the benchmark does.
 """
 
@@ -20,7 +21,7 @@ from transformers import Qwen3Config
 from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from drivetrain.engine.flops import known_peak_tflops
-from drivetrain.engine.registry import engine_class
+from drivetrain.engine.registry import engine_class, is_installed
 from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
 
@@ -54,14 +55,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(name: str, compiled: bool, steps: int, device: torch.device) -> dict[str, object]:
+def measure(name: str, backend: str, compiled: bool, steps: int, device: torch.device) -> dict[str, object]:
     """Train some steps; the medians."""
     document, per_micro_batch, vocabulary = SHAPES[name][7], SHAPES[name][8], SHAPES[name][6]
     with tempfile.TemporaryDirectory() as folder:
         config_of(name).save_pretrained(Path(folder))
-        engine = engine_class("fsdp")(
+        engine = engine_class(backend)(
             model=ModelConfig(path=folder, init="random"),
             engine=EngineConfig(
+                backend=backend,
                 precision=PrecisionConfig(params="float32", compute="bfloat16", reduce="float32"),
                 micro_batch=MicroBatchConfig(max_tokens=document * per_micro_batch),
                 compile=compiled,
@@ -88,7 +90,7 @@ def measure(name: str, compiled: bool, steps: int, device: torch.device) -> dict
     achieved = result.flops / middle / 1e12
     peak = known_peak_tflops(torch.cuda.get_device_name(device), "bfloat16") if device.type == "cuda" else None
     return {
-        "case": f"Qwen3 {name}, {document}-token documents{', compiled' if compiled else ''}",
+        "case": f"Qwen3 {name}, {document}-token documents, {backend}{', compiled' if compiled else ''}",
         "tokens_per_s": round(result.tokens / middle),
         "tflops": round(achieved, 2),
         "mfu": "-" if peak is None else round(achieved / peak, 3),
@@ -134,8 +136,8 @@ def main() -> None:
     if device.type == "cuda":
         print(json.dumps(ceilings(device)), flush=True)
     for name in args.model:
-        for compiled in (False, True):
-            print(json.dumps(measure(name, compiled, args.steps, device)), flush=True)
+        for backend, compiled in (("fsdp", False), ("fsdp", True), *([("mcore", False)] if is_installed("mcore") else [])):
+            print(json.dumps(measure(name, backend, compiled, args.steps, device)), flush=True)
     dist.destroy_process_group()
 
 
