@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one table at the end. Takes about half an hour on two cores.
+"""`make bench`: every benchmark, one table at the end. Takes about three quarters of an hour on two cores.
 
 python -m benchmarks [--only step mcore head load startup balance gpu] [--steps 16]
 """
