@@ -175,6 +175,10 @@ class Job:
         path.write_text(json.dumps(asdict(self)))
         return path
 
+    def result(self, i: int) -> Path:
+        """Where the result of a row is left."""
+        return Path(self.folder) / f"row-{i}.json"
+
     @classmethod
     def read(cls, path: Path | str) -> "Job":
         """From `job.json`."""
@@ -313,7 +317,7 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     references = json.loads((folder / "references.json").read_text())
     judged = []
     for i, row in enumerate(job.rows):
-        told = json.loads(_result(job, i).read_text()) if _result(job, i).is_file() else None
+        told = json.loads(job.result(i).read_text()) if job.result(i).is_file() else None
         judged.append(judge(row, told, references.get(row.model, {}), job.dtype))
     print("\n".join([describe(job), *table(judged, references)]))
     failed = sum(not row["ok"] for row in judged)
@@ -323,15 +327,11 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     return 1 if failed else 0
 
 
-def _result(job: Job, i: int) -> Path:
-    return Path(job.folder) / f"row-{i}.json"
-
-
 def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool:
     """Start processes until every row of so many has a result, or a start brings none; whether it took no longer than allowed."""
 
     def missing() -> int:
-        return sum(row.nproc == nproc and not _result(job, i).is_file() for i, row in enumerate(job.rows))
+        return sum(row.nproc == nproc and not job.result(i).is_file() for i, row in enumerate(job.rows))
 
     deadline, left = time.monotonic() + timeout, missing() + 1
     launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()

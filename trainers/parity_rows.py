@@ -112,7 +112,7 @@ def make_reference(job: Job) -> None:
     check_rows(job)
     found: dict[str, Any] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    possible = [row for i, row in enumerate(job.rows) if not result_file(job, i).is_file()]
+    possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
         _, samples, _ = load_data(config)
@@ -143,12 +143,7 @@ def check_rows(job: Job) -> None:
                 model=config.model, engine=config.engine, optim=config.optim, ranks=range(row.nproc)
             ).check()
         except DrivetrainError as e:
-            result_file(job, i).write_text(json.dumps({"error": str(e)}))
-
-
-def result_file(job: Job, i: int) -> Path:
-    """Where a row's result is left."""
-    return Path(job.folder) / f"row-{i}.json"
+            job.result(i).write_text(json.dumps({"error": str(e)}))
 
 
 def _weights_file(job: Job, row: Row) -> Path:
@@ -190,17 +185,17 @@ def run_rows(job: Job, nproc: int) -> None:
     """All rows of so many processes, one after the other; each result is written as it comes."""
     init_distributed()
     for i, row in enumerate(job.rows):
-        if row.nproc != nproc or result_file(job, i).is_file():
+        if row.nproc != nproc or job.result(i).is_file():
             continue
         # Nobody reads a result before everybody has looked for it.
         dist.barrier()
         try:
             result = run_row(job, row)
         except Exception as e:  # a backend may fail in any way; others may wait for this rank, so the processes start anew
-            result_file(job, i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
+            job.result(i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
             raise
         if dist.get_rank() == 0:
-            result_file(job, i).write_text(json.dumps(result))
+            job.result(i).write_text(json.dumps(result))
     close_distributed()
 
 
