@@ -409,6 +409,35 @@ def test_scaled_rotary_embeddings(tmp_path: Path) -> None:
         close_to(got, want)
 
 
+BY_LENGTH: list[dict[str, Any]] = [
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + 0.5 * i for i in range(8)],
+    },
+]
+
+
+def rank_ropes_by_length(folder: str, axes: dict[str, Any]) -> tuple[Any, Any]:
+    # transformers keeps the frequencies of the longest document so far, until one comes that is short: each long one follows one.
+    documents = [tiny_documents(2, seed=i, longest=n)[1] for i, n in enumerate((7, 50, 9, 23, 11, 40))]
+    with contextlib.closing(build(folder, axes)) as engine:
+        got = engine.train_batch(share(engine, documents), SFTLoss())
+    want = Reference(folder, engines.OPTIM).step(documents)
+    return (got.loss, got.grad_norm), (want.loss, want.grad_norm)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"cp": 2}])
+@pytest.mark.parametrize("rope", BY_LENGTH, ids=lambda r: str(r["rope_type"]))
+def test_documents_are_rotated_by_their_own_length(rope: dict[str, Any], axes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "llama", max_position_embeddings=16, rope_parameters={"rope_theta": 1e4, **rope})
+    for got, want in run_ranks(rank_ropes_by_length, 2, str(folder), axes):
+        close_to([got], [want])
+
+
 def rank_value_head(folder: str, axes: dict[str, Any]) -> tuple[Tensor, Tensor]:
     found = []
     for backend, layout in (("fsdp", {}), ("mcore", axes)):

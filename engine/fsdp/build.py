@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.state import Piece
 from ..config import EngineConfig, ModelConfig, ParallelConfig
-from ..errors import TopologyError
+from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
@@ -65,7 +65,27 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: Paralle
             f"(num_attention_heads={heads}); use one of {legal}"
         )
     check_model(config, model)
+    check_rope(config, model.path)
     check_experts(config, parallel)
+
+
+def check_rope(config: PreTrainedConfig, path: str) -> None:
+    """Refuse rotary embeddings whose frequencies depend on a document's length: a model's own module sees one length a batch.
+
+    Raises:
+        ModelError: packed, a document would be rotated by its neighbour's length.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found, *(v for v in found.values() if isinstance(v, dict))]:
+        kind = rope.get("rope_type", "default")
+        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained or 0)):
+            raise ModelError(
+                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so packed "
+                "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
+                + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
+                + ", or use engine.backend=mcore, which rotates each document by its own length"
+            )
 
 
 def build(

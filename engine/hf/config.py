@@ -55,7 +55,6 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
             f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or use a "
             "causal model"
         )
-    check_rope(config, model.path)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
             if value:
@@ -63,24 +62,6 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                     f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
                     "included, is frozen; unset one of the two"
                 )
-
-
-def check_rope(config: PreTrainedConfig, path: str) -> None:
-    """Refuse rotary embeddings whose frequencies depend on the longest document of a batch.
-
-    Raises:
-        ModelError: packed, a document would be rotated by its neighbour's length.
-    """
-    found = getattr(config, "rope_parameters", None) or {}
-    for rope in [found, *(v for v in found.values() if isinstance(v, dict))]:
-        kind = rope.get("rope_type", "default")
-        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained or 0)):
-            raise ModelError(
-                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so packed "
-                "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
-                + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
-            )
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

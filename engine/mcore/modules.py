@@ -5,6 +5,7 @@ Axes: T tokens of this rank's slice, H query heads, K key/value heads, D head si
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class PackedSelfAttention(SelfAttention):
 class Rotary(nn.Module):
     """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's place in its document.
 
-    The frequencies are transformers' own, for every kind that does not depend on the batch.
+    The frequencies are transformers' own. Where they depend on the length of what the model sees, that is each document's
+    own length: packed or alone, it is rotated alike.
 
     Args:
         config: the Hugging Face config.
@@ -154,33 +156,58 @@ class Rotary(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
         super().__init__()
-        frequencies = [rotary_frequencies(config, kind)[0] for kind in decoder.rotary_kinds]
-        self.register_buffer("inv_freq_kf", torch.stack(frequencies), persistent=False)
+        self.config, self.kinds = config, decoder.rotary_kinds
+        self.by_length = any(rotary_settings(config, kind).get("rope_type") in _BY_LENGTH for kind in self.kinds)
+        self.register_buffer("inv_freq_kf", self._frequencies(None), persistent=False)
+
+    def _frequencies(self, length: int | None) -> Tensor:
+        return torch.stack([rotary_frequencies(self.config, kind, length)[0] for kind in self.kinds])
 
     def get_rotary_seq_len(
         self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedSeqParams | None
-    ) -> Tensor:
-        """Megatron asks for a length and hands it to `forward`; ours is the positions themselves."""
-        return slice_of(packed_seq_params).position_ids
+    ) -> RankSlice:
+        """Megatron asks for a length and hands it to `forward`; ours is the slice, which knows positions and borders."""
+        return slice_of(packed_seq_params)
 
-    def forward(self, positions_t: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Positions `[T]` -> angles `[kinds, T, 1, 1, 2 F]`, float32."""
-        angles_ktf = positions_t.to(self.inv_freq_kf.dtype)[None, :, None] * self.inv_freq_kf[:, None, :]
+    def forward(self, part: RankSlice, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles `[kinds, T, 1, 1, 2 F]` of the slice's tokens, float32."""
+        inv_freq_ktf = self._of_documents(part) if self.by_length else self.inv_freq_kf[:, None, :]
+        angles_ktf = part.position_ids.to(inv_freq_ktf.dtype)[None, :, None] * inv_freq_ktf
         return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
+    def _of_documents(self, part: RankSlice) -> Tensor:
+        """`[kinds, T, F]`: for each token the frequencies of its document."""
+        context, tokens = part.context, len(part.input_ids)
+        lengths = [end - start for start, end in pairwise(context.bounds)]
+        known = {length: self._frequencies(length) for length in set(lengths)}
+        inv_freq_knf = torch.stack([known[length] for length in lengths], 1).to(self.inv_freq_kf.device)
+        first = 0 if context.cp_group is None else context.cp_group.rank() * tokens
+        places = torch.arange(first, first + tokens, device=context.cu_seqlens.device)
+        return inv_freq_knf[:, torch.searchsorted(context.cu_seqlens, places, right=True) - 1]
 
-def rotary_frequencies(config: PreTrainedConfig, layer_kind: str) -> tuple[Tensor, float]:
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def rotary_settings(config: PreTrainedConfig, layer_kind: str) -> dict[str, Any]:
+    """What `rope_parameters` say of one kind of layers, "" where all layers have the same."""
+    found: dict[str, Any] = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
+    return found
+
+
+def rotary_frequencies(config: PreTrainedConfig, layer_kind: str, length: int | None = None) -> tuple[Tensor, float]:
     """Frequencies `[F]` and the factor on sine and cosine (YaRN's attention factor).
 
     Args:
         config: of the model.
         layer_kind: a key of `rope_parameters`, or "" where all layers have the same.
+        length: tokens of the document; None for no more than the model was trained on.
 
     Raises:
         ModelError: transformers does not know the kind.
     """
     config = copy.copy(config)
-    rope = config.rope_parameters = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
+    rope = config.rope_parameters = rotary_settings(config, layer_kind)
     kind = rope.get("rope_type", "default")
     if kind == "default":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -188,5 +215,5 @@ def rotary_frequencies(config: PreTrainedConfig, layer_kind: str) -> tuple[Tenso
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ModelError(f"rope_type={kind} in the model's config is not known; there are {', '.join(ROPE_INIT_FUNCTIONS)}")
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
     return frequencies, float(factor)
