@@ -11,6 +11,9 @@ COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
     "demo": "train, export and question a tiny model on an embedded task",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
+    "merge": "write a checkpoint, of any engine and layout, as a Hugging Face folder",
+    "inspect": "say what a checkpoint is, without reading its tensors",
+    "verify": "compare a checkpoint with its checksums, or two with each other, tensor by tensor",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "backends": "list the engines that can be named in engine.backend",
 }
@@ -33,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}").main(rest)
         return result
+    if command in ("merge", "inspect", "verify"):
+        from .checkpoint_tools.command import main as tool
+
+        return tool(command, rest)
     if command in MODULES:
         return _module(MODULES[command], rest)
     print(f"error: unknown command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)

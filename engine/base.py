@@ -6,6 +6,7 @@ step means - the global weight, micro-batches, accumulation, clipping, the non-f
 
 import math
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from .batch import PackedBatch
 from .capabilities import Capabilities
-from .checkpoint.state import Piece, RestoredState, load_state, restore_random_state, save_state
+from .checkpoint.load import RestoredState, load_state, restore_random_state
+from .checkpoint.pieces import Piece
+from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
+from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
 from .flops import ModelShape
@@ -68,6 +72,7 @@ class BaseEngine(ABC):
         self._residency = Residency(self._move)
         self._finite = True
         self._was_deterministic: bool | None = None
+        self._files: Mapping[str, bytes] | None = None
 
     # ---- what a backend implements -------------------------------------------------------------------------------
 
@@ -408,43 +413,64 @@ class BaseEngine(ABC):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write `root/step-XXXXXXXX` atomically: model, optimizer, schedule, random state of every rank.
+    def snapshot(self, step: int, extra: Mapping[str, Any] | None = None, copies: HostCopies | None = None) -> Snapshot:
+        """This rank's part of a checkpoint of the state as it is: model, optimizer, schedule, random state.
 
         Args:
-            root: folder of all checkpoints of a run.
+            step: its number.
+            extra: JSON-able state of the trainer and the loader.
+            copies: room for copies, with which it stays what it is while training goes on; None takes none.
+        """
+        state = {
+            "backend": self.config.backend,
+            "engine": asdict(self.config),
+            "model": asdict(self.model_config),
+            "optim": None if self.optim_config is None else asdict(self.optim_config),
+            "schedule": {"step": self.step},
+            "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
+            "extra": dict(extra or {}),
+        }
+        return take_snapshot(step, self._pieces(), state, self._model_files, copies)
+
+    def _model_files(self) -> Mapping[str, bytes]:
+        """Config, generation config and tokenizer, which do not change: read back once from what transformers writes."""
+        if self._files is None:
+            with tempfile.TemporaryDirectory() as folder:
+                self._save_model_files(Path(folder))
+                self._files = {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
+        return self._files
+
+    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
+        """Write `root/step-XXXXXXXX`, complete or not at all; see `CheckpointManager` for saving in the background.
+
+        Args:
+            root: folder of all checkpoints of a run, or its URL.
             step: its number.
             extra: JSON-able state of the trainer and the loader.
 
         Returns:
-            the folder.
-        """
-        return save_state(
-            Path(root),
-            step,
-            topology=self.topology,
-            pieces=self._pieces(),
-            state={
-                "backend": self.config.backend,
-                "engine": asdict(self.config),
-                "model": asdict(self.model_config),
-                "optim": None if self.optim_config is None else asdict(self.optim_config),
-                "schedule": {"step": self.step},
-                "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
-                "extra": dict(extra or {}),
-            },
-            write_model_files=self._save_model_files,
-        )
+            the folder, or its URL.
 
-    def load_checkpoint(self, folder: Path | str) -> RestoredState:
-        """Take over a checkpoint of any layout: each rank reads the slices it needs.
+        Raises:
+            CheckpointError: it cannot be written; those saved before are untouched.
+        """
+        return write_snapshot(self.snapshot(step, extra), open_store(root), self.topology, self.topology.host)
+
+    def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
+        """Take over a checkpoint of any layout and engine: each rank reads the slices it needs.
+
+        Args:
+            folder: of the checkpoint, or its URL.
+            verify: compare what is read with its checksums.
 
         Raises:
             CheckpointError: incomplete, damaged, or of another model; nothing has been changed then, unless the damage
                 shows only while reading.
         """
         optimizer = None if self.optim_config is None else self.optim_config.name
-        manifest = load_state(Path(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer)
+        manifest = load_state(
+            open_store(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer, verify=verify
+        )
         self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
         self.zero_grad()
         self.step = manifest.data["schedule"]["step"]

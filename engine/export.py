@@ -1,19 +1,26 @@
 """A trained engine to a Hugging Face folder, streamed: one tensor in memory at a time, whatever the model's size."""
 
-import shutil
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
-from .checkpoint.tensorfile import TensorWriter, fsync_folder, write_json
+from .checkpoint.hf_folder import (
+    SHARD_BYTES,
+    FolderPlan,
+    FolderWriter,
+    check_target,
+    model_files,
+    plan_folder,
+    whole_folder,
+    write_files,
+)
+from .checkpoint.pieces import DTYPES, host_bytes
 from .errors import CheckpointError, disk_error
 
 if TYPE_CHECKING:
     from .base import Adapters, BaseEngine
-
-SHARD_BYTES = 5 * 2**30
 
 
 def export_hf(
@@ -32,85 +39,33 @@ def export_hf(
     Raises:
         CheckpointError: there are no adapters to write alone.
     """
-    final = Path(folder)
-    if final.exists() and not any((final / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise CheckpointError(f"{final} exists and is no exported model; it would be replaced: choose another folder")
+    final, only = Path(folder), adapters == "only"
     shapes = engine.weight_shapes(adapters=adapters)
-    if not shapes:
-        raise CheckpointError("the model has no adapters; export adapters='folded'")
-    plan = plan_shards(shapes, shard_bytes)
-    stem = "adapter_model" if adapters == "only" else "model"
-    names = [
-        f"{stem}.safetensors" if len(plan) == 1 else f"{stem}-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        for i in range(len(plan))
-    ]
-    temporary = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
-    main = engine.topology.is_main
     error: Exception | None = None
     with engine.named_weights(adapters=adapters) as stream:
-        if main:
+        if engine.topology.is_main:
             try:
-                temporary.mkdir(parents=True)
-                for name, part in zip(names, plan, strict=True):
-                    with TensorWriter(temporary / name, part) as writer:
-                        for key in part:
-                            got, tensor = next(stream)
-                            assert got == key, f"named_weights yields {got} where weight_shapes announces {key}"
-                            writer.write(key, tensor)
-            except Exception as e:  # disk full, say: the other ranks wait in the next gather, so the stream goes on
-                error = e
-    if main and error is None:
-        try:
-            if len(plan) > 1:
-                index = {key: name for name, part in zip(names, plan, strict=True) for key in part}
-                total = sum(_size(*entry) for entry in shapes.values())
-                write_json(
-                    temporary / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+                check_target(final)
+                if not shapes:
+                    raise CheckpointError("the model has no adapters; export adapters='folded'")
+                plan = plan_folder(
+                    {n: (DTYPES[dtype], shape) for n, (dtype, shape) in shapes.items()}, shard_bytes, adapters=only
                 )
-            engine._save_model_files(temporary)
-            _only_what_belongs(temporary, adapters)
-            _replace(temporary, final)
-        except Exception as e:
-            error = e
-    if error is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            error = disk_error(str(final), error)
+                _write(engine, plan, stream, final, only=only)
+            except OSError as e:
+                error = disk_error(str(final), e)
+            except Exception as e:  # the other ranks wait in the next gather, so the stream goes on
+                error = e
     engine.topology.agree(error)
     return final
 
 
-def plan_shards(
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
-) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Tensors in order, cut into files."""
-    plan: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    used = 0
-    for name, entry in shapes.items():
-        size = _size(*entry)
-        if plan[-1] and used + size > shard_bytes:
-            plan.append({})
-            used = 0
-        plan[-1][name] = entry
-        used += size
-    return plan
-
-
-def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
-
-
-def _only_what_belongs(folder: Path, adapters: "Adapters") -> None:
-    # A folded model must not look like an adapter to peft, nor an adapter like a model to transformers.
-    (folder / ("config.json" if adapters == "only" else "adapter_config.json")).unlink(missing_ok=True)
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    if final.exists():
-        old = final.parent / f".del-{final.name}-{uuid.uuid4().hex[:8]}"
-        final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(final)
-    fsync_folder(final.parent)
+def _write(engine: "BaseEngine", plan: FolderPlan, stream: Iterator[tuple[str, Tensor]], final: Path, *, only: bool) -> None:
+    left = {key for part in plan.files.values() for key in part}
+    with whole_folder(final) as made:
+        with FolderWriter(made, plan) as writer:
+            for key, tensor in stream:
+                writer.write(key, 0, host_bytes(tensor))
+                left.remove(key)
+        assert not left, f"named_weights does not yield {min(left)}, which weight_shapes announces"
+        write_files(made, model_files(engine._model_files(), adapters=only))

@@ -46,3 +46,12 @@ def fingerprint(path: str) -> str:
                 handle.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
                 digest.update(handle.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder; a Hub name is downloaded by huggingface_hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))

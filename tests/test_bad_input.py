@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.checkpoint.folder import latest
+from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.trainers.sft import main
 from harness import run_ranks
 from runs import records, words
@@ -219,7 +220,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(rank: int, task: Pat
     one_line(
         error, "cannot be written (File too large); make room, or choose another folder. Those saved before are untouched"
     )
-    manifest, skipped = latest(task / "run" / "checkpoints")
+    manifest, skipped = latest(LocalStore(task / "run" / "checkpoints"))
     assert manifest is not None
     assert manifest.data["step"] == 2
     assert not skipped

@@ -199,7 +199,7 @@ HOPS: list[tuple[str, dict[str, Any]]] = [
 def rank_hops(folder: str, root: str, settings: dict[str, Any]) -> list[tuple[float, float]]:
     """Two steps on each engine in turn, by way of checkpoints."""
     found: list[tuple[float, float]] = []
-    saved: Path | None = None
+    saved: str | None = None
     for number, (backend, axes) in enumerate(HOPS):
         with contextlib.closing(build(folder, axes, backend, **settings)) as engine:
             if saved is not None:

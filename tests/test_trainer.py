@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.checkpoint.folder import steps as checkpoint_folders
+from drivetrain.engine.checkpoint.folder import steps
+from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.demo import make_tokenizer
 from drivetrain.trainers.data.encode import encode_row
@@ -47,9 +48,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(task: Path, caplog: pytest.L
     assert (task / "run" / "config.yaml").is_file()
     assert list((task / "run" / "tensorboard").iterdir())
     # As if killed after step 9: two checkpoints are kept, the last of them is of step 10.
-    folders = checkpoint_folders(task / "run" / "checkpoints")
-    assert [f.name for f in folders] == ["step-00000008", "step-00000010"]
-    shutil.rmtree(folders[-1])
+    root = task / "run" / "checkpoints"
+    assert steps(LocalStore(root)) == ["step-00000008", "step-00000010"]
+    shutil.rmtree(root / "step-00000010")
     shutil.rmtree(task / "run" / "hf")
     with open(task / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
@@ -216,7 +217,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(
     last = max(evaluated)
     assert last == best + 6 < 100
     assert f"best loss: {evaluated[best]:.4g} after step {best}, which is exported" in caplog.text
-    folders = [f.name for f in checkpoint_folders(task / "run" / "checkpoints")]
+    folders = steps(LocalStore(task / "run" / "checkpoints"))
     assert folders == [f"step-{best:08d}", f"step-{last:08d}"]
     # The export is the best one: evaluated again, it has that loss.
     again = words(task, held_out(task), f"model.path={task / 'run' / 'hf'}", "optim.lr=1e-30", "trainer.max_steps=1")
@@ -238,7 +239,7 @@ def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: py
     assert main([*run, "trainer.max_steps=5", "optim.lr=1", *other]) == 0
     assert "is not in" in caplog.text
     # Worse than before, but the best of this folder.
-    assert [f.name for f in checkpoint_folders(task / "other" / "checkpoints")] == ["step-00000005"]
+    assert steps(LocalStore(task / "other" / "checkpoints")) == ["step-00000005"]
 
 
 def test_watch_decides() -> None:
@@ -303,7 +304,7 @@ def test_a_signal_saves_and_leaves(how: str, task: Path) -> None:
     assert "checkpoints  " in out
     made = len(losses(task / "run"))
     assert made < 100000
-    assert [f.name for f in checkpoint_folders(task / "run" / "checkpoints")] == [f"step-{made:08d}"]
+    assert steps(LocalStore(task / "run" / "checkpoints")) == [f"step-{made:08d}"]
     long = words(task, "trainer.export_hf=false", f"trainer.max_steps={made + 3}")
     assert main(long) == 0
     assert main([*long, f"trainer.output_dir={task / 'whole'}"]) == 0
@@ -363,10 +364,10 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:
     for step in (4, 5):
         (root / f"step-{step:08d}" / "rank-00000.safetensors").write_bytes(b"x")
     assert main([*run, "trainer.max_steps=4"]) == 0
-    assert [f.name for f in checkpoint_folders(root)] == ["step-00000003", "step-00000004", "step-00000005"]
+    assert steps(LocalStore(root)) == ["step-00000003", "step-00000004", "step-00000005"]
     assert main([*run, "trainer.max_steps=5"]) == 0
     assert len(losses(task / "run")) == 5
-    assert [f.name for f in checkpoint_folders(root)] == ["step-00000004", "step-00000005"]
+    assert steps(LocalStore(root)) == ["step-00000004", "step-00000005"]
 
 
 def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.CaptureFixture[str]) -> None:

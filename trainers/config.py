@@ -53,8 +53,19 @@ class TrainerConfig:
     epochs: int = setting(1, "passes over the training data")
     eval_every: int | None = setting(None, "steps between evaluations; null: only at the end")
     save_every: int | None = setting(None, "steps between checkpoints; null: only at the end")
+    save_background: bool = setting(
+        True, "write checkpoints while training goes on, from a copy in the host's memory; false: training waits"
+    )
+    checkpoint_dir: str | None = setting(
+        None,
+        "folder of this run's checkpoints, or a URL (s3://, gs://, anything fsspec opens); null: checkpoints in output_dir",
+    )
     keep_last: int | None = setting(2, "checkpoints kept, beside the best; null: all")
-    resume: str = setting("auto", "auto: the run's last complete checkpoint, if any; none; or a checkpoint folder")
+    keep_every: int | None = setting(None, "checkpoints of every so many steps are kept beside those; null: none")
+    verify_checksums: bool = setting(True, "compare a checkpoint's numbers with their checksums while it is loaded")
+    resume: str = setting(
+        "auto", "auto: the run's last complete checkpoint, if any; none; or a checkpoint or the folder of a run, also as a URL"
+    )
     best_metric: str | None = setting(
         None, "evaluation metric (loss, accuracy) whose best checkpoint is kept and exported; null: the last one is"
     )
@@ -70,6 +81,11 @@ class TrainerConfig:
         None, "what the device can do at most, in 1e12 FLOP/s, for MFU; null: known for common NVIDIA GPUs"
     )
     export_hf: bool = setting(True, "write the trained model in Hugging Face format at the end")
+    export_hf_every: int | None = setting(None, "steps between further such exports, to exports/ in output_dir; null: none")
+    push_to_hub: str | None = setting(
+        None,
+        "repository of the Hugging Face Hub (org/name, made private if new) for the final export, or its adapter; null: none",
+    )
     timeout_minutes: float = setting(30.0, "after which a rank that waits for the others gives up")
 
 

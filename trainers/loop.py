@@ -4,12 +4,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name, rotate
-from ..engine.errors import CheckpointError, disk_error
+from ..engine.checkpoint.folder import folder_name
+from ..engine.checkpoint.manager import CheckpointManager
+from ..engine.errors import disk_error
 from ..engine.objective import Loss
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
@@ -52,10 +52,12 @@ def train(
     loss: Loss,
     loader: Loader,
     evaluation: Evaluation | None,
+    manager: CheckpointManager,
     config: TrainerConfig,
     loggers: Sequence[Logger],
     watch: Watch,
     *,
+    export: Callable[[int], object],
     start: Start,
     total: int,
     peak: float | None,
@@ -67,9 +69,11 @@ def train(
         loss: what to minimise.
         loader: of training samples.
         evaluation: of held-out samples.
+        manager: of the run's checkpoints.
         config: how often what happens.
         loggers: on the first rank; empty elsewhere.
         watch: over evaluations.
+        export: writes the model as it is, given the step. Collective.
         start: where to begin.
         total: number of the last step.
         peak: FLOP/s of all devices together, or None where it is not known.
@@ -84,7 +88,7 @@ def train(
                 return Ended(step=step, why="signal")
             watch.see(step, measured)
             why = "patience" if watch.stop else "done"
-            save(engine, config, step, loader, start.cursor, watch, start.model)
+            save(manager, step, loader, start.cursor, watch, start.model)
         while step < total and why == "done":
             began = time.perf_counter()
             batch, cursor = next(batches)
@@ -115,9 +119,11 @@ def train(
                 measured = evaluate(engine, evaluation, loggers, step, stop)
                 due = measured is None
                 best = measured is not None and watch.see(step, measured)
-            why = "signal" if stop.asked(engine.topology, error) else "patience" if watch.stop else "done"
+            why = "signal" if stop.asked(engine.topology, error or manager.failure()) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
-                save(engine, config, step, loader, cursor, watch, start.model, evaluate=due)
+                save(manager, step, loader, cursor, watch, start.model, evaluate=due)
+            if config.export_hf_every and step % config.export_hf_every == 0:
+                export(step)
     return Ended(step=step, why=why)
 
 
@@ -173,8 +179,7 @@ def written(step: int, write: Callable[[], object]) -> Exception | None:
 
 
 def save(
-    engine: BaseEngine,
-    config: TrainerConfig,
+    manager: CheckpointManager,
     step: int,
     loader: Loader,
     cursor: Cursor,
@@ -186,8 +191,7 @@ def save(
     """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept.
 
     Args:
-        engine: to save.
-        config: where to, and how many.
+        manager: of the run's checkpoints.
         step: its number.
         loader: of the training data.
         cursor: of the next batch.
@@ -195,16 +199,6 @@ def save(
         model: which one the run began with.
         evaluate: the evaluation of this step is still to be made.
     """
-    root = Path(config.output_dir) / "checkpoints"
-    engine.save_checkpoint(
-        root, step, {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
-    )
-    error: Exception | None = None
-    if engine.topology.is_main:
-        try:
-            rotate(
-                root, config.keep_last, newest=step, keep=() if watch.best_step is None else (folder_name(watch.best_step),)
-            )
-        except OSError as e:
-            error = CheckpointError(f"an old checkpoint in {root} cannot be removed: {e}")
-    engine.topology.agree(error)
+    keep = () if watch.best_step is None else (folder_name(watch.best_step),)
+    extra = {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
+    manager.save(step, extra, keep=keep)

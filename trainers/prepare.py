@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..engine.errors import ConfigError, DrivetrainError
+from ..engine.checkpoint.storage import open_store
+from ..engine.errors import CheckpointError, ConfigError, DrivetrainError
 from ..engine.optim import check_optim
 from ..engine.tokenizer import load_tokenizer
 from ..engine.topology import agree
@@ -15,6 +16,7 @@ from .config import SFTConfig
 from .data.chat import RESERVED
 from .data.samples import Budget, Samples
 from .data.tokenise import load_stores
+from .hub import check_push
 from .metrics import check_loggers
 from .watch import Watch
 
@@ -40,6 +42,8 @@ def check_run(config: SFTConfig) -> None:
         ("trainer.eval_every", trainer.eval_every, 1),
         ("trainer.save_every", trainer.save_every, 1),
         ("trainer.keep_last", trainer.keep_last, 1),
+        ("trainer.keep_every", trainer.keep_every, 1),
+        ("trainer.export_hf_every", trainer.export_hf_every, 1),
         ("trainer.patience", trainer.patience, 1),
         ("trainer.generate", trainer.generate, 0),
         ("trainer.generate_tokens", trainer.generate_tokens, 1),
@@ -69,8 +73,20 @@ def check_run(config: SFTConfig) -> None:
         raise ConfigError(
             f"trainer.patience={trainer.patience} counts evaluations, and there is one at the end only; set trainer.eval_every"
         )
-    if trainer.resume not in ("auto", "none") and not Path(trainer.resume).is_dir():
+    for name, where in (("trainer.checkpoint_dir", trainer.checkpoint_dir), ("trainer.resume", trainer.resume)):
+        if where and "://" in where:
+            try:
+                open_store(where)
+            except CheckpointError as e:
+                raise ConfigError(f"{name}: {e}") from e
+    if trainer.resume not in ("auto", "none") and "://" not in trainer.resume and not Path(trainer.resume).is_dir():
         raise ConfigError(f"trainer.resume={trainer.resume} is no folder; give auto, none or a checkpoint folder")
+    if trainer.push_to_hub is not None:
+        if not trainer.export_hf:
+            raise ConfigError(
+                f"trainer.push_to_hub={trainer.push_to_hub} uploads the final export; set trainer.export_hf=true"
+            )
+        check_push(trainer.push_to_hub)
     if not trainer.timeout_minutes > 0:
         raise ConfigError(f"trainer.timeout_minutes={trainer.timeout_minutes}; it must be more than 0")
     if taken := sorted({*data.chat_template_kwargs} & {*RESERVED}):

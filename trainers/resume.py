@@ -3,11 +3,10 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name, latest, steps
+from ..engine.checkpoint.folder import folder_name
+from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import CheckpointError, ConfigError
 from ..engine.model_path import fingerprint
 from .config import TrainerConfig
@@ -34,13 +33,15 @@ class Start:
     evaluate: bool = False
 
 
-def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Loader, watch: Watch, model_path: str) -> Start:
+def resume(
+    engine: BaseEngine, manager: CheckpointManager, config: TrainerConfig, loader: Loader, watch: Watch, model_path: str
+) -> Start:
     """Load the checkpoint that `trainer.resume` names, if any. Collective.
 
     Args:
         engine: initialised.
+        manager: of the run's checkpoints.
         config: `trainer`.
-        output: the run's folder.
         loader: of the training data.
         watch: over evaluations; takes back what it knew.
         model_path: `model.path`, whose weights a resumed run would not read.
@@ -49,24 +50,17 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
         CheckpointError: the named checkpoint cannot be used, or was made with other data.
         ConfigError: the run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
     """
-    root = output / "checkpoints"
-    found: list[Any] = [None, []]
-    if engine.topology.is_main:
-        # The first rank decides: another might see the folder of a shared file system a moment later.
-        found[1] = [folder.name for folder in steps(root)]
-        if config.resume == "auto":
-            manifest, skipped = latest(root)
-            found[0] = None if manifest is None else manifest.folder
-            for reason in skipped:
-                log.warning("not resumed from: %s", reason)
-    chosen, present = engine.topology.exchange(found)[0]
-    if config.resume not in ("auto", "none"):
-        chosen = Path(config.resume)
+    present = manager.present()
     # Told once, by one rank: every checkpoint of the run says it.
     model = {"path": model_path, "fingerprint": engine.topology.exchange(fingerprint(model_path))[0]}
     start = Start(step=1, cursor=Cursor(), model=model)
-    if chosen is not None:
-        restored = engine.load_checkpoint(chosen)
+    found = None
+    if config.resume == "auto":
+        found = manager.restore_last()
+    elif config.resume != "none":
+        found = manager.restore(config.resume)
+    if found is not None:
+        chosen, restored = found
         was = restored.extra.get("model", {})
         if was and was["fingerprint"] != model["fingerprint"]:
             raise CheckpointError(
@@ -89,14 +83,14 @@ def resume(engine: BaseEngine, config: TrainerConfig, output: Path, loader: Load
                 "the checkpoint of the best %s, step %d, is not in %s; it is looked for anew",
                 watch.metric,
                 watch.best_step,
-                root,
+                manager.root,
             )
             watch.forget()
         another = "" if restored.same_layout else " (another layout: random state drawn anew)"
         log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
     if config.resume != "auto" and present and present[-1] >= folder_name(start.step):
         raise ConfigError(
-            f"trainer.output_dir={output} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step "
-            f"{start.step}; choose another folder, delete {root}, or set trainer.resume=auto to go on with it"
+            f"{manager.root} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step {start.step}; "
+            "choose another trainer.output_dir, delete it, or set trainer.resume=auto to go on with it"
         )
     return start

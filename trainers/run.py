@@ -13,7 +13,8 @@ from typing import Any, TextIO
 import torch
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name, sweep
+from ..engine.checkpoint.folder import folder_name
+from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
@@ -21,12 +22,13 @@ from ..engine.objective import OutputRequest
 from ..engine.registry import engine_class
 from ..engine.topology import agree, close_distributed, init_distributed
 from ..workers.losses.sft import SFTLoss
-from .config import SFTConfig
+from .config import SFTConfig, TrainerConfig
 from .console import Summary
 from .data.encode import marked
 from .data.loader import Loader, Order
 from .data.samples import Samples
 from .generate import answers
+from .hub import push
 from .loop import Evaluation, train, written
 from .metrics import Logger, make_loggers, plot_loss
 from .options import changes, differences, to_yaml
@@ -95,46 +97,63 @@ def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
     engine.total_steps = total
     engine.initialize()
     try:
-        if engine.topology.is_main:
-            sweep(output / "checkpoints")
         _announce(engine, config, samples, order, total)
         log.info("first sample, what is learned of it between « and »:\n  %s", marked(tokenizer, samples[0]))
         loader = _loader(engine, config, samples, order)
         watch = Watch(config.trainer.best_metric, config.trainer.patience, "" if held_out is None else held_out.digest)
-        start = resume(engine, config.trainer, output, loader, watch, config.model.path)
-        if start.step <= total:
-            _write_config(engine, config, output, resumed=start.step > 1)
-        summary = Summary(total)
-        with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
-            ended = train(
-                engine,
-                SFTLoss(),
-                loader,
-                _evaluation(engine, config, held_out, tokenizer, loggers),
-                config.trainer,
-                loggers,
-                watch,
-                start=start,
-                total=total,
-                peak=_peak(engine, config),
-            )
-        left = {"checkpoints": str(output / "checkpoints")}
-        if ended.why == "signal":
-            log.info("stopped by a signal after step %d, which is saved; the same command goes on from there", ended.step)
-        elif ended.why == "patience":
-            log.info(
-                "stopped after step %d: %d evaluations without a better %s", ended.step, config.trainer.patience, watch.metric
-            )
-        elif ended.step < start.step:
-            log.info("step %d of %d is done already; nothing to train", ended.step, total)
-        if config.trainer.export_hf and ended.why != "signal":
-            left |= _export(engine, config, output, watch, ended.step)
+        with _manager(engine, config.trainer, output) as manager:
+            manager.sweep()
+            start = resume(engine, manager, config.trainer, loader, watch, config.model.path)
+            if start.step <= total:
+                _write_config(engine, config, output, resumed=start.step > 1)
+            summary = Summary(total)
+            with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
+                ended = train(
+                    engine,
+                    SFTLoss(),
+                    loader,
+                    _evaluation(engine, config, held_out, tokenizer, loggers),
+                    manager,
+                    config.trainer,
+                    loggers,
+                    watch,
+                    export=lambda step: _export(engine, config, output / "exports" / folder_name(step)),
+                    start=start,
+                    total=total,
+                    peak=_peak(engine, config),
+                )
+            manager.wait()
+            left = {"checkpoints": str(manager.root)}
+            if ended.why == "signal":
+                log.info("stopped by a signal after step %d, which is saved; the same command goes on from there", ended.step)
+            elif ended.why == "patience":
+                log.info(
+                    "stopped after step %d: %d evaluations without a better %s",
+                    ended.step,
+                    config.trainer.patience,
+                    watch.metric,
+                )
+            elif ended.step < start.step:
+                log.info("step %d of %d is done already; nothing to train", ended.step, total)
+            if config.trainer.export_hf and ended.why != "signal":
+                left |= _export_best(engine, manager, config, output, watch, ended.step)
         if "jsonl" in config.trainer.loggers:
             left["loss plot"] = str(output / "loss.png")
         if engine.topology.is_main and "console" in config.trainer.loggers:
             print("\n".join(summary.lines(left)), flush=True)
     finally:
         engine.close()
+
+
+def _manager(engine: BaseEngine, config: TrainerConfig, output: Path) -> CheckpointManager:
+    return CheckpointManager(
+        engine,
+        config.checkpoint_dir or output / "checkpoints",
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        background=config.save_background,
+        verify=config.verify_checksums,
+    )
 
 
 def _loader(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order) -> Loader:
@@ -259,11 +278,22 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Or
         )
 
 
-def _export(engine: BaseEngine, config: SFTConfig, output: Path, watch: Watch, last: int) -> dict[str, str]:
+def _export_best(
+    engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, output: Path, watch: Watch, last: int
+) -> dict[str, str]:
+    """Export what the run leaves: the best checkpoint where one is watched for, else the last step's model."""
     if watch.best_step is not None and watch.best_step != last:
         log.info("best %s: %.4g after step %d, which is exported", watch.metric, watch.best, watch.best_step)
-        engine.load_checkpoint(output / "checkpoints" / folder_name(watch.best_step))
+        manager.restore_step(watch.best_step)
+    left = _export(engine, config, output)
+    if config.trainer.push_to_hub:
+        folder = left["adapter" if config.model.lora.rank > 0 else "model"]
+        left["Hub"] = push(engine.topology, Path(folder), config.trainer.push_to_hub)
+    return left
+
+
+def _export(engine: BaseEngine, config: SFTConfig, folder: Path) -> dict[str, str]:
     left = {}
     if config.model.lora.rank > 0:
-        left["adapter"] = str(export_hf(engine, output / "adapter", adapters="only"))
-    return {**left, "model": str(export_hf(engine, output / "hf"))}
+        left["adapter"] = str(export_hf(engine, folder / "adapter", adapters="only"))
+    return {**left, "model": str(export_hf(engine, folder / "hf"))}

@@ -1,161 +1,339 @@
-"""safetensors files: written as a stream with checksums, read slice by slice."""
+"""safetensors files: the header, a streaming writer, digests by chunks, parts read and checked. Imports no torch.
+
+Digests are xxh3-64 of consecutive chunks of a file, so that a part of it can be checked without reading the rest.
+"""
 
 import json
-import os
-import struct
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
-import torch
+import numpy as np
 import xxhash
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from ..boxes import Box
 from ..errors import CheckpointError
+from .storage import Store
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+CHUNK_BYTES = 2**22
+BLOCK_BYTES = 2**24
+HEADER_LIMIT = 100_000_000
+ITEMSIZE = {
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
 }
-TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
-WRITE_BYTES = 2**24
+"""Bytes of an element, by safetensors' name of its type."""
+
+RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Numbers of a type's size: to copy elements their meaning is not needed."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written."""
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor."""
+    return ITEMSIZE[dtype] * math.prod(shape)
+
+
+def layout(
+    entries: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """A file of tensors one after the other.
+
+    Args:
+        entries: key -> (dtype, shape).
+        metadata: strings for the header.
+
+    Returns:
+        the file's first bytes; where each tensor begins; the size of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    at, starts = 0, {}
+    for key, (dtype, shape) in entries.items():
+        end = at + tensor_bytes(dtype, shape)
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        starts[key], at = at, end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    return first, {key: len(first) + start for key, start in starts.items()}, len(first) + at
+
+
+class Digests:
+    """xxh3-64 of a stream, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._open, self._filled = xxhash.xxh3_64(), 0
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Append bytes."""
+        while len(data):
+            part = data[: CHUNK_BYTES - self._filled]
+            self._open.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == CHUNK_BYTES:
+                self._done.append(self._open.hexdigest())
+                self._open, self._filled = xxhash.xxh3_64(), 0
+
+    def finish(self) -> list[str]:
+        """Of all chunks, the last one being what is left."""
+        return [*self._done, self._open.hexdigest()] if self._filled else list(self._done)
+
+
+def digests_of(data: bytes) -> list[str]:
+    """Of a small file."""
+    found = Digests()
+    found.update(memoryview(data))
+    return found.finish()
 
 
 class TensorWriter:
-    """Writes one safetensors file whose header is known before its data. No second copy of the data is made.
+    """Writes a file whose header is known before its data, as a stream. No second copy of the data is made.
 
     Args:
-        path: of the file.
+        file: to write, from its beginning.
         entries: key -> (dtype, shape), in the order in which `write` will be called.
-        metadata: strings for the header.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        entries: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-        at = 0
-        for key, (dtype, shape) in entries.items():
-            size = dtype.itemsize
-            for n in shape:
-                size *= n
-            header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._expected = iter(entries.items())
-        self._file = open(path, "wb", buffering=0)  # closed by __exit__
-        self._put(struct.pack("<Q", len(text)) + text)
-        self.size = 8 + len(text) + at
+    def __init__(self, file: BinaryIO, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        first, _, self.size = layout(entries)
+        self._file, self._digests = file, Digests()
+        self._left = {key: tensor_bytes(*entry) for key, entry in entries.items()}
+        self._put(memoryview(first))
 
-    def write(self, key: str, tensor: Tensor) -> str:
-        """Append a tensor; returns the xxh3-64 of its bytes."""
-        name, (dtype, shape) = next(self._expected)
-        assert (key, tensor.dtype, tuple(tensor.shape)) == (name, dtype, tuple(shape)), (key, name)
-        digest = xxhash.xxh3_64()
-        data = tensor_bytes(tensor)
-        for start in range(0, len(data), WRITE_BYTES):
-            chunk = data[start : start + WRITE_BYTES]
-            digest.update(chunk)
-            self._put(chunk)
-        return digest.hexdigest()
+    def write(self, key: str, data: memoryview) -> None:
+        """Append a tensor's bytes."""
+        expected = next(iter(self._left), None)
+        assert (key, len(data)) == (expected, self._left.get(key)), (key, len(data), expected)
+        del self._left[key]
+        for start in range(0, len(data), BLOCK_BYTES):
+            self._put(data[start : start + BLOCK_BYTES])
 
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while len(view):
-            written = self._file.write(view)
-            view = view[written:]
+    def finish(self) -> dict[str, Any]:
+        """The file's entry in a manifest."""
+        assert not self._left, f"{next(iter(self._left))} was not written"
+        return {"bytes": self.size, "xxh3": self._digests.finish()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                assert next(self._expected, None) is None, "a tensor of the header was not written"
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+    def _put(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._digests.update(data)
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return memoryview(raw)
+@dataclass(frozen=True)
+class StoredArray:
+    """A tensor in a file.
+
+    Args:
+        dtype: safetensors' name of its type.
+        shape: of it.
+        start: its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
 
 
-def checksum(tensor: Tensor) -> str:
-    """xxh3-64 of a tensor's bytes."""
-    return xxhash.xxh3_64(tensor_bytes(tensor)).hexdigest()
+class CheckedFile:
+    """Reads parts of a file, checking each chunk that it meets, once.
+
+    Args:
+        store: the folder.
+        name: of the file.
+        size: in bytes.
+        digests: of its chunks; None reads without checking.
+    """
+
+    def __init__(self, store: Store, name: str, size: int, digests: Sequence[str] | None) -> None:
+        self.store, self.name, self.size, self._digests = store, name, size, digests
+        # Shared by threads: that two of them check the same chunk is a waste, and no harm.
+        self._good: set[int] = set()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on.
+
+        Raises:
+            DamagedError: they are not those that were written.
+            CheckpointError: the file is shorter.
+        """
+        if self._digests is None:
+            self.store.read_into(self.name, start, out)
+            return
+        end = start + len(out)
+        first, last = -(-start // CHUNK_BYTES), end // CHUNK_BYTES if end < self.size else -(-end // CHUNK_BYTES)
+        if first >= last:
+            self._edge(start, out)
+            return
+        middle, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self.size)
+        self._edge(start, out[: middle - start])
+        for at in range(middle, stop, 4 * BLOCK_BYTES):
+            block = out[at - start : min(at + 4 * BLOCK_BYTES, stop) - start]
+            self.store.read_into(self.name, at, block)
+            for offset in range(0, len(block), CHUNK_BYTES):
+                self._check((at + offset) // CHUNK_BYTES, block[offset : offset + CHUNK_BYTES])
+        self._edge(stop, out[stop - start :])
+
+    def _edge(self, start: int, out: memoryview) -> None:
+        """Bytes of parts of chunks: those not yet checked are read whole."""
+        while len(out):
+            number = start // CHUNK_BYTES
+            begin, end = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self.size)
+            count = min(end - start, len(out))
+            if number in self._good:
+                self.store.read_into(self.name, start, out[:count])
+            else:
+                chunk = memoryview(bytearray(end - begin))
+                self.store.read_into(self.name, begin, chunk)
+                self._check(number, chunk)
+                out[:count] = chunk[start - begin : start - begin + count]
+            start, out = start + count, out[count:]
+
+    def _check(self, number: int, data: memoryview) -> None:
+        assert self._digests is not None
+        if number in self._good:
+            return
+        if xxhash.xxh3_64_hexdigest(data) != self._digests[number]:
+            raise DamagedError(
+                f"{self.store}/{self.name}: the bytes from {number * CHUNK_BYTES} on do not match their checksum; the file is damaged"
+            )
+        self._good.add(number)
 
 
-def file_checksum(path: Path) -> str:
-    """xxh3-64 of a small file."""
-    return xxhash.xxh3_64(path.read_bytes()).hexdigest()
+class TensorFiles:
+    """Reads parts of the tensors in a folder's safetensors files. Threads may share one.
+
+    Args:
+        store: the folder.
+        digests: by file; a file that has none is read without checking.
+    """
+
+    def __init__(self, store: Store, digests: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.store, self._digests = store, digests or {}
+        self._files: dict[str, tuple[CheckedFile, dict[str, StoredArray]]] = {}
+
+    def arrays(self, file: str) -> dict[str, StoredArray]:
+        """The tensors of a file, by key.
+
+        Raises:
+            CheckpointError: no such file, or no safetensors file.
+        """
+        return self._open(file)[1]
+
+    def array(self, file: str, key: str) -> StoredArray:
+        """A tensor of a file.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        found = self.arrays(file).get(key)
+        if found is None:
+            raise CheckpointError(f"{self.store}/{file} has no tensor {key!r}")
+        return found
+
+    def read(self, file: str, key: str, part: Box, out: Any) -> None:
+        """Copy a part of a tensor, without reading much more than it.
+
+        Args:
+            file: its name.
+            key: the tensor's.
+            part: of the tensor.
+            out: an array of `RAW` numbers with the part's shape, of any strides.
+        """
+        checked, arrays = self._open(file)
+        array = arrays[key]
+        assert out.shape == part.length, (out.shape, part)
+        if not out.size:
+            return
+        row_bytes = tensor_bytes(array.dtype, array.shape[1:])
+        first, rows = (part.offset[0], part.length[0]) if array.shape else (0, 1)
+        whole_rows = part.length[1:] == array.shape[1:]
+        if whole_rows and out.flags.c_contiguous:
+            checked.read_into(array.start + first * row_bytes, _flat(out))
+            return
+        step = max(1, BLOCK_BYTES // row_bytes)
+        block = np.empty((min(step, rows), *array.shape[1:]), out.dtype)
+        inside = tuple(slice(o, o + n) for o, n in zip(part.offset[1:], part.length[1:], strict=True))
+        for done in range(0, rows, step):
+            some = block[: min(step, rows - done)]
+            checked.read_into(array.start + (first + done) * row_bytes, _flat(some))
+            out[done : done + len(some)] = some[(slice(None), *inside)]
+
+    def _open(self, file: str) -> tuple[CheckedFile, dict[str, StoredArray]]:
+        found = self._files.get(file)
+        if found is None:
+            size = self.store.size(file)
+            if size is None:
+                raise CheckpointError(f"{self.store}/{file} is missing")
+            checked = CheckedFile(self.store, file, size, self._digests.get(file))
+            found = self._files[file] = (checked, read_header(checked))
+        return found
 
 
-class TensorFolder:
-    """Reads slices of the safetensors files of one folder; each file is opened once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, Any] = {}
-
-    def shape(self, file: str, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return tuple(self._slice(file, key).get_shape())
-
-    def keys(self, file: str) -> list[str]:
-        """Names in a file."""
-        return list(self._handle(file).keys())
-
-    def read(self, file: str, key: str, part: Sequence[slice]) -> Tensor:
-        """A slice of a tensor; only its bytes are read."""
-        if not part:
-            result: Tensor = self._handle(file).get_tensor(key)
-            return result
-        result = self._slice(file, key)[tuple(part)]
-        return result
-
-    def _slice(self, file: str, key: str) -> Any:
-        try:
-            return self._handle(file).get_slice(key)
-        except SafetensorError as e:
-            raise CheckpointError(f"{self.folder / file} has no tensor {key!r}: {e}") from e
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(str(self.folder / file), "pt")
-            except (SafetensorError, OSError) as e:
-                raise CheckpointError(f"{self.folder / file} cannot be read: {e}") from e
-        return self._open[file]
+def _flat(array: Any) -> memoryview:
+    """The bytes of a contiguous array, to write into."""
+    return memoryview(array.reshape(-1)).cast("B")
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make renames inside a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def read_header(file: CheckedFile) -> dict[str, StoredArray]:
+    """The tensors of a safetensors file. Every number is checked before anything is made of its size.
+
+    Raises:
+        CheckpointError: it is none, or its tensors reach beyond it.
+    """
+    where = f"{file.store}/{file.name}"
+    first = bytearray(8)
+    if file.size < 8:
+        raise CheckpointError(f"{where} is no safetensors file: it has {file.size} bytes")
+    file.read_into(0, memoryview(first))
+    length = int.from_bytes(first, "little")
+    if length > min(file.size - 8, HEADER_LIMIT):
+        raise CheckpointError(f"{where} is no safetensors file, or cut off: a header of {length} bytes in {file.size}")
+    text = bytearray(length)
+    file.read_into(8, memoryview(text))
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        found = {key: _array(entry, 8 + length, file.size) for key, entry in header.items()}
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+        raise CheckpointError(f"{where} has a header that cannot be read: {type(e).__name__} {e}") from e
+    return found
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write and fsync a JSON file."""
-    with open(path, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _array(entry: Mapping[str, Any], base: int, size: int) -> StoredArray:
+    start, end = (count(n) for n in entry["data_offsets"])
+    shape = tuple(count(n) for n in entry["shape"])
+    expected = tensor_bytes(entry["dtype"], shape)
+    if end - start != expected or base + end > size:
+        raise ValueError(
+            f"{entry['dtype']} {list(shape)} takes {expected} bytes, not those from {start} to {end} of {size - base}"
+        )
+    return StoredArray(entry["dtype"], shape, base + start)
+
+
+def count(n: Any) -> int:
+    """A number of things, of an untrusted file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(n) is not int or n < 0:
+        raise ValueError(f"{n!r} is no count")
+    return n

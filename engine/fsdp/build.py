@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint.state import Piece
+from ..checkpoint.pieces import Piece
 from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
@@ -20,7 +20,8 @@ from ..hf.layout import DiskLayout
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
-from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder
+from ..hf.weights import WeightFolder, draw_weights, load_weights
+from ..model_path import resolve_folder
 from ..topology import Topology
 from .attention import IMPLEMENTATION
 from .experts import ExpertShards, check_experts, cut_experts

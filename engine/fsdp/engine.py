@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..base import Adapters, BaseEngine
 from ..capabilities import Capabilities
-from ..checkpoint.state import Piece
+from ..checkpoint.pieces import Piece
 from ..config import OptimConfig, ParallelConfig
 from ..errors import ConfigError
 from ..flops import ModelShape

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..boxes import Segment, whole
-from ..checkpoint.state import Piece, cut_pieces
+from ..checkpoint.pieces import Piece, cut_pieces
 from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, folded
 from ..hf.names import hf_name

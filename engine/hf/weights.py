@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..boxes import Box
+from ..checkpoint.pieces import Piece, read_part
 from ..checkpoint.rng import seed_all
-from ..checkpoint.state import Piece
-from ..checkpoint.tensorfile import TensorFolder
+from ..checkpoint.storage import LocalStore
+from ..checkpoint.tensorfile import TensorFiles
 from ..errors import CheckpointError, ModelError
 from .lora import init_adapter
 from .model import HFModel
@@ -35,12 +36,12 @@ class WeightFolder:
 
     def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
         self.folder = folder
-        self._files = TensorFolder(folder)
+        self._files = TensorFiles(LocalStore(folder, links=True))
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             stored: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").is_file():
-            stored = dict.fromkeys(self._files.keys("model.safetensors"), "model.safetensors")
+            stored = dict.fromkeys(self._files.arrays("model.safetensors"), "model.safetensors")
         else:
             raise ModelError(
                 f"model.path={folder} has neither model.safetensors nor model.safetensors.index.json; convert its weights to "
@@ -68,7 +69,7 @@ class WeightFolder:
         """
         file, key = at
         try:
-            shape = self._files.shape(file, key)
+            shape = self._files.array(file, key).shape
         except CheckpointError as e:
             raise ModelError(str(e)) from e
         box = Box(piece.offset, tuple(piece.data.shape))
@@ -83,7 +84,7 @@ class WeightFolder:
         with torch.no_grad():
             target = piece.data[:rows] if piece.data.dim() else piece.data
             if target.numel():
-                target.copy_(self._files.read(file, key, box.within((0,) * len(shape))))
+                read_part(self._files, file, key, box, target)
             if not _finite(target):
                 raise ModelError(
                     f"{key} in {self.folder / file} has numbers that are not finite (NaN or infinity); the weights are damaged"
@@ -98,8 +99,10 @@ class WeightFolder:
         """The mean of a tensor's rows: a new token begins as the average one (Hewitt 2021, "Initializing new word embeddings")."""
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, shape[0], MEAN_ROWS):
-            part = slice(start, min(start + MEAN_ROWS, shape[0]))
-            total += self._files.read(file, key, (part, *(slice(0, n) for n in shape[1:]))).double().sum(0)
+            rows = min(MEAN_ROWS, shape[0] - start)
+            part = torch.empty(rows, *shape[1:], dtype=torch.float64)
+            read_part(self._files, file, key, Box((start, *(0 for _ in shape[1:])), tuple(part.shape)), part)
+            total += part.sum(0)
         return total / shape[0]
 
 
@@ -107,15 +110,6 @@ def _finite(tensor: Tensor) -> bool:
     """Whether all numbers are. By their sum, which NaN and infinity spoil: asking each would double the memory for a moment."""
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return math.isfinite(float(tensor.sum(dtype=wide)))
-
-
-def resolve_folder(path: str) -> Path:
-    """A local folder; a Hub name is downloaded by huggingface_hub."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
 
 
 def load_weights(

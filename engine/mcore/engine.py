@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..base import Adapters, BaseEngine
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
-from ..checkpoint.state import Piece
+from ..checkpoint.pieces import Piece
 from ..config import OptimConfig, ParallelConfig
 from ..errors import CapabilityError, ConfigError, ModelError
 from ..flops import ModelShape

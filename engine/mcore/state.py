@@ -14,7 +14,7 @@ from ..boxes import Box, Segment, whole
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
 from ..bridge.rules import Columns, Part, Rows, Rule, Whole
-from ..checkpoint.state import Piece, cut_pieces
+from ..checkpoint.pieces import Piece, cut_pieces
 from ..config import LoraConfig
 from ..hf.names import PEFT_PREFIX
 from ..topology import Topology

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..boxes import Segment, whole
-from ..checkpoint.state import Piece
+from ..checkpoint.pieces import Piece
 from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
-from ..hf.weights import WeightFolder, draw_weights, load_weights, resolve_folder
+from ..hf.weights import WeightFolder, draw_weights, load_weights
+from ..model_path import resolve_folder
 from ..topology import Topology
 from .state import Held
 

@@ -1,0 +1,147 @@
+"""`drivetrain merge | inspect | verify | import`. Imports no torch."""
+
+import argparse
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..engine.checkpoint.hf_folder import SHARD_BYTES
+from ..engine.errors import DrivetrainError
+from .copying import Progress
+from .merging import DTYPES
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(command: str, words: Sequence[str]) -> int:
+    """Run one of the commands; its exit code: 0, 1 for an error, 3 for two checkpoints that differ."""
+    arguments = _parser(command).parse_args(list(words))
+    try:
+        return int({"merge": _merge, "inspect": _inspect, "verify": _verify}[command](arguments))
+    except DrivetrainError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    what = {
+        "merge": "Write a checkpoint of either engine, in any layout, as a Hugging Face folder.",
+        "inspect": "Say what a checkpoint is, without reading its tensors.",
+        "verify": "Read all of a checkpoint and compare it with its checksums; or compare two, tensor by tensor.",
+    }
+    parser = argparse.ArgumentParser(prog=f"drivetrain {command}", description=what[command])
+    place = "checkpoint, run, or folder of checkpoints; also as a URL"
+    if command == "merge":
+        parser.add_argument("checkpoint", help=f"{place}: the last complete one is taken")
+        parser.add_argument("output", help="folder to write")
+        parser.add_argument(
+            "--adapters",
+            choices=("folded", "only"),
+            default="folded",
+            help="of LoRA: folded into the base (default), or alone",
+        )
+        parser.add_argument("--base", help="base model of the adapters; default: the one that the run names")
+        parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as trained")
+        parser.add_argument("--shard-size", type=_size, default=SHARD_BYTES, help="largest file, as in 5GB or 500MiB")
+        parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
+        parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    elif command == "inspect":
+        parser.add_argument("checkpoint", help=f"{place}, or Hugging Face folder")
+        parser.add_argument("--json", action="store_true", help="as JSON")
+    else:
+        parser.add_argument("first", help=f"{place}, or Hugging Face folder")
+        parser.add_argument("second", nargs="?", help="to compare it with")
+    if command != "inspect":
+        parser.add_argument("--workers", type=int, help="threads; default: one for each core, 8 at most")
+    return parser
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB or 500MiB")
+    return max(1, int(float(found[1]) * _UNITS[(found[2] or "").upper()]))
+
+
+def _merge(a: argparse.Namespace) -> int:
+    from .merging import apply, plan_merge
+
+    plan = plan_merge(
+        a.checkpoint,
+        a.output,
+        adapters=a.adapters,
+        base=a.base,
+        dtype=a.dtype,
+        shard_bytes=a.shard_size,
+        verify=not a.no_verify,
+    )
+    print("\n".join(plan.lines()))
+    if a.dry_run:
+        print("nothing was written (--dry-run)")
+        return 0
+    began = time.perf_counter()
+    with _bar("merging", plan.folder.total_bytes) as progress:
+        apply(plan, a.workers, progress)
+    seconds = time.perf_counter() - began
+    print(f"done in {seconds:.1f} s, {plan.folder.total_bytes / 1e9 / seconds:.2f} GB/s")
+    return 0
+
+
+def _inspect(a: argparse.Namespace) -> int:
+    from .inspection import inspect
+
+    found = inspect(a.checkpoint)
+    print(json.dumps(found.to_json(), indent=2) if a.json else "\n".join(found.lines()))
+    return 0
+
+
+def _verify(a: argparse.Namespace) -> int:
+    from .comparison import compare, verify
+    from .inspection import inspect
+
+    total = inspect(a.first).bytes
+    if a.second is None:
+        with _bar("reading", total) as progress:
+            found = verify(a.first, workers=a.workers, progress=progress)
+        checked = "all checksums match" if found.bytes else "there are no checksums to compare with"
+        print(f"{found.where}: {found.tensors} tensors are whole, {checked}")
+        return 0
+    with _bar("comparing", total) as progress:
+        result = compare(a.first, a.second, workers=a.workers, progress=progress)
+    for name in result.only_first:
+        print(f"only in {a.first}: {name}")
+    for name in result.only_second:
+        print(f"only in {a.second}: {name}")
+    for name, what in result.different.items():
+        print(f"differs: {name}: {what}")
+    if result.same:
+        print(f"equal: {len(result.equal)} tensors, byte for byte")
+        return 0
+    print(f"{len(result.equal)} tensors equal, {len(result.different)} different, at most {result.largest:.3g} apart")
+    return 3
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Progress | None]:
+    """A progress bar where somebody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns: list[Any] = [TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, lock = bar.add_task(what, total=total), threading.Lock()
+
+        def advance(count: int) -> None:
+            with lock:
+                bar.advance(task, count)
+
+        yield advance

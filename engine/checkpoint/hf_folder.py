@@ -1,0 +1,188 @@
+"""A Hugging Face folder of safetensors files: which tensor goes where, and writing them in any order. Imports no torch.
+
+Export from a running engine and merging of a checkpoint share it, so that they make the same files.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import CheckpointError
+from .storage import fsync_folder
+from .tensorfile import layout, tensor_bytes
+
+SHARD_BYTES = 5 * 2**30
+MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
+CONFIGS = {MODEL_STEM: "config.json", ADAPTER_STEM: "adapter_config.json"}
+
+Entry = tuple[str, tuple[int, ...]]
+"""(safetensors dtype, shape)."""
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """The files of a folder.
+
+    Args:
+        stem: `model`, or `adapter_model` for adapters alone.
+        files: name -> key -> (dtype, shape), in the order in which they lie there.
+    """
+
+    stem: str
+    files: Mapping[str, Mapping[str, Entry]]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor_bytes(*entry) for part in self.files.values() for entry in part.values())
+
+    def index(self) -> bytes | None:
+        """What `*.safetensors.index.json` says; None for a single file."""
+        if len(self.files) == 1:
+            return None
+        where = {key: name for name, part in self.files.items() for key in part}
+        return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": where}, indent=2).encode()
+
+
+def plan_folder(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES, *, adapters: bool = False) -> FolderPlan:
+    """Cut tensors, in the natural order of their names, into files.
+
+    Args:
+        entries: key -> (dtype, shape).
+        shard_bytes: size of a file, at most, unless one tensor is larger.
+        adapters: they are adapters alone.
+    """
+    parts: list[dict[str, Entry]] = [{}]
+    used = 0
+    for key in sorted(entries, key=natural):
+        size = tensor_bytes(*entries[key])
+        if parts[-1] and used + size > shard_bytes:
+            parts.append({})
+            used = 0
+        parts[-1][key] = entries[key]
+        used += size
+    stem = ADAPTER_STEM if adapters else MODEL_STEM
+    names = [
+        f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+        for i in range(len(parts))
+    ]
+    return FolderPlan(stem, dict(zip(names, parts, strict=True)))
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+
+
+class FolderWriter:
+    """Writes the tensors of a plan, in any order and from several threads.
+
+    Args:
+        folder: to write into.
+        plan: of its files.
+    """
+
+    def __init__(self, folder: Path, plan: FolderPlan) -> None:
+        self._folder, self._plan = folder, plan
+        self._handles: list[int] = []
+        self._where: dict[str, tuple[int, int]] = {}
+        try:
+            for name, part in plan.files.items():
+                first, starts, size = layout(part)
+                handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                self._handles.append(handle)
+                # Its whole size at once: a disk that is too small says so now.
+                if size and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, size)
+                _put(handle, 0, memoryview(first))
+                self._where |= {key: (handle, start) for key, start in starts.items()}
+        except BaseException:
+            self._close()
+            raise
+
+    def write(self, key: str, start: int, data: memoryview) -> None:
+        """Write a tensor's bytes, or some of them from the byte `start` on."""
+        handle, first = self._where[key]
+        _put(handle, first + start, data)
+
+    def _close(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                for handle in self._handles:
+                    os.fsync(handle)
+                index = self._plan.index()
+                if index is not None:
+                    write_files(self._folder, {f"{self._plan.stem}.safetensors.index.json": index})
+        finally:
+            self._close()
+
+
+def _put(handle: int, start: int, data: memoryview) -> None:
+    while len(data):
+        count = os.pwrite(handle, data, start)
+        start, data = start + count, data[count:]
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write small files, each synced to disk."""
+    for name, data in files.items():
+        with open(folder / name, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def model_files(files: Mapping[str, bytes], *, adapters: bool) -> dict[str, bytes]:
+    """Those that belong beside the weights: a folded model must not look like an adapter to peft, nor an adapter like a model
+    to transformers."""
+    out = CONFIGS[MODEL_STEM if adapters else ADAPTER_STEM]
+    return {name: data for name, data in files.items() if name != out}
+
+
+def check_target(final: Path) -> None:
+    """Refuse to replace what is no exported model.
+
+    Raises:
+        CheckpointError: it says what to do.
+    """
+    known: Sequence[str] = tuple(CONFIGS.values())
+    if final.exists() and not any((final / name).is_file() for name in known):
+        raise CheckpointError(f"{final} exists and is no exported model; it would be replaced: choose another folder")
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A folder to fill that takes its name, and the place of an older one, when all has been written."""
+    check_target(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    made = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
+    made.mkdir()
+    try:
+        yield made
+        fsync_folder(made)
+        if final.exists():
+            old = final.parent / f".del-{final.name}-{uuid.uuid4().hex[:8]}"
+            final.rename(old)
+            made.rename(final)
+            shutil.rmtree(old)
+        else:
+            made.rename(final)
+        fsync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise

@@ -1,0 +1,214 @@
+"""The checkpoints of a run: saved while it goes on, rotated, found again after whatever happened."""
+
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ..errors import CheckpointError, DrivetrainError
+from .folder import find_checkpoint, folder_name, newest_first, rotate, steps
+from .load import RestoredState
+from .manifest import Manifest
+from .save import HostCopies, Snapshot, write_snapshot
+from .storage import open_store
+from .tensorfile import DamagedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..base import BaseEngine
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves and restores an engine, of any backend. Every method but `failure` is collective over the engine's ranks.
+
+    As a context manager it waits, at the end, for what is still being written.
+
+    Args:
+        engine: initialised.
+        root: folder of all checkpoints of the run, or its URL.
+        keep_last: how many to keep; None keeps all.
+        keep_every: those of every so many steps are kept beside them.
+        background: a save returns when the state has been copied to the host's memory, and is written meanwhile.
+        verify: compare what is loaded with its checksums.
+    """
+
+    def __init__(
+        self,
+        engine: "BaseEngine",
+        root: Path | str,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        background: bool = True,
+        verify: bool = True,
+    ) -> None:
+        self._engine, self.root = engine, open_store(root)
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._copies = HostCopies() if background else None
+        self._verify = verify
+        self._group: ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            # The run has failed; what it saved before is nevertheless worth waiting for.
+            self._thread.join()
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[str] = ()) -> None:
+        """Save as the step's checkpoint and delete those that are not to be kept. Waits for an earlier save.
+
+        Args:
+            step: number of the checkpoint.
+            extra: JSON-able state of the trainer and the loader.
+            keep: names of folders that stay.
+
+        Raises:
+            CheckpointError: this save, or the one before that was still being written, failed.
+        """
+        self.wait()
+        topology = self._engine.topology
+        snapshot = self._engine.snapshot(step, extra, self._copies)
+        if self._copies is None:
+            self._write(snapshot, topology.host, keep)
+            return
+        if self._group is None:
+            # Of its own: collectives of two threads on one group would meet in different orders on different ranks.
+            self._group = topology.private_group()
+        group = self._group
+
+        def write() -> None:
+            try:
+                self._write(snapshot, group, keep)
+            except Exception as e:  # raised by the next call of the main thread
+                self._failure = e
+
+        self._thread = threading.Thread(target=write, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[str]) -> None:
+        def rotated() -> None:
+            try:
+                rotate(self.root, self._keep_last, newest=snapshot.step, keep_every=self._keep_every, keep=keep)
+            except OSError as e:
+                raise CheckpointError(f"an old checkpoint in {self.root} cannot be removed: {e}") from e
+
+        write_snapshot(snapshot, self.root, self._engine.topology, group, rotated)
+
+    def failure(self) -> Exception | None:
+        """What a save failed with meanwhile; not waited for. A loop asks after each step, and tells the other ranks."""
+        return self._failure
+
+    def wait(self) -> None:
+        """Wait for a save that is being written.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    # ---- restoring -----------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Remove what crashed saves left behind; nobody else may be saving there."""
+        error: Exception | None = None
+        if self._engine.topology.is_main:
+            try:
+                self.root.sweep()
+            except OSError as e:
+                error = CheckpointError(f"{self.root} cannot be cleared of unfinished checkpoints: {e}")
+        self._engine.topology.agree(error)
+
+    def present(self) -> list[str]:
+        """Names of the checkpoint folders there are, oldest first, complete or not."""
+        topology = self._engine.topology
+        found: list[str] = topology.exchange(steps(self.root) if topology.is_main else None)[0]
+        return found
+
+    def restore_last(self) -> tuple[str, RestoredState] | None:
+        """Load the last checkpoint that is complete and undamaged, and say why others were passed over.
+
+        Returns:
+            where it lies, and what it says beside tensors; None where there is none to load.
+
+        Raises:
+            CheckpointError: of another model; or damage came to light while numbers were already being read, and no
+                earlier checkpoint could replace them.
+        """
+        topology = self._engine.topology
+        found = newest_first(self.root) if topology.is_main else iter(())
+        reasons: list[str] = []
+        touched = False
+        while True:
+            # The first rank decides: another might see a shared file system a moment later.
+            name, why = topology.exchange(self._next(found))[0]
+            for reason in why:
+                log.warning("not resumed from: %s", reason)
+            reasons += why
+            if name is None:
+                if touched:
+                    raise CheckpointError(
+                        f"{self.root} has no checkpoint that is undamaged ({'; '.join(reasons)}); restore a copy of one, or "
+                        "begin again in another folder"
+                    )
+                return None
+            folder = str(self.root.child(name))
+            try:
+                return folder, self._engine.load_checkpoint(folder, verify=self._verify)
+            except DrivetrainError as e:
+                touched = True
+                damages = [d for d in topology.exchange(str(e) if isinstance(e, DamagedError) else None) if d]
+                if not damages:
+                    raise
+                log.warning("not resumed from: %s", damages[0])
+                reasons.append(damages[0])
+
+    @staticmethod
+    def _next(found: Any) -> tuple[str | None, list[str]]:
+        """The next checkpoint that looks complete, and why those before it do not."""
+        why: list[str] = []
+        for name, manifest in found:
+            if isinstance(manifest, Manifest):
+                return name, why
+            why.append(str(manifest))
+        return None, why
+
+    def restore(self, where: Path | str) -> tuple[str, RestoredState]:
+        """Load a checkpoint: itself, or the last one of a run.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be used.
+        """
+        topology = self._engine.topology
+        error: Exception | None = None
+        folder = ""
+        if topology.is_main:
+            try:
+                folder = str(find_checkpoint(where).store)
+            except CheckpointError as e:
+                error = e
+        topology.agree(error)
+        folder = topology.exchange(folder)[0]
+        return folder, self._engine.load_checkpoint(folder, verify=self._verify)
+
+    def restore_step(self, step: int) -> RestoredState:
+        """Load the checkpoint of a step, once nothing is being written any more."""
+        self.wait()
+        return self._engine.load_checkpoint(str(self.root.child(folder_name(step))), verify=self._verify)

@@ -1,0 +1,184 @@
+"""An engine's state to a checkpoint folder: taken as it is at one moment, then written. Knows no backend."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import CheckpointError, disk_error
+from ..topology import Topology, agree, exchange
+from .folder import folder_name
+from .manifest import FORMAT, MODEL, merge_index, write_manifest
+from .pieces import DTYPES, Piece, host_bytes
+from .rng import rng_state
+from .storage import Store
+from .tensorfile import TensorWriter, digests_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """One rank's part of a checkpoint, before it is written.
+
+    Args:
+        step: its number.
+        pieces: the boxes that this rank writes.
+        rng: this rank's random state.
+        state: what else the manifest holds, JSON-able, the same on every rank.
+        model_files: config and tokenizer, by name; asked for on the first rank alone.
+    """
+
+    step: int
+    pieces: tuple[Piece, ...]
+    rng: Mapping[str, Any]
+    state: Mapping[str, Any]
+    model_files: Callable[[], Mapping[str, bytes]]
+
+
+class HostCopies:
+    """Room on the host for copies of tensors, kept from one save to the next: pages once touched are fast."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """The pieces with copies of their data, made by the time it returns."""
+        before, self._kept = self._kept, {}
+        found, cuda = [], False
+        for piece in pieces:
+            key, data = key_of(piece), piece.data
+            room = before.get(key)
+            if room is None or (room.dtype, room.shape) != (data.dtype, data.shape):
+                room = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            room.copy_(data.detach(), non_blocking=True)
+            cuda = cuda or data.is_cuda
+            self._kept[key] = room
+            found.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, offset=piece.offset, data=room))
+        if cuda:
+            torch.cuda.synchronize()
+        return tuple(found)
+
+
+def take_snapshot(
+    step: int,
+    pieces: Iterable[Piece],
+    state: Mapping[str, Any],
+    model_files: Callable[[], Mapping[str, bytes]],
+    copies: HostCopies | None = None,
+) -> Snapshot:
+    """This rank's part of a checkpoint.
+
+    Args:
+        step: its number.
+        pieces: this rank's boxes, of which it writes those that it owns.
+        state: what else the manifest holds.
+        model_files: config and tokenizer.
+        copies: copies the tensors, so that training can go on while they are written; None leaves them where they are.
+    """
+    owned = [p for p in pieces if p.owned and p.data.numel()]
+    return Snapshot(
+        step=step,
+        pieces=tuple(owned) if copies is None else copies.take(owned),
+        rng=rng_state(),
+        state=state,
+        model_files=model_files,
+    )
+
+
+def key_of(piece: Piece) -> str:
+    """A piece's key in its rank's file."""
+    return f"{piece.kind}/{piece.name}@{'.'.join(map(str, piece.offset))}"
+
+
+def write_snapshot(
+    snapshot: Snapshot, root: Store, topology: Topology, group: ProcessGroup, after: Callable[[], None] | None = None
+) -> str:
+    """Write every rank's part, then the manifest, then give the folder its name. Collective over `group`.
+
+    Args:
+        snapshot: of this rank.
+        root: folder of all checkpoints of a run.
+        topology: of the engine.
+        group: of all its ranks; of its own where the engine works on meanwhile.
+        after: called on the first rank when the checkpoint is complete.
+
+    Returns:
+        path or URL of the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written; those saved before are untouched.
+    """
+    name, main = folder_name(snapshot.step), topology.is_main
+    written: Any = None
+    error: Exception | None = None
+    place = ""
+    try:
+        if main:
+            place = root.begin(name).name
+    except Exception as e:  # raised on all ranks by agree
+        error = _unwritten(root, e)
+    agree(error, group)
+    made = root.child(str(exchange(place, group)[0]))
+    file = f"rank-{topology.rank:05d}.safetensors"
+    files: dict[str, Any] = {}
+    try:
+        try:
+            written = _write_rank(made, file, snapshot.pieces)
+            if main:
+                for found, data in snapshot.model_files().items():
+                    made.write(f"{MODEL}{found}", data)
+                    files[f"{MODEL}{found}"] = {"bytes": len(data), "xxh3": digests_of(data)}
+        except Exception as e:  # disk full, a broken tensor: the other ranks must hear of it
+            error = _unwritten(root, e)
+        agree(error, group)
+        parts = exchange((*written, snapshot.rng), group)
+        final = root.child(name)
+        try:
+            if main:
+                manifest = {
+                    "format": FORMAT,
+                    "step": snapshot.step,
+                    "parallel": asdict(topology.parallel),
+                    "world_size": topology.size,
+                    **snapshot.state,
+                    "files": {**{f"rank-{r:05d}.safetensors": entry for r, (_, entry, _) in enumerate(parts)}, **files},
+                    "ranks": [{"rng": rng} for _, _, rng in parts],
+                    "tensors": merge_index([index for index, _, _ in parts]),
+                }
+                write_manifest(made, manifest)
+                root.publish(made, name)
+                if after is not None:
+                    after()
+        except Exception as e:  # raised on all ranks by agree
+            error = _unwritten(root, e)
+        agree(error, group)
+    except Exception:
+        if main and made.name != name:
+            with suppress(OSError):
+                root.remove(made.name)
+        raise
+    return str(final)
+
+
+def _unwritten(root: Store, error: Exception) -> Exception:
+    """A disk's error with what to do about it; any other as it is."""
+    if not isinstance(error, OSError):
+        return error
+    return CheckpointError(f"{disk_error(f'the checkpoint in {root}', error)}. Those saved before are untouched")
+
+
+def _write_rank(store: Store, file: str, pieces: Iterable[Piece]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a rank's file; its part of the index, and its entry among the files."""
+    by_key = {key_of(p): p for p in pieces}
+    index: dict[str, Any] = {}
+    with store.create(file) as out:
+        writer = TensorWriter(out, {key: (DTYPES[p.data.dtype], p.data.shape) for key, p in by_key.items()})
+        for key, piece in by_key.items():
+            writer.write(key, host_bytes(piece.data))
+            entry = index.setdefault(piece.name, {"shape": list(piece.shape), "kinds": {}})
+            kind = entry["kinds"].setdefault(piece.kind, {"dtype": DTYPES[piece.data.dtype], "boxes": []})
+            kind["boxes"].append({"offset": list(piece.offset), "length": list(piece.data.shape), "file": file, "key": key})
+        return index, writer.finish()
