@@ -121,7 +121,8 @@ def train(
                 best = measured is not None and watch.see(step, measured)
             why = "signal" if stop.asked(engine.topology, error or manager.failure()) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
-                save(manager, step, loader, cursor, watch, start.model, evaluate=due)
+                last = why != "done" or step == total
+                save(manager, step, loader, cursor, watch, start.model, evaluate=due, last=last)
             if config.export_hf_every and step % config.export_hf_every == 0:
                 export(step)
     return Ended(step=step, why=why)
@@ -187,6 +188,7 @@ def save(
     model: Mapping[str, str],
     *,
     evaluate: bool = False,
+    last: bool = False,
 ) -> None:
     """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept.
 
@@ -198,7 +200,8 @@ def save(
         watch: over evaluations.
         model: which one the run began with.
         evaluate: the evaluation of this step is still to be made.
+        last: no step follows.
     """
     keep = () if watch.best_step is None else (folder_name(watch.best_step),)
     extra = {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
-    manager.save(step, extra, keep=keep)
+    manager.save(step, extra, keep=keep, last=last)

@@ -67,23 +67,24 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[str] = ()) -> None:
+    def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[str] = (), last: bool = False) -> None:
         """Save as the step's checkpoint and delete those that are not to be kept. Waits for an earlier save.
 
         Args:
             step: number of the checkpoint.
             extra: JSON-able state of the trainer and the loader.
             keep: names of folders that stay.
+            last: no step follows, so nothing is copied, and the save is complete when it returns.
 
         Raises:
             CheckpointError: this save, or the one before that was still being written, failed.
         """
         self.wait()
         topology = self._engine.topology
-        snapshot = self._engine.snapshot(step, extra, self._copies)
-        if self._copies is None:
-            self._write(snapshot, topology.host, keep)
+        if self._copies is None or last:
+            self._write(self._engine.snapshot(step, extra), topology.host, keep)
             return
+        snapshot = self._engine.snapshot(step, extra, self._copies)
         if self._group is None:
             # Of its own: collectives of two threads on one group would meet in different orders on different ranks.
             self._group = topology.private_group()

@@ -1,0 +1,214 @@
+"""Whatever happens to a run or to its folder, the last complete checkpoint is found, and nothing else is lost."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soak import soak
+
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.checkpoint import save
+from drivetrain.engine.checkpoint.manager import CheckpointManager
+from drivetrain.engine.checkpoint.storage import MANIFEST
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import CheckpointError, DrivetrainError
+from drivetrain.trainers.sft import main
+from engines import build, steps, weights
+from harness import run_ranks
+from runs import losses, make_task, words
+
+
+@pytest.mark.parametrize(
+    ("kills", "more"), [(14, ("engine.backend=fsdp",)), (7, ("engine.backend=mcore", "engine.parallel.tp=2"))]
+)
+def test_killed_at_random_instants_a_run_goes_on(kills: int, more: tuple[str, ...], tmp_path: Path) -> None:
+    done = soak(tmp_path, kills, more=more)
+    assert done.kills == kills
+    assert 0 < done.of_one < kills
+    assert len(done.resumed) > kills // 3
+
+
+@pytest.fixture
+def engine(tmp_path: Path, process_group: None) -> BaseEngine:
+    return build(save_tiny_model(tmp_path / "model", "llama"))
+
+
+class Gate:
+    """Holds back the writing of checkpoints."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.entered, self.error = threading.Event(), threading.Event(), None
+        real = save._write_rank
+
+        def held(*args: Any) -> Any:
+            self.entered.set()
+            assert self.open.wait(20)
+            if self.error is not None:
+                raise self.error
+            return real(*args)
+
+        monkeypatch.setattr(save, "_write_rank", held)
+
+
+def test_a_background_save_is_of_its_moment(engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(engine, 1)
+    want = weights(engine)
+    gate = Gate(monkeypatch)
+    with CheckpointManager(engine, tmp_path / "c", keep_last=1) as manager:
+        manager.save(1, {})
+        assert gate.entered.wait(20)
+        # The steps go on while it is held back, and change what is no part of it.
+        steps(engine, 2)
+        assert manager.present() == []
+        gate.open.set()
+    assert manager.present() == ["step-00000001"]
+    engine.load_checkpoint(tmp_path / "c" / "step-00000001")
+    got = weights(engine)
+    assert all((got[k] == want[k]).all() for k in want)
+
+
+def test_a_second_save_waits_for_the_first(engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    manager = CheckpointManager(engine, tmp_path / "c")
+    manager.save(1, {})
+    second = threading.Thread(target=lambda: manager.save(2, {}))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    gate.open.set()
+    second.join(20)
+    manager.wait()
+    assert manager.present() == ["step-00000001", "step-00000002"]
+
+
+def test_what_went_wrong_in_the_background_is_raised(
+    engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    gate.error = OSError(28, "No space left on device")
+    gate.open.set()
+    manager = CheckpointManager(engine, tmp_path / "c")
+    manager.save(1, {})
+    with pytest.raises(CheckpointError, match=r"No space left.*Those saved before are untouched"):
+        manager.save(2, {})
+    assert manager.failure() is None
+    gate.error = None
+    manager.save(3, {})
+    manager.wait()
+    assert manager.present() == ["step-00000003"]
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
+
+
+def rank_fails_alone(folder: str, root: str) -> list[str]:
+    """The second rank's disk is full: both learn of it in the loop, at their next step."""
+    import torch.distributed as dist
+
+    engine = build(folder)
+    real = save._write_rank
+
+    def full(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    save._write_rank = full
+    found = []
+    manager = CheckpointManager(engine, root)
+    try:
+        manager.save(1, {})
+        manager.wait()
+    except DrivetrainError as e:
+        found.append(f"{type(e).__name__}: {e}")
+    save._write_rank = real
+    manager.save(2, {})
+    manager.wait()
+    engine.close()
+    return found
+
+
+def test_a_rank_whose_disk_is_full_is_heard_by_all(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "llama"))
+    first, second = run_ranks(rank_fails_alone, 2, folder, str(tmp_path / "c"))
+    assert "RemoteError: rank 1 failed: CheckpointError" in first[0]
+    assert "CheckpointError" in second[0]
+    assert "No space left" in second[0]
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000002"]
+
+
+# ---- damage, through the trainer ---------------------------------------------------------------------------------
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: flip(c / "rank-00000.safetensors"), "do not match their checksum"),
+        (lambda c: (c / "rank-00000.safetensors").unlink(), "is missing"),
+        (lambda c: (c / MANIFEST).unlink(), "has no manifest.json"),
+        (lambda c: flip(c / MANIFEST), "does not match manifest.xxh3"),
+        (lambda c: [p.unlink() for p in c.iterdir() if p.is_file()], "has no manifest.json"),
+        (lambda c: (c / "rank-00000.safetensors").write_bytes(b"short"), "5 bytes; the manifest says"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "drivetrain")
+    make_task(tmp_path)
+    run = words(tmp_path, "trainer.save_every=1", "trainer.keep_last=3", "trainer.max_steps=5", "trainer.loggers=[jsonl]")
+    assert main(run) == 0
+    want = losses(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    damage(checkpoints / "step-00000005")
+    flip(checkpoints / "step-00000004" / "rank-00000.safetensors")
+    assert main(run) == 0
+    assert message in caplog.text
+    assert f"resumed from {checkpoints}/step-00000003, after step 3" in caplog.text
+    assert losses(tmp_path / "run") == want
+
+
+def test_nothing_but_damage_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_task(tmp_path)
+    run = words(tmp_path, "trainer.max_steps=1", "trainer.loggers=[jsonl]")
+    assert main(run) == 0
+    flip(tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000.safetensors")
+    assert main(run) == 1
+    assert "has no checkpoint that is undamaged" in capsys.readouterr().err
+    # Taken as it is, at one's own risk.
+    assert main([*run, "trainer.verify_checksums=false"]) == 0
+
+
+def test_a_run_keeps_its_checkpoints_in_an_object_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "drivetrain")
+    make_task(tmp_path)
+    settings = ["trainer.save_every=1", "trainer.loggers=[jsonl]", f"trainer.checkpoint_dir=memory://{tmp_path.name}"]
+    assert main(words(tmp_path, *settings, "trainer.max_steps=4")) == 0
+    want = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    elsewhere = [*settings, f"trainer.output_dir={tmp_path / 'elsewhere'}", "trainer.max_steps=6"]
+    assert main(words(tmp_path, *elsewhere)) == 0
+    assert f"resumed from memory://{tmp_path.name}/step-00000004, after step 4" in caplog.text
+    assert len(want) == 4
+    assert len(losses(tmp_path / "elsewhere")) == 2
+    assert not (tmp_path / "elsewhere" / "checkpoints").exists()
+
+
+def test_every_nth_checkpoint_stays_and_exports_are_made_on_the_way(tmp_path: Path) -> None:
+    from drivetrain.checkpoint_tools import compare, merge
+
+    make_task(tmp_path)
+    settings = ["trainer.save_every=1", "trainer.keep_last=1", "trainer.keep_every=3", "trainer.export_hf_every=3"]
+    assert main(words(tmp_path, *settings, "trainer.max_steps=7", "trainer.loggers=[jsonl]")) == 0
+    root = tmp_path / "run"
+    assert sorted(p.name for p in (root / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (3, 6, 7)]
+    assert sorted(p.name for p in (root / "exports").iterdir()) == [f"step-{n:08d}" for n in (3, 6)]
+    merge(root / "checkpoints" / "step-00000003", tmp_path / "merged")
+    assert compare(root / "exports" / "step-00000003" / "hf", tmp_path / "merged").same
+    assert not compare(root / "hf", tmp_path / "merged").same
