@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
@@ -298,17 +299,17 @@ class _Pool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[_Key, list[ProcessGroup]] = {}
-        self._keys: dict[ProcessGroup, _Key] = {}
-        self._default: ProcessGroup | None = None
+        self.forget()
 
     def take(self, key: _Key) -> ProcessGroup:
         if self._default is not dist.group.WORLD:
             # The default group was destroyed, and all others with it.
-            self._free, self._keys, self._default = {}, {}, dist.group.WORLD
+            self.forget()
+            self._default = dist.group.WORLD
         free = self._free.setdefault(key, [])
         if free:
             return free.pop()
+        self._meet(key)
         # Local synchronisation: only members meet here. The default makes every process of the job take part in every
         # group, and an engine on a subset of the ranks would wait for the others for ever.
         made = dist.new_group(list(key.ranks), timeout=key.timeout, backend=key.backend, use_local_synchronization=True)
@@ -316,8 +317,24 @@ class _Pool:
         self._keys[made] = key
         return made
 
+    def _meet(self, key: _Key) -> None:
+        """Make torch count the same number of groups on all members: a group's name is made of its ranks and that number, and
+        ranks that were in other engines before would wait for each other under different names, for ever."""
+        if len(key.ranks) == 1:
+            return
+        meeting = self._meetings[key.ranks] = self._meetings.get(key.ranks, 0) + 1
+        store, names = c10d._get_default_store(), c10d._world.pg_names
+        place = f"drivetrain/{'-'.join(map(str, key.ranks))}/{meeting}"
+        store.set(f"{place}/{dist.get_rank()}", str(len(names)))
+        most = max(int(store.get(f"{place}/{rank}")) for rank in key.ranks)
+        while len(names) < most:
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
     def forget(self) -> None:
-        self._free, self._keys, self._default = {}, {}, None
+        self._free: dict[_Key, list[ProcessGroup]] = {}
+        self._keys: dict[ProcessGroup, _Key] = {}
+        self._meetings: dict[tuple[int, ...], int] = {}
+        self._default: ProcessGroup | None = None
 
     def give_back(self, group: ProcessGroup) -> None:
         if self._default is dist.group.WORLD:
