@@ -299,6 +299,7 @@ class _Pool:
     """
 
     def __init__(self) -> None:
+        self._default: ProcessGroup | None = None
         self.forget()
 
     def take(self, key: _Key) -> ProcessGroup:
@@ -334,7 +335,7 @@ class _Pool:
         self._free: dict[_Key, list[ProcessGroup]] = {}
         self._keys: dict[ProcessGroup, _Key] = {}
         self._meetings: dict[tuple[int, ...], int] = {}
-        self._default: ProcessGroup | None = None
+        self._default = None
 
     def give_back(self, group: ProcessGroup) -> None:
         if self._default is dist.group.WORLD:

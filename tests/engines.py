@@ -29,11 +29,16 @@ def build(
     model: dict[str, Any] | None = None,
     optim: OptimConfig | None = OPTIM,
     ranks: Any = None,
+    total_steps: int | None = None,
     **engine: Any,
 ) -> BaseEngine:
     config = EngineConfig(**{"micro_batch": MicroBatchConfig(max_tokens=128), **engine})
     made = engine_class(config.backend)(
-        model=ModelConfig(path=str(folder), **(model or {})), engine=config, optim=optim, ranks=ranks
+        model=ModelConfig(path=str(folder), **(model or {})),
+        engine=config,
+        optim=optim,
+        ranks=ranks,
+        total_steps=total_steps,
     )
     return made.initialize()
 

@@ -37,7 +37,7 @@ def write(store: Store, number: int = 3, **changes: Any) -> None:
         name, key = f"rank-{rank:05d}.safetensors", f"value/w@0.{first}.0"
         with made.create(name) as file:
             writer = TensorWriter(file, {key: ("F32", (6, width, 4))})
-            writer.write(key, memoryview(value[:, first : first + width].copy().reshape(-1)).cast("B"))
+            writer.write(key, memoryview(value[:, first : first + width].tobytes()))
             files[name] = writer.finish()
         boxes.append({"offset": [0, first, 0], "length": [6, width, 4], "file": name, "key": key})
     made.write("model/config.json", b"{}")

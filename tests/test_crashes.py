@@ -39,7 +39,8 @@ class Gate:
     """Holds back the writing of checkpoints."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.entered, self.error = threading.Event(), threading.Event(), None
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.error: Exception | None = None
         real = save._write_rank
 
         def held(*args: Any) -> Any:
@@ -106,14 +107,15 @@ def rank_fails_alone(folder: str, root: str) -> list[str]:
     import torch.distributed as dist
 
     engine = build(folder)
-    real = save._write_rank
+    module: Any = save
+    real = module._write_rank
 
     def full(*args: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
         return real(*args)
 
-    save._write_rank = full
+    module._write_rank = full
     found = []
     manager = CheckpointManager(engine, root)
     try:
@@ -121,7 +123,7 @@ def rank_fails_alone(folder: str, root: str) -> list[str]:
         manager.wait()
     except DrivetrainError as e:
         found.append(f"{type(e).__name__}: {e}")
-    save._write_rank = real
+    module._write_rank = real
     manager.save(2, {})
     manager.wait()
     engine.close()
