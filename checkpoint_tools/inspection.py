@@ -119,7 +119,7 @@ def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspectio
         model={**_model(config), "path": data["model"].get("path")},
         parameters=_parameters(kinds.get("value", {})),
         bytes=sum(entry["bytes"] for entry in data["files"].values()),
-        dtypes={kind: Counter(dtype for dtype, _ in found.values()) for kind, found in kinds.items()},
+        dtypes={kind: dict(Counter(dtype for dtype, _ in found.values())) for kind, found in kinds.items()},
         adapters=sum(name.startswith(PEFT_PREFIX) for name in manifest.names),
         step=manifest.step,
         backend=data["backend"],
@@ -140,7 +140,7 @@ def _folder(source: FolderSource) -> Inspection:
         model=_model(config),
         parameters=_parameters(source.entries),
         bytes=sum(tensor_bytes(*entry) for entry in source.entries.values()),
-        dtypes={"value": Counter(dtype for dtype, _ in source.entries.values())},
+        dtypes={"value": dict(Counter(dtype for dtype, _ in source.entries.values()))},
         adapters=sum(name.startswith(PEFT_PREFIX) for name in source.entries),
     )
 

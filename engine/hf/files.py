@@ -1,7 +1,10 @@
 """Config, generation config and tokenizer of a trained model, as transformers or peft look for them."""
 
+import copy
 from pathlib import Path
 from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..config import ModelConfig
 from ..tokenizer import load_tokenizer
@@ -18,7 +21,14 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         folder: to write into.
     """
     lm: Any = root.lm
-    lm.config.save_pretrained(folder)
+    config = lm.config
+    if model.head == "value":
+        config = copy.deepcopy(config)
+        classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+        if classifier is not None:
+            # Its `score` is our value head: one number for a sequence, by way of AutoModelForTokenClassification for each token.
+            config.architectures, config.num_labels = [classifier], 1
+    config.save_pretrained(folder)
     if lm.can_generate() and model.head == "lm":
         lm.generation_config.save_pretrained(folder)
     if adapters is not None:
