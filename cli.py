@@ -14,6 +14,7 @@ COMMANDS = {
     "merge": "write a checkpoint, of any engine and layout, as a Hugging Face folder",
     "inspect": "say what a checkpoint is, without reading its tensors",
     "verify": "compare a checkpoint with its checksums, or two with each other, tensor by tensor",
+    "import": "take over a sharded checkpoint of another program: torch's DCP, megatron's torch_dist, verl's shards",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "backends": "list the engines that can be named in engine.backend",
 }
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}").main(rest)
         return result
-    if command in ("merge", "inspect", "verify"):
+    if command in ("merge", "inspect", "verify", "import"):
         from .checkpoint_tools.command import main as tool
 
         return tool(command, rest)

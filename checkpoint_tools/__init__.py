@@ -11,10 +11,17 @@ from .. import __version__ as __version__
 if TYPE_CHECKING:
     from .comparison import compare as compare
     from .comparison import verify as verify
+    from .importing import import_checkpoint as import_checkpoint
     from .inspection import inspect as inspect
     from .merging import merge as merge
 
-_HOME = {"compare": "comparison", "inspect": "inspection", "merge": "merging", "verify": "comparison"}
+_HOME = {
+    "compare": "comparison",
+    "import_checkpoint": "importing",
+    "inspect": "inspection",
+    "merge": "merging",
+    "verify": "comparison",
+}
 
 
 def __getattr__(name: str) -> Any:

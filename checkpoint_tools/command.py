@@ -13,7 +13,7 @@ from typing import Any
 from ..engine.checkpoint.hf_folder import SHARD_BYTES
 from ..engine.errors import DrivetrainError
 from .copying import Progress
-from .merging import DTYPES
+from .plan import DTYPES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -22,7 +22,7 @@ def main(command: str, words: Sequence[str]) -> int:
     """Run one of the commands; its exit code: 0, 1 for an error, 3 for two checkpoints that differ."""
     arguments = _parser(command).parse_args(list(words))
     try:
-        return int({"merge": _merge, "inspect": _inspect, "verify": _verify}[command](arguments))
+        return int({"merge": _merge, "inspect": _inspect, "verify": _verify, "import": _import}[command](arguments))
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
@@ -33,6 +33,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         "merge": "Write a checkpoint of either engine, in any layout, as a Hugging Face folder.",
         "inspect": "Say what a checkpoint is, without reading its tensors.",
         "verify": "Read all of a checkpoint and compare it with its checksums; or compare two, tensor by tensor.",
+        "import": "Take over a sharded checkpoint of another program: an FSDP run's DCP folder, verl's shards, megatron's torch_dist.",
     }
     parser = argparse.ArgumentParser(prog=f"drivetrain {command}", description=what[command])
     place = "checkpoint, run, or folder of checkpoints; also as a URL"
@@ -49,6 +50,26 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as trained")
         parser.add_argument("--shard-size", type=_size, default=SHARD_BYTES, help="largest file, as in 5GB or 500MiB")
         parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
+        parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    elif command == "import":
+        parser.add_argument("source", help="folder of the foreign checkpoint")
+        parser.add_argument("output", help="Hugging Face folder to write; with --to checkpoint, the folder of checkpoints")
+        parser.add_argument("--model", help="folder or Hub name with its config and tokenizer; default: one inside the source")
+        parser.add_argument(
+            "--kind", choices=("auto", "dcp", "verl", "torch_dist"), default="auto", help="default: by the files"
+        )
+        parser.add_argument(
+            "--to",
+            choices=("hf", "checkpoint"),
+            default="hf",
+            help="a Hugging Face folder (default), or a checkpoint to resume",
+        )
+        parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as stored")
+        parser.add_argument("--step", type=int, help="number of the checkpoint; default: the optimizer steps it has stored")
+        parser.add_argument("--shard-size", type=_size, default=SHARD_BYTES, help="largest file, as in 5GB or 500MiB")
+        parser.add_argument(
+            "--trust-pickle", action="store_true", help="read pickles that could run code: for sources that you trust"
+        )
         parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     elif command == "inspect":
         parser.add_argument("checkpoint", help=f"{place}, or Hugging Face folder")
@@ -69,7 +90,8 @@ def _size(text: str) -> int:
 
 
 def _merge(a: argparse.Namespace) -> int:
-    from .merging import apply, plan_merge
+    from .merging import plan_merge
+    from .plan import apply
 
     plan = plan_merge(
         a.checkpoint,
@@ -89,6 +111,35 @@ def _merge(a: argparse.Namespace) -> int:
         apply(plan, a.workers, progress)
     seconds = time.perf_counter() - began
     print(f"done in {seconds:.1f} s, {plan.folder.total_bytes / 1e9 / seconds:.2f} GB/s")
+    return 0
+
+
+def _import(a: argparse.Namespace) -> int:
+    from .importing import import_checkpoint, plan_import, read_foreign
+
+    if a.dry_run:
+        kinds, steps, _, path = read_foreign(a.source, model=a.model, kind=a.kind, trust_pickle=a.trust_pickle)
+        print(f"{a.source}: a model like {path}, with {', '.join(kinds)}{'' if steps else ', no count of optimizer steps'}")
+        if a.to == "hf":
+            print("\n".join(plan_import(kinds["value"], a.output, dtype=a.dtype, shard_bytes=a.shard_size).lines()))
+        print("nothing was written (--dry-run)")
+        return 0
+    began = time.perf_counter()
+    with _bar("importing", None) as progress:
+        written = import_checkpoint(
+            a.source,
+            a.output,
+            model=a.model,
+            kind=a.kind,
+            to=a.to,
+            dtype=a.dtype,
+            step=a.step,
+            shard_bytes=a.shard_size,
+            trust_pickle=a.trust_pickle,
+            workers=a.workers,
+            progress=progress,
+        )
+    print(f"{written}: done in {time.perf_counter() - began:.1f} s")
     return 0
 
 
@@ -127,7 +178,7 @@ def _verify(a: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bar(what: str, total: int) -> Iterator[Progress | None]:
+def _bar(what: str, total: int | None) -> Iterator[Progress | None]:
     """A progress bar where somebody looks."""
     if not sys.stderr.isatty():
         yield None

@@ -160,7 +160,7 @@ def test_a_run_is_merged_by_its_folder_and_replaces_an_older_export(trained: tup
     out = tmp_path / "out"
     for _ in range(2):
         plan = merge(tmp_path / "c", out)
-        assert plan.checkpoint.endswith("step-00000002")
+        assert plan.origin.endswith("step-00000002")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "model", "out"]
     with trained[0].named_weights() as stream:
         stored = load_file(out / "model.safetensors")

@@ -120,10 +120,13 @@ class TensorWriter:
         self._put(memoryview(first))
 
     def write(self, key: str, data: memoryview) -> None:
-        """Append a tensor's bytes."""
+        """Append a tensor's bytes, all of them or the next ones."""
         expected = next(iter(self._left), None)
-        assert (key, len(data)) == (expected, self._left.get(key)), (key, len(data), expected)
-        del self._left[key]
+        assert key == expected, (key, expected)
+        assert len(data) <= self._left[key], key
+        self._left[key] -= len(data)
+        if not self._left[key]:
+            del self._left[key]
         for start in range(0, len(data), BLOCK_BYTES):
             self._put(data[start : start + BLOCK_BYTES])
 

@@ -1,0 +1,225 @@
+"""Foreign sharded checkpoints into a Hugging Face folder, or into a checkpoint that an engine resumes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from ..engine.checkpoint.folder import folder_name
+from ..engine.checkpoint.hf_folder import CONFIGS, MODEL_STEM, SHARD_BYTES
+from ..engine.checkpoint.manifest import FORMAT, MODEL, write_manifest
+from ..engine.checkpoint.rng import rng_state
+from ..engine.checkpoint.storage import LocalStore
+from ..engine.checkpoint.tensorfile import TensorWriter, digests_of
+from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from ..engine.errors import CheckpointError, ModelError, disk_error
+from ..engine.model_path import resolve_folder
+from .copying import Blocks, Progress, Room, blocks_of
+from .foreign import Mapped
+from .plan import DTYPES, Cast, Copied, WritePlan, apply, check_dtype, plan_write, with_dtype
+
+Kind = Literal["auto", "dcp", "verl", "torch_dist"]
+Target = Literal["hf", "checkpoint"]
+_NAMES = {code: name for name, code in DTYPES.items()}
+
+
+def import_checkpoint(
+    source: Path | str,
+    output: Path | str,
+    *,
+    model: str | None = None,
+    kind: Kind = "auto",
+    to: Target = "hf",
+    dtype: str | None = None,
+    step: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    trust_pickle: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a foreign checkpoint in a form that is ours or Hugging Face's.
+
+    Args:
+        source: folder of the foreign checkpoint.
+        output: Hugging Face folder to write, or the folder of checkpoints to write `step-XXXXXXXX` into.
+        model: folder or Hub name of the same architecture: its config and tokenizer. None for one inside the source.
+        kind: `dcp` (torch's distributed checkpoint of an FSDP run), `verl` (its FSDP shards), `torch_dist` (megatron's
+            dist_checkpointing); `auto` by the files.
+        to: `hf`, or `checkpoint`: with the optimizer's moments, where they are stored by name.
+        dtype: float32, bfloat16, float16 or float64; None as stored.
+        step: number of the checkpoint; None for the count of optimizer steps, where it is stored.
+        shard_bytes: size of a file of the Hugging Face folder, at most.
+        trust_pickle: read pickles that could run code.
+        workers: threads.
+        progress: called with the bytes of each block.
+
+    Returns:
+        what was written.
+
+    Raises:
+        CheckpointError: the source is none of these, of another model, or would have to run code.
+    """
+    check_dtype(dtype)
+    kinds, steps, backend, path = read_foreign(source, model=model, kind=kind, trust_pickle=trust_pickle)
+    if to == "hf":
+        plan = plan_import(kinds["value"], output, dtype=dtype, shard_bytes=shard_bytes)
+        apply(plan, workers, progress)
+        return plan.output
+    if to != "checkpoint":
+        raise CheckpointError(f"to={to}; it must be hf or checkpoint")
+    try:
+        return _write_checkpoint(Path(output), kinds, steps, backend, path, dtype, step, progress)
+    except OSError as e:
+        raise disk_error(str(output), e) from e
+
+
+def plan_import(values: Mapped, output: Path | str, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> WritePlan:
+    """What importing into a Hugging Face folder would write."""
+    files = values.model_files()
+    stored = {found for found, _ in values.entries.values()}
+    if dtype is None and len(stored) == 1:
+        files = with_dtype(files, _NAMES[stored.pop()])
+    return plan_write(values.label, output, Copied(values), values.entries, files, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def read_foreign(
+    source: Path | str, *, model: str | None = None, kind: Kind = "auto", trust_pickle: bool = False
+) -> tuple[dict[str, Mapped], dict[str, float], str, str]:
+    """The Hugging Face tensors of a foreign checkpoint.
+
+    Returns:
+        kind (value, exp_avg, exp_avg_sq) -> tensors; name -> optimizer steps; the engine that it is nearest to; the model.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    # torch takes a second: first what can be told without it.
+    found = kind if kind != "auto" else _kind(folder)
+    path = _model(folder, model)
+    config = ModelConfig(path=path)
+    files = _files(path)
+    from . import fsdp, mcore
+    from .dcp import DCPTensors
+
+    try:
+        if found == "verl":
+            shards = fsdp.ShardFiles(folder, trust=trust_pickle)
+            kinds, counts = fsdp.kinds_of(shards, config, files)
+            steps = {name: shards.scalar(count) for name, count in counts.items()}
+        elif found in ("dcp", "torch_dist"):
+            tensors = DCPTensors(folder, trust=trust_pickle)
+            kinds, counts = (fsdp if found == "dcp" else mcore).kinds_of(tensors, config, files)
+            steps = {name: tensors.scalar(count) for name, count in counts.items()}
+        else:
+            raise CheckpointError(f"kind={found}; it must be auto, dcp, verl or torch_dist")
+    except ModelError as e:
+        raise CheckpointError(str(e)) from e
+    known = {name: count for name, count in steps.items() if count is not None}
+    return kinds, known if len(known) == len(steps) else {}, "mcore" if found == "torch_dist" else "fsdp", path
+
+
+def _kind(folder: Path) -> Kind:
+    if any(folder.glob("model_world_size_*_rank_*.pt")):
+        return "verl"
+    if (folder / ".metadata").is_file():
+        return "torch_dist" if (folder / "metadata.json").is_file() or (folder / "common.pt").is_file() else "dcp"
+    inside = [p.parent for pattern in ("*/.metadata", "*/model_world_size_*_rank_0.pt") for p in sorted(folder.glob(pattern))]
+    hint = f"; did you mean {inside[-1]}?" if inside else ""
+    raise CheckpointError(
+        f"{folder} is no checkpoint that can be imported: it has neither .metadata (DCP, megatron) nor "
+        f"model_world_size_W_rank_R.pt (verl){hint}"
+    )
+
+
+def _model(folder: Path, model: str | None) -> str:
+    if model is not None:
+        return model
+    for inside in (folder / "huggingface", folder / "model", folder):
+        if (inside / CONFIGS[MODEL_STEM]).is_file():
+            return str(inside)
+    raise CheckpointError(f"{folder} does not say what model it is of; give --model, a folder with its config.json")
+
+
+def _files(path: str) -> dict[str, bytes]:
+    folder = resolve_folder(path)
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json", ".bin.index.json")
+    return {
+        p.name: p.read_bytes()
+        for p in sorted(folder.iterdir())
+        if p.is_file() and not p.name.endswith(weights) and not p.name.startswith(".") and p.name != "metadata.json"
+    }
+
+
+def _write_checkpoint(
+    root: Path,
+    kinds: Mapping[str, Mapped],
+    steps: Mapping[str, float],
+    backend: str,
+    path: str,
+    dtype: str | None,
+    step: int | None,
+    progress: Progress | None,
+) -> Path:
+    """One file of one rank; whoever resumes it reads the parts that it needs."""
+    if not steps or len(kinds) == 1:
+        # Moments without their count of steps would be corrected for the wrong bias.
+        kinds = {"value": kinds["value"]}
+        steps = {}
+    number = step if step is not None else int(max(steps.values(), default=0))
+    values = kinds["value"]
+    sources: dict[str, tuple[Blocks, Any]] = {kind: (Copied(found), found.entries) for kind, found in kinds.items()}
+    if dtype is not None:
+        cast = Cast(Copied(values), values.entries, DTYPES[dtype])
+        sources["value"] = (cast, cast.entries)
+    stored = {kind for kind, _ in sources["value"][1].values()}
+    if len(stored) > 1:
+        raise CheckpointError(f"{values.label} has tensors of {', '.join(sorted(stored))}; give one dtype for all of them")
+    params = _NAMES[stored.pop()]
+    store, name, file = LocalStore(root), folder_name(number), "rank-00000.safetensors"
+    made = store.begin(name)
+    try:
+        keys = {
+            f"{kind}/{n}@{'.'.join('0' * len(shape))}": (kind, n, (code, shape))
+            for kind, (_, entries) in sources.items()
+            for n, (code, shape) in entries.items()
+        }
+        files: dict[str, Any] = {}
+        room = Room()
+        with made.create(file) as out:
+            writer = TensorWriter(out, {key: entry for key, (_, _, entry) in keys.items()})
+            for key, (kind, n, entry) in keys.items():
+                for part, _ in blocks_of(entry):
+                    block = sources[kind][0].block(n, part, room)
+                    writer.write(key, memoryview(block.reshape(-1)).cast("B") if block.size else memoryview(b""))
+                    if progress is not None:
+                        progress(block.nbytes)
+            files[file] = writer.finish()
+        for n, data in values.model_files().items():
+            made.write(f"{MODEL}{n}", data)
+            files[f"{MODEL}{n}"] = {"bytes": len(data), "xxh3": digests_of(data)}
+        tensors: dict[str, Any] = {}
+        for key, (kind, n, (code, shape)) in keys.items():
+            box = {"offset": [0] * len(shape), "length": list(shape), "file": file, "key": key}
+            tensors.setdefault(n, {"shape": list(shape), "kinds": {}})["kinds"][kind] = {"dtype": code, "boxes": [box]}
+        engine = EngineConfig(backend=backend, precision=PrecisionConfig(params=params, compute=params))  # type: ignore[arg-type]
+        manifest = {
+            "format": FORMAT,
+            "step": number,
+            "parallel": asdict(ParallelConfig(dp_shard=1)),
+            "world_size": 1,
+            "backend": backend,
+            "engine": asdict(engine),
+            "model": asdict(ModelConfig(path=path)),
+            "optim": asdict(OptimConfig()) if steps else None,
+            "schedule": {"step": number},
+            "optimizer": {"step": dict(steps)} if steps else None,
+            "extra": {},
+            "files": files,
+            "ranks": [{"rng": rng_state()}],
+            "tensors": tensors,
+        }
+        write_manifest(made, manifest)
+        return store.publish(made, name).path
+    except BaseException:
+        store.remove(made.name)
+        raise
