@@ -27,7 +27,10 @@ KEPT_CHUNKS = 4
 
 
 class _Nothing:
-    """In the place of megatron's markers in the metadata, which say nothing that is needed."""
+    """In the place of what the metadata has beside the tensors' places: megatron's markers, the plan of the save."""
+
+    def __init__(self, *_: object) -> None:
+        pass
 
 
 def _allowed(module: str, name: str) -> Any:
@@ -45,7 +48,9 @@ def _allowed(module: str, name: str) -> Any:
     }
     if module == "torch.distributed.checkpoint.metadata":
         return getattr(dcp_metadata, name, None) if name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING") else None
-    if module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore"):
+    if module == "torch.distributed.checkpoint.planner" or (
+        module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore")
+    ):
         return _Nothing
     return known.get((module, name))
 
