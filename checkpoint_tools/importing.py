@@ -1,5 +1,6 @@
 """Foreign sharded checkpoints into a Hugging Face folder, or into a checkpoint that an engine resumes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,7 @@ def import_checkpoint(
             dist_checkpointing); `auto` by the files.
         to: `hf`, or `checkpoint`: with the optimizer's moments, where they are stored by name.
         dtype: float32, bfloat16, float16 or float64; None as stored.
-        step: number of the checkpoint; None for the count of optimizer steps, where it is stored.
+        step: number of the checkpoint and, where it is not stored, the count of optimizer steps; None as stored.
         shard_bytes: size of a file of the Hugging Face folder, at most.
         trust_pickle: read pickles that could run code.
         workers: threads.
@@ -88,7 +89,8 @@ def read_foreign(
     """The Hugging Face tensors of a foreign checkpoint.
 
     Returns:
-        kind (value, exp_avg, exp_avg_sq) -> tensors; name -> optimizer steps; the engine that it is nearest to; the model.
+        kind (value, exp_avg, exp_avg_sq; main, where float32 values stand beside those of another format) -> tensors; name ->
+        optimizer steps, empty where they are not stored; the engine that it is nearest to; the model.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -114,6 +116,10 @@ def read_foreign(
             raise CheckpointError(f"kind={found}; it must be auto, dcp, verl or torch_dist")
     except ModelError as e:
         raise CheckpointError(str(e)) from e
+    if "main" in kinds:
+        # Beside its tensors megatron keeps one count, in a pickle; its folders are named after it.
+        number = re.fullmatch(r"iter_(\d+)", folder.name)
+        steps = dict.fromkeys(kinds["main"].entries, None if number is None else float(number[1]))
     known = {name: count for name, count in steps.items() if count is not None}
     return kinds, known if len(known) == len(steps) else {}, "mcore" if found == "torch_dist" else "fsdp", path
 
@@ -161,12 +167,16 @@ def _write_checkpoint(
     progress: Progress | None,
 ) -> Path:
     """One file of one rank; whoever resumes it reads the parts that it needs."""
-    if not steps or len(kinds) == 1:
-        # Moments without their count of steps would be corrected for the wrong bias.
-        kinds = {"value": kinds["value"]}
-        steps = {}
+    moments = {kind: found for kind, found in kinds.items() if kind.startswith("exp_avg")}
+    if moments and not steps:
+        if step is None:
+            raise CheckpointError(
+                f"{kinds['value'].label} does not say how many steps its optimizer has made, which its moments are corrected by; give --step"
+            )
+        steps = dict.fromkeys(moments["exp_avg"].entries, float(step))
     number = step if step is not None else int(max(steps.values(), default=0))
-    values = kinds["value"]
+    values = kinds["main"] if moments and "main" in kinds else kinds["value"]
+    kinds = {"value": values, **moments}
     sources: dict[str, tuple[Blocks, Any]] = {kind: (Copied(found), found.entries) for kind, found in kinds.items()}
     if dtype is not None:
         cast = Cast(Copied(values), values.entries, DTYPES[dtype])

@@ -15,7 +15,7 @@ from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
 from .foreign import ForeignTensors, Mapped, Place
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = {"param": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -23,14 +23,15 @@ ALIASES = {
 _LAYERS = "decoder.layers."
 _EXPERT = "mlp.experts.experts."
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.*)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.*)")
 _IGNORED = ("_extra_state", ".inv_freq")
 
 
 def kinds_of(
     tensors: ForeignTensors, model: ModelConfig, files: Mapping[str, bytes]
 ) -> tuple[dict[str, Mapped], dict[str, str]]:
-    """The values and, where they are stored like parameters, the moments of a Megatron model.
+    """The values and, where they are stored like parameters, the moments of a Megatron model and the float32 values that its
+    optimizer updates (`main`).
 
     Args:
         tensors: of the checkpoint.
@@ -53,18 +54,15 @@ def kinds_of(
     for name in tensors.entries:
         found = _OPTIMIZER.fullmatch(name)
         if found is not None:
-            names.setdefault(found[1], {})[found[2]] = name
+            names.setdefault(KINDS[found[1]], {})[found[2]] = name
     if not names["value"]:
         raise CheckpointError(
             f"{tensors.label} has no tensors of a Megatron model; it has {', '.join(list(tensors.entries)[:3])}"
         )
-    if any(set(names.get(kind, {})) != set(names["value"]) - _without_state(names["value"]) for kind in MOMENTS):
+    trained = {name for name in names["value"] if not name.endswith(_IGNORED)}
+    if any(set(names.get(kind, {})) != trained for kind in KINDS.values()):
         names = {"value": names["value"]}
     return {kind: Mapped(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}, {}
-
-
-def _without_state(names: Mapping[str, str]) -> set[str]:
-    return {n for n in names if n.endswith(_IGNORED)}
 
 
 def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[Place]:

@@ -90,11 +90,7 @@ def test_a_dcp_folder_of_an_fsdp_run(family: str, mesh: tuple[int, ...], tmp_pat
 def rank_goes_on(folder: str, saved: str) -> list[tuple[float, float]]:
     engine = build(folder, optim=OPTIM)
     engine.load_checkpoint(saved)
-    found = []
-    for number in range(4):
-        result = engine.train_batch(share(engine, tiny_documents(8, seed=number)), SFTLoss())
-        assert result.grad_norm is not None
-        found.append((result.loss, result.grad_norm))
+    found = train(engine, range(4))
     engine.close()
     return found
 
@@ -224,6 +220,54 @@ def test_a_torch_dist_folder_of_megatron(family: str, axes: dict[str, Any], tmp_
         else theirs[0]["embedding.word_embeddings.weight"]
     )
     assert torch.equal(loaded[0].get_input_embeddings().weight, embeddings[:257])
+
+
+def rank_with_moments(folder: str, out: str) -> list[tuple[float, float]]:
+    """Saved by megatron's dist_checkpointing with its distributed optimizer; and three steps that follow."""
+    from megatron.core import dist_checkpointing
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    engine: Any = build(folder, backend="mcore", parallel=ParallelConfig(tp=2), optim=OPTIM)
+    train(engine, range(2))
+    Path(out).mkdir(exist_ok=True)
+    groups = engine._state.groups
+    with engine._state.active():
+        state = engine._chunks[0].module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "dp_cp_group": groups.dp_cp,
+            "chained_optim_avoid_prefix": True,
+        }
+        moments = engine._optimizer._parts[0].sharded_state_dict(state, metadata=metadata)
+        dist_checkpointing.save({**state, "optimizer": moments, "iteration": 2}, out)
+    found = train(engine, range(2, 5))
+    engine.close()
+    return found
+
+
+def rank_resumes(folder: str, saved: str, backend: str) -> list[tuple[float, float]]:
+    engine = build(folder, backend=backend, optim=OPTIM)
+    assert engine.load_checkpoint(saved).step == 2
+    found = train(engine, range(2, 5))
+    engine.close()
+    return found
+
+
+def train(engine: Any, numbers: range) -> list[tuple[float, float]]:
+    results = [engine.train_batch(share(engine, tiny_documents(8, seed=n)), SFTLoss()) for n in numbers]
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def test_megatrons_moments_come_too(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "llama"))
+    source = tmp_path / "iter_0000002"
+    want = run_ranks(rank_with_moments, 2, folder, str(source))[0]
+    saved = import_checkpoint(source, tmp_path / "c", to="checkpoint", model=folder)
+    for backend in ("mcore", "fsdp"):
+        close_to(run_ranks(rank_resumes, 2, folder, str(saved), backend)[0], want)
+    source.rename(tmp_path / "nameless")
+    with pytest.raises(CheckpointError, match="does not say how many steps its optimizer has made"):
+        import_checkpoint(tmp_path / "nameless", tmp_path / "c", to="checkpoint", model=folder)
 
 
 # ---- what would run code -----------------------------------------------------------------------------------------
