@@ -14,7 +14,7 @@ from ..engine.checkpoint.storage import open_store
 from ..engine.checkpoint.tensorfile import tensor_bytes
 from ..engine.errors import CheckpointError
 from ..engine.hf.names import PEFT_PREFIX
-from .sources import FolderSource, is_hf_folder, model_config
+from .sources import FolderSource, is_hf_folder, model_config, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Inspection:
             "step": self.step,
             "engine": None if self.backend is None else f"{self.backend}, {self.processes} processes, {layout}",
             "parameters": f"{self.parameters:,}" + (f" in {self.adapters} tensors of adapters" if self.adapters else ""),
-            "on disk": f"{self.bytes / 1e9:.3f} GB",
+            "on disk": size_of(self.bytes),
             **{
                 kind: ", ".join(f"{count} tensors {dtype}" for dtype, count in found.items())
                 for kind, found in self.dtypes.items()

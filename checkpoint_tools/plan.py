@@ -23,7 +23,7 @@ from ..engine.checkpoint.hf_folder import (
 from ..engine.checkpoint.tensorfile import tensor_bytes
 from ..engine.errors import CheckpointError, disk_error
 from .copying import Blocks, Progress, Room, copy_tensors
-from .sources import Source
+from .sources import Source, size_of
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 FLOATS = frozenset(DTYPES.values())
@@ -53,7 +53,7 @@ class WritePlan:
         for name, part in self.folder.files.items():
             size = sum(tensor_bytes(*entry) for entry in part.values())
             kinds = ", ".join(sorted({dtype for dtype, _ in part.values()}))
-            found.append(f"  {name}: {len(part)} tensors, {kinds}, {size / 1e9:.3f} GB")
+            found.append(f"  {name}: {len(part)} tensors, {kinds}, {size_of(size)}")
         return [*found, *(f"  {name}: {len(data)} bytes" for name, data in self.files.items())]
 
 

@@ -153,3 +153,12 @@ def model_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     except ValueError as e:
         raise CheckpointError(f"{CONFIGS[MODEL_STEM]} cannot be read: {e}") from e
     return found if isinstance(found, dict) else {}
+
+
+def size_of(count: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,5 +1,6 @@
-"""A Hugging Face Hub of one data set, on this machine: the part of its HTTP interface that `datasets` uses."""
+"""A Hugging Face Hub on this machine: the parts of its HTTP interface that reading a data set and pushing a model use."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -45,6 +46,65 @@ def serve(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def receive(repo: str, uploaded: dict[str, bytes]) -> Iterator[str]:
+    """Serve the part of the Hub's interface that uploading a folder of small files to a new model uses; its address.
+
+    Args:
+        repo: the only name that may be made.
+        uploaded: receives files by name.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            found = {"_id": "1", "id": repo, "sha": COMMIT, "siblings": [], "private": True, "tags": []}
+            self._answer(
+                found if f"/{repo}" in self.path else {"error": "no such model"}, 200 if f"/{repo}" in self.path else 404
+            )
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                made = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+                if made != repo or not asked["private"]:
+                    self._answer({"error": f"no right to make {made}"}, 403)
+                    return
+                self._answer({"url": f"http://{self.headers['Host']}/{repo}"})
+            elif self.path.endswith("/preupload/main"):
+                files = [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+                ]
+                self._answer({"files": files})
+            elif self.path.endswith("/commit/main"):
+                for line in body.splitlines():
+                    entry = json.loads(line)
+                    if entry["key"] == "file":
+                        uploaded[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+                self._answer({"commitUrl": f"http://{self.headers['Host']}/{repo}/commit/{COMMIT}", "commitOid": COMMIT})
+            else:
+                self._answer({"error": f"unexpected {self.path}"}, 404)
+
+        def _answer(self, value: Any, status: int = 200) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

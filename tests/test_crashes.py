@@ -1,6 +1,9 @@
 """Whatever happens to a run or to its folder, the last complete checkpoint is found, and nothing else is lost."""
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from drivetrain.engine.errors import CheckpointError, DrivetrainError
 from drivetrain.trainers.sft import main
 from engines import build, steps, weights
 from harness import run_ranks
+from hub import receive
 from runs import losses, make_task, words
 
 
@@ -214,3 +218,61 @@ def test_every_nth_checkpoint_stays_and_exports_are_made_on_the_way(tmp_path: Pa
     merge(root / "checkpoints" / "step-00000003", tmp_path / "merged")
     assert compare(root / "exports" / "step-00000003" / "hf", tmp_path / "merged").same
     assert not compare(root / "hf", tmp_path / "merged").same
+
+
+def test_a_save_that_fails_meanwhile_ends_the_run_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_task(tmp_path)
+    module: Any = save
+    real = module._write_rank
+
+    def full(store: Any, *args: Any) -> Any:
+        if "step-00000004" in str(store):
+            raise OSError(28, "No space left on device")
+        return real(store, *args)
+
+    monkeypatch.setattr(module, "_write_rank", full)
+    run = words(tmp_path, "trainer.save_every=2", "trainer.max_steps=1000", "trainer.loggers=[jsonl]")
+    assert main(run) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    # Of the step that it failed in, or of the next; not at the end of the run.
+    assert 4 <= len(losses(tmp_path / "run")) < 12
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.undo()
+    assert main([*run, "trainer.max_steps=6"]) == 0
+    assert len(losses(tmp_path / "run")) == 6
+
+
+PUSH = """
+import sys
+from drivetrain.trainers.sft import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("model", [(), ("model.lora.rank=4",)])
+def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_path: Path) -> None:
+    make_task(tmp_path)
+    uploaded: dict[str, bytes] = {}
+    run = words(tmp_path, *model, "trainer.max_steps=1", "trainer.loggers=[jsonl]")
+    with receive("org/mine", uploaded) as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment.pop("HF_TOKEN", None)
+
+        def push(repo: str, **more: str) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", PUSH, *run, f"trainer.push_to_hub={repo}"]
+            return subprocess.run(words, capture_output=True, text=True, env={**environment, **more}, timeout=100, check=False)
+
+        without = push("org/mine")
+        assert without.returncode == 1
+        assert "trainer.push_to_hub=org/mine without a token of the Hub" in without.stderr
+        assert not (tmp_path / "run").exists()
+        refused = push("org/other", HF_TOKEN="hf_x")
+        assert refused.returncode == 1
+        assert "is exported, but was not uploaded" in refused.stderr
+        done = push("org/mine", HF_TOKEN="hf_x")
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run" / ("adapter" if model else "hf")
+    assert uploaded == {p.name: p.read_bytes() for p in folder.iterdir()}

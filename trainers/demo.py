@@ -1,8 +1,8 @@
 """`drivetrain demo`: the whole way on the embedded task, in a few minutes on two CPU cores.
 
-Makes data and an untrained model, trains it with two processes on each engine, shows that their losses agree, exports, and
-lets the exported models answer held-out questions in plain transformers, in a process of their own. Ends with a short
-comparison of both engines with plain Hugging Face. Leaves `summary.json`.
+Makes data and an untrained model, trains it with two processes on each engine, shows that their losses agree, merges their
+checkpoints, and lets the merged models answer held-out questions in plain transformers, in a process of their own. Ends with a
+short comparison of both engines with plain Hugging Face. Leaves `summary.json`.
 """
 
 import argparse
@@ -68,8 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
         losses[backend] = [r["loss"] for r in records if r.get("split") != "eval"]
-        print("     the exported model answers held-out questions, in plain transformers", flush=True)
-        after[backend] = _measured(*run, "answer", str(run_folder / "hf"), str(root / "data" / "eval.jsonl"), "4")
+        print("     its last checkpoint, merged, is the model that was exported", flush=True)
+        tool = ("-m", "drivetrain.cli")
+        _python(*tool, "merge", str(run_folder), str(run_folder / "merged"))
+        _python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
+        print("     the merged model answers held-out questions, in plain transformers", flush=True)
+        after[backend] = _measured(*run, "answer", str(run_folder / "merged"), str(root / "data" / "eval.jsonl"), "4")
     if "mcore" not in engines:
         print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is left out")
     apart = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]

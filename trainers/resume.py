@@ -67,10 +67,14 @@ def resume(
                 f"{chosen} was trained from model.path={was['path']}, now it is {model_path}, another model, whose weights would not be "
                 "read; choose another trainer.output_dir"
             )
+        if "data" not in restored.extra:
+            log.warning("%s says nothing of data, as one of another program: they begin at their beginning", chosen)
         try:
             start = Start(
                 step=restored.step + 1,
-                cursor=loader.restore(restored.extra.get("data", {}), epochs=config.max_steps is None),
+                cursor=loader.restore(restored.extra["data"], epochs=config.max_steps is None)
+                if "data" in restored.extra
+                else Cursor(),
                 model=model,
                 evaluate=bool(restored.extra.get("evaluate")),
             )

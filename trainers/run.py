@@ -106,6 +106,8 @@ def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
             start = resume(engine, manager, config.trainer, loader, watch, config.model.path)
             if start.step <= total:
                 _write_config(engine, config, output, resumed=start.step > 1)
+                if config.trainer.save_every and start.step + config.trainer.save_every <= total:
+                    manager.prepare()
             summary = Summary(total)
             with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
                 ended = train(

@@ -67,6 +67,14 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Get the room for copies ready while the first steps run: pages that are touched for the first time take longer to
+        write than to copy into."""
+        if self._copies is not None and self._thread is None:
+            pieces = list(self._engine.snapshot(0).pieces)
+            self._thread = threading.Thread(target=self._copies.reserve, args=(pieces,), name="checkpoint-room", daemon=True)
+            self._thread.start()
+
     def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[str] = (), last: bool = False) -> None:
         """Save as the step's checkpoint and delete those that are not to be kept. Waits for an earlier save.
 
