@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test check bench soak docs clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -34,6 +34,9 @@ check: $(SETUP) .types/drivetrain
 
 bench: $(SETUP)
 	$(PY) -m benchmarks
+
+soak: $(SETUP)
+	$(PY) tests/soak.py --kills $(or $(KILLS),200)
 
 docs: $(SETUP)
 	$(PY) -m docs.reference

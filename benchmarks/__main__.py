@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore head load startup balance gpu] [--steps 16]
+python -m benchmarks [--only step mcore head load checkpoint startup balance gpu] [--steps 16]
 """
 
 import argparse
@@ -26,6 +26,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         ],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
+        "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
         "startup": [["-m", "benchmarks.startup"]],
         "balance": [["-m", "benchmarks.balance"]],
         "gpu": [["-m", "benchmarks.gpu"]],

@@ -30,8 +30,8 @@ def peak() -> float:
         return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("VmHWM"))
 
 
-def write_model(folder: Path) -> float:
-    """A random Qwen3-type model; its bytes."""
+def write_config(folder: Path) -> Qwen3Config:
+    """The config of a model of 1.2 GB, of Qwen 3's type."""
     config = Qwen3Config(
         vocab_size=32000,
         hidden_size=1024,
@@ -42,6 +42,13 @@ def write_model(folder: Path) -> float:
         head_dim=64,
         tie_word_embeddings=False,
     )
+    config.save_pretrained(folder)
+    return config
+
+
+def write_model(folder: Path) -> float:
+    """Such a model with random weights; its bytes."""
+    config = write_config(folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder, max_shard_size="400MB")
     return float(sum(f.stat().st_size for f in folder.glob("*.safetensors")))

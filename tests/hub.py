@@ -80,7 +80,7 @@ def receive(repo: str, uploaded: dict[str, bytes]) -> Iterator[str]:
             if self.path == "/api/repos/create":
                 asked = json.loads(body)
                 made = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-                if made != repo or not asked["private"]:
+                if made != repo or not (asked.get("private") or asked.get("visibility") == "private"):
                     self._answer({"error": f"no right to make {made}"}, 403)
                     return
                 self._answer({"url": f"http://{self.headers['Host']}/{repo}"})
