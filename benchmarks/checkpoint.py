@@ -3,11 +3,11 @@ merged and imported, beside cp.
 
 torchrun --nproc-per-node 2 -m benchmarks.checkpoint
 
-Seconds are medians. Everything that writes ends with the data on the disk: cp is followed by sync.
+Seconds are medians. Everything that writes ends with the data on the disk: cp is followed by sync. The commands' seconds include
+the start of Python and, but for plain merging, of torch.
 """
 
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -77,83 +77,106 @@ def copied(source: Path, to: Path) -> float:
     return seconds
 
 
-def saves(engine: BaseEngine, root: Path) -> tuple[float, Path]:
-    """Blocking and background saves, beside DCP's; bytes of a checkpoint, and where the last one lies."""
-    batch = from_lists([list(range(3, 131))])
-    step = statistics.median(timed(lambda: engine.train_batch(batch, SFTLoss())) for _ in range(TIMES))
-    before = forget_peak()
-    blocking = [timed(lambda: engine.save_checkpoint(root / "blocking", 1)) for _ in range(TIMES)]
-    size = float(sum(f.stat().st_size for f in (root / "blocking").rglob("*") if f.is_file()))
-    seconds = statistics.median(blocking)
+def emptied(folder: Path) -> None:
+    """Delete a folder's contents, on all ranks' behalf, and let the disk come to rest: neither belongs to a save."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(path)
+        subprocess.run(["sync"], check=True)
+    dist.barrier()
+
+
+def blocking_saves(engine: Any, root: Path, step_seconds: float) -> tuple[float, Path, Path]:
+    """Ours and DCP's in turns, of as many bytes; the size of a checkpoint, ours, and DCP's."""
+    values = {name: p.detach() for name, p in engine._root.named_parameters()}
+    state = {"model": values, **{k: {n: p.clone() for n, p in values.items()} for k in ("exp_avg", "exp_avg_sq")}}
+    ours: list[float] = []
+    theirs: list[float] = []
+    memory = {"ours": 0.0, "theirs": 0.0}
+    for number in range(TIMES):
+        emptied(root / "ours")
+        before = forget_peak()
+        ours.append(timed(lambda: engine.save_checkpoint(root / "ours", 1)))
+        memory["ours"] = max(memory["ours"], peak() - before)
+        emptied(root / "dcp")
+        before = forget_peak()
+        theirs.append(timed(lambda n=number: dcp.save(state, checkpoint_id=root / "dcp" / f"{n}")))  # type: ignore[misc]
+        memory["theirs"] = max(memory["theirs"], peak() - before)
+    size = float(sum(f.stat().st_size for f in (root / "ours").rglob("*") if f.is_file()))
+    seconds, dcps = statistics.median(ours), statistics.median(theirs)
     row(
-        "blocking save", gb=size / 1e9, seconds=seconds, gb_per_s=size / 1e9 / seconds, extra_memory_gb=(peak() - before) / 1e9
+        "blocking save",
+        gb=size / 1e9,
+        seconds=seconds,
+        gb_per_s=size / 1e9 / seconds,
+        of_a_step=seconds / step_seconds,
+        extra_memory_gb=memory["ours"] / 1e9,
+        dcp_seconds=dcps,
+        dcp_extra_memory_gb=memory["theirs"] / 1e9,
+        time_of_dcps=seconds / dcps,
     )
-    before = forget_peak()
-    pauses, wholes = [], []
+    background_saves(engine, root, step_seconds, state)
+    return size, root / "ours" / "step-00000001", root / "dcp" / f"{TIMES - 1}"
+
+
+def background_saves(engine: BaseEngine, root: Path, step_seconds: float, state: Any) -> None:
+    """How long training stops, ours and DCP's in turns."""
+    group = dist.new_group(backend="gloo")
+    pauses: list[float] = []
+    wholes: list[float] = []
+    theirs: list[float] = []
     with CheckpointManager(engine, root / "background", keep_last=1) as manager:
         manager.prepare()
-        engine.train_batch(batch, SFTLoss())
+        manager.wait()
         for number in range(TIMES):
             start = time.perf_counter()
             pauses.append(timed(lambda n=number: manager.save(n, {})))  # type: ignore[misc]
             manager.wait()
             wholes.append(time.perf_counter() - start)
+            emptied(root / "async")
+            found: list[Any] = []
+            where = root / "async" / f"{number}"
+            theirs.append(
+                timed(lambda into=found, w=where: into.append(dcp.async_save(state, checkpoint_id=w, process_group=group)))  # type: ignore[misc]
+            )
+            found[0].result()
     pause = statistics.median(pauses)
     row(
         "background save",
         pause_seconds=pause,
-        pause_of_a_step=pause / step,
-        blocking_of_a_step=seconds / step,
+        pause_of_a_step=pause / step_seconds,
         whole_seconds=statistics.median(wholes),
-        extra_memory_gb=(peak() - before) / 1e9,
+        dcp_pause_seconds=statistics.median(theirs),
     )
-    if dist.get_rank() == 0:
-        shutil.rmtree(root / "background")
-    return size, root / "blocking" / "step-00000001"
+    for name in ("background", "async"):
+        emptied(root / name)
 
 
-def saves_by_dcp(engine: Any, root: Path) -> Path:
-    """torch's distributed checkpoint of the same tensors."""
-    values = {name: p.detach() for name, p in engine._root.named_parameters()}
-    state = {"model": values, **{k: {n: torch.zeros_like(p) for n, p in values.items()} for k in ("exp_avg", "exp_avg_sq")}}
-    before = forget_peak()
-    seconds = statistics.median(timed(lambda: dcp.save(state, checkpoint_id=root / "dcp")) for _ in range(TIMES))
-    row("DCP, blocking save", seconds=seconds, extra_memory_gb=(peak() - before) / 1e9)
-    group = dist.new_group(backend="gloo")
-    pauses = []
-    before = forget_peak()
-    for _ in range(TIMES):
-        found: list[Any] = []
-        pauses.append(
-            timed(lambda into=found: into.append(dcp.async_save(state, checkpoint_id=root / "dcp", process_group=group)))  # type: ignore[misc]
-        )
-        found[0].result()
-    row("DCP, background save", pause_seconds=statistics.median(pauses), extra_memory_gb=(peak() - before) / 1e9)
-    return root / "dcp"
+MEASURED = """
+import sys
+from drivetrain.cli import main
+code = main(sys.argv[1:])
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+sys.exit(code)
+"""
 
 
 def tool(case: str, words: list[str], out: Path, to: Path) -> None:
     """One of the commands, in a process of its own, beside cp of what it wrote."""
-    taken, copies = [], []
+    taken, copies, memory = [], [], 0
     for _ in range(TIMES):
         shutil.rmtree(out, ignore_errors=True)
+        subprocess.run(["sync"], check=True)
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "drivetrain.cli", *words], check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run([sys.executable, "-c", MEASURED, *words], check=True, capture_output=True, text=True)
         taken.append(time.perf_counter() - start)
+        memory = max(memory, int(done.stdout.split()[-1]))
         copies.append(copied(out, to))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) / 1e9
     seconds, copy = statistics.median(taken), statistics.median(copies)
-    # Of all children so far: each command needs more than those before it, or its figure is theirs.
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
-    row(
-        case,
-        gb=size,
-        seconds=seconds,
-        gb_per_s=size / seconds,
-        cp_seconds=copy,
-        of_cps_speed=copy / seconds,
-        peak_resident_gb=memory,
-    )
+    figures = {"gb": size, "seconds": seconds, "gb_per_s": size / seconds, "cp_seconds": copy, "of_cps_speed": copy / seconds}
+    row(case, **figures, peak_resident_gb=memory / 1e6)
 
 
 def main() -> None:
@@ -168,17 +191,16 @@ def main() -> None:
             write_config(root / "model")
         dist.barrier()
         engine = build(root / "model", "fsdp")
-        size, saved = saves(engine, root)
-        foreign = saves_by_dcp(engine, root)
+        batch = from_lists([list(range(3, 131))])
+        step = statistics.median(timed(lambda: engine.train_batch(batch, SFTLoss())) for _ in range(TIMES))
+        size, saved, foreign = blocking_saves(engine, root, step)
         for verify in (True, False):
             seconds = statistics.median(timed(lambda v=verify: engine.load_checkpoint(saved, verify=v)) for _ in range(TIMES))  # type: ignore[misc]
             row(f"load{'' if verify else ', no checksums'}", seconds=seconds, gb_per_s=size / 1e9 / seconds)
         engine.close()
         engine = build(root / "model", "mcore", tp=2)
-        before = forget_peak()
         seconds = statistics.median(timed(lambda: engine.load_checkpoint(saved)) for _ in range(TIMES))
-        extra = (peak() - before) / 1e9
-        row("reshard to mcore, tp=2", seconds=seconds, gb_per_s=size / 1e9 / seconds, extra_memory_gb=extra)
+        row("reshard to mcore, tp=2", seconds=seconds, gb_per_s=size / 1e9 / seconds)
         engine.close()
         dist.barrier()
         if dist.get_rank() == 0:
