@@ -96,7 +96,7 @@ class DCPTensors:
             if shared is None:
                 continue
             tensor = self._chunk(name, box)
-            inside = Box(tuple(a - b for a, b in zip(shared.offset, box.offset, strict=True)), shared.length)
+            inside = shared.seen_from(box.offset)
             copy_part(tensor, inside, out[shared.within(part.offset)] if part.offset else out)
             filled += shared.volume
         if filled != part.volume:

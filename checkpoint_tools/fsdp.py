@@ -159,7 +159,7 @@ class ShardFiles:
         for box, local in self._parts[name]:
             shared = intersect(part, box)
             if shared is not None:
-                inside = Box(tuple(a - b for a, b in zip(shared.offset, box.offset, strict=True)), shared.length)
+                inside = shared.seen_from(box.offset)
                 copy_part(local, inside, out[shared.within(part.offset)] if part.offset else out)
                 filled += shared.volume
         if filled != part.volume:

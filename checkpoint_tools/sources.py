@@ -66,7 +66,7 @@ class CheckpointSource(Source):
         for box in self._tensors[name].boxes:
             shared = intersect(part, box.box)
             if shared is not None:
-                inside = Box(tuple(a - b for a, b in zip(shared.offset, box.box.offset, strict=True)), shared.length)
+                inside = shared.seen_from(box.box.offset)
                 self._files.read(box.file, box.key, inside, out[shared.within(part.offset)] if part.offset else out)
 
     def model_files(self) -> dict[str, bytes]:

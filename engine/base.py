@@ -1,43 +1,39 @@
 """BaseEngine: the contract between workers and backends, and the one driver that every backend shares.
 
-A backend subclasses `BaseEngine` and says only what differs: how a model is built, run, reduced and read out. What a
-step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
+A backend subclasses `BaseEngine` and says only what differs (`backend.py`): how a model is built, run, reduced and read out.
+What a step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
 """
 
 import math
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .backend import Backend
 from .batch import PackedBatch
-from .capabilities import Capabilities
 from .checkpoint.load import RestoredState, load_state, restore_random_state
-from .checkpoint.pieces import Piece
 from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
-from .flops import ModelShape
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
-from .residency import PARTS, Part, Residency, Where
-from .step import Collected, MicroBatch, Objective, Task, plan_step
-from .topology import Topology, resolve_parallel
+from .residency import PARTS, Part, Residency
+from .step import Collected, Objective, plan_step
+from .topology import resolve_parallel
 
 Mode = Literal["train", "eval"]
-Adapters = Literal["folded", "only"]
 
 
-class BaseEngine(ABC):
+class BaseEngine(Backend):
     """A sharded model with an optimizer, driven by packed batches.
 
     Every public method is collective: all ranks of the engine call it, in the same order.
@@ -49,10 +45,6 @@ class BaseEngine(ABC):
         total_steps: of the whole run; needed by schedules that end.
         ranks: the global ranks that make up this engine; all by default.
     """
-
-    capabilities: ClassVar[Capabilities]
-
-    topology: Topology
 
     def __init__(
         self,
@@ -73,111 +65,6 @@ class BaseEngine(ABC):
         self._finite = True
         self._was_deterministic: bool | None = None
         self._files: Mapping[str, bytes] | None = None
-
-    # ---- what a backend implements -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _check_model(self, parallel: ParallelConfig) -> None:
-        """Refuse a model or a layout that cannot work, from configs alone: no weight is read.
-
-        Args:
-            parallel: the layout; dp_shard is None where the number of processes is not known yet.
-
-        Raises:
-            ModelError, TopologyError, CapabilityError: name the setting and the way out.
-        """
-
-    @abstractmethod
-    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
-        """Process groups of the layout."""
-
-    @abstractmethod
-    def _build_model(self) -> None:
-        """Model, sharded, with its weights."""
-
-    @abstractmethod
-    def _build_optimizer(self, optim: OptimConfig) -> None:
-        """Optimizer over the trainable parameters; norms and biases undecayed (`optim.is_decayed`)."""
-
-    def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing left
-        """What is left when model and optimizer stand; an error of one rank is raised on all. Nothing by default."""
-
-    @abstractmethod
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
-        """Run the model on every micro-batch, hand its outputs to the task and, when asked to, go backward from what the
-        task returns. Gradients add up over calls until the optimizer's step.
-
-        The outputs are of the whole documents, zero where the request's mask is false. A rank that does not hold the head
-        (an earlier stage of a pipeline) calls the task for none.
-        """
-
-    @abstractmethod
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
-        """Finish gradient reduction and clip in place.
-
-        Returns:
-            the 2-norm of the whole gradient before clipping, equal on all ranks. A non-finite norm clips nothing.
-        """
-
-    @abstractmethod
-    def _optimizer_step(self, lr: float) -> None:
-        """Update the parameters with this learning rate."""
-
-    @abstractmethod
-    def _zero_grad(self) -> None:
-        """Forget the gradients, those that an aborted step left half-way included."""
-
-    @abstractmethod
-    def _free(self) -> None:
-        """Let go of model and optimizer; also after a build that failed half-way."""
-
-    @abstractmethod
-    def _set_training(self, training: bool) -> None:
-        """Dropout and the like on or off."""
-
-    @abstractmethod
-    def _move(self, part: Part, where: Where) -> None:
-        """Move parameters, gradients or optimizer state between device and host."""
-
-    @abstractmethod
-    def _pieces(self) -> Iterator[Piece]:
-        """This rank's boxes of parameters and moments, as views into live memory, under Hugging Face names.
-
-        Saving reads them and loading writes them. Each box of a tensor is written by one rank (`Piece.owned`).
-        """
-
-    @abstractmethod
-    def _optimizer_scalars(self) -> dict[str, Any]:
-        """JSON-able optimizer state that is no tensor: step counts by parameter."""
-
-    @abstractmethod
-    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
-        """Take back what `_optimizer_scalars` gave, after `_pieces` have been filled; None where there is no optimizer."""
-
-    @abstractmethod
-    def _save_model_files(self, folder: Path) -> None:
-        """Config, generation config and tokenizer of the model. Called on the first rank."""
-
-    @abstractmethod
-    def named_weights(self, *, adapters: Adapters = "folded") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """Stream full tensors under Hugging Face names, one at a time, on every rank.
-
-        Args:
-            adapters: `folded` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
-        """
-
-    @abstractmethod
-    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of what `named_weights` yields, in its order. Not collective."""
-
-    @abstractmethod
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model alone: the reference policy for free."""
-
-    @property
-    @abstractmethod
-    def model_shape(self) -> ModelShape:
-        """What a token costs, of the whole model and not of this rank's part."""
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

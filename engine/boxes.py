@@ -27,6 +27,10 @@ class Box:
         """First index past the box on each axis."""
         return tuple(o + n for o, n in zip(self.offset, self.length, strict=True))
 
+    def seen_from(self, origin: Sequence[int]) -> "Box":
+        """The same box where `origin` is the first element."""
+        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.length)
+
     def within(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Slices of this box in a tensor whose first element stands at `origin`."""
         return tuple(slice(o - b, o - b + n) for o, n, b in zip(self.offset, self.length, origin, strict=True))

@@ -20,7 +20,8 @@ from .checkpoint.pieces import DTYPES, host_bytes
 from .errors import CheckpointError, disk_error
 
 if TYPE_CHECKING:
-    from .base import Adapters, BaseEngine
+    from .backend import Adapters
+from .base import BaseEngine
 
 
 def export_hf(

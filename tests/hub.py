@@ -13,6 +13,17 @@ COMMIT = "a" * 40
 
 
 @contextmanager
+def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
 def serve(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
     """Serve a data set; its address, for HF_ENDPOINT."""
 
@@ -47,13 +58,8 @@ def serve(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with _running(Handler) as address:
+        yield address
 
 
 @contextmanager
@@ -106,10 +112,5 @@ def receive(repo: str, uploaded: dict[str, bytes]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with _running(Handler) as address:
+        yield address

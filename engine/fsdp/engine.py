@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ..base import Adapters, BaseEngine
+from ..backend import Adapters
+from ..base import BaseEngine
 from ..capabilities import Capabilities
 from ..checkpoint.pieces import Piece
 from ..config import OptimConfig, ParallelConfig

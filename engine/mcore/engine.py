@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
-from ..base import Adapters, BaseEngine
+from ..backend import Adapters
+from ..base import BaseEngine
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.pieces import Piece
