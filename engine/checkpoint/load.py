@@ -133,7 +133,6 @@ def fill(manifest: Manifest, pieces: Iterable[Piece], files: TensorFiles) -> Non
             shared = intersect(piece.box, stored.box)
             if shared is not None:
                 manifest.check_box(files, stored, found.dtype)
-                part = type(shared)(tuple(a - b for a, b in zip(shared.offset, stored.box.offset, strict=True)), shared.length)
                 target = piece.data[shared.within(piece.offset)] if piece.offset else piece.data
                 read_part(files, stored.file, stored.key, shared.seen_from(stored.box.offset), target)
                 filled += shared.volume
