@@ -17,8 +17,6 @@ from .sources import CheckpointSource, FolderSource
 class Folded:
     """The base model's blocks with the adapters' products added, in float32 on the way, as the engines fold them.
 
-    LoRA: Hu et al. 2021, arXiv:2106.09685, equation 3.
-
     Args:
         adapters: checkpoint of the run.
         base: its base model.
@@ -96,11 +94,13 @@ class Folded:
 
     def _delta(self, name: str, part: Box, room: Room) -> Any:
         """Rows of the product of an adapter's factors."""
+        from ..engine.ops.lora import adapter_product
+
         down, up = self._pairs[name]
         rows = slice(part.offset[0], part.offset[0] + part.length[0])
         if self._transposed:
-            return (self._factor(up, None, room) @ self._factor(down, None, room)[:, rows] * self._scale).T
-        return self._factor(up, rows, room) @ self._factor(down, None, room) * self._scale
+            return adapter_product(self._factor(up, None, room), self._factor(down, None, room)[:, rows], self._scale).T
+        return adapter_product(self._factor(up, rows, room), self._factor(down, None, room), self._scale)
 
     def _factor(self, name: str, rows: slice | None, room: Room) -> Any:
         from ..engine.checkpoint.pieces import as_tensor
@@ -109,4 +109,4 @@ class Folded:
         part = Box((rows.start if rows else 0, 0), (rows.stop - rows.start if rows else shape[0], shape[1]))
         out = room.take(name[-13:], dtype, part.length)
         self._adapters.read(name, part, out)
-        return as_tensor(out, dtype).float()
+        return as_tensor(out, dtype)

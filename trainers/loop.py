@@ -88,7 +88,7 @@ def train(
                 return Ended(step=step, why="signal")
             watch.see(step, measured)
             why = "patience" if watch.stop else "done"
-            save(manager, step, loader, start.cursor, watch, start.model)
+            save(manager, step, loader, start.cursor, watch, start.told)
         while step < total and why == "done":
             began = time.perf_counter()
             batch, cursor = next(batches)
@@ -122,7 +122,7 @@ def train(
             why = "signal" if stop.asked(engine.topology, error or manager.failure()) else "patience" if watch.stop else "done"
             if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
                 last = why != "done" or step == total
-                save(manager, step, loader, cursor, watch, start.model, evaluate=due, last=last)
+                save(manager, step, loader, cursor, watch, start.told, evaluate=due, last=last)
             if config.export_hf_every and step % config.export_hf_every == 0:
                 export(step)
     return Ended(step=step, why=why)
@@ -185,7 +185,7 @@ def save(
     loader: Loader,
     cursor: Cursor,
     watch: Watch,
-    model: Mapping[str, str],
+    told: Mapping[str, Any],
     *,
     evaluate: bool = False,
     last: bool = False,
@@ -198,10 +198,10 @@ def save(
         loader: of the training data.
         cursor: of the next batch.
         watch: over evaluations.
-        model: which one the run began with.
+        told: what each of the run's checkpoints says of it.
         evaluate: the evaluation of this step is still to be made.
         last: no step follows.
     """
     keep = () if watch.best_step is None else (folder_name(watch.best_step),)
-    extra = {"model": model, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
+    extra = {**told, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
     manager.save(step, extra, keep=keep, last=last)

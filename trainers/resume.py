@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import CheckpointError, ConfigError
 from ..engine.model_path import fingerprint
-from .config import TrainerConfig
+from .config import SFTConfig
 from .data.loader import Cursor, Loader
 from .watch import Watch
 
@@ -23,28 +24,26 @@ class Start:
     Args:
         step: number of the first step to make, from 1.
         cursor: of its batch.
-        model: which one the run began with, for its checkpoints: its path and fingerprint.
+        told: what each of the run's checkpoints says of it: its settings, and the model that it began with, by path and
+            fingerprint.
         evaluate: the evaluation of the step before was given up, for a SIGTERM, and is still to be made.
     """
 
     step: int
     cursor: Cursor
-    model: Mapping[str, str]
+    told: Mapping[str, Any]
     evaluate: bool = False
 
 
-def resume(
-    engine: BaseEngine, manager: CheckpointManager, config: TrainerConfig, loader: Loader, watch: Watch, model_path: str
-) -> Start:
+def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, loader: Loader, watch: Watch) -> Start:
     """Load the checkpoint that `trainer.resume` names, if any. Collective.
 
     Args:
         engine: initialised.
         manager: of the run's checkpoints.
-        config: `trainer`.
+        config: of the run.
         loader: of the training data.
         watch: over evaluations; takes back what it knew.
-        model_path: `model.path`, whose weights a resumed run would not read.
 
     Raises:
         CheckpointError: the named checkpoint cannot be used, or was made with other data.
@@ -52,19 +51,20 @@ def resume(
     """
     present = manager.present()
     # Told once, by one rank: every checkpoint of the run says it.
-    model = {"path": model_path, "fingerprint": engine.topology.exchange(fingerprint(model_path))[0]}
-    start = Start(step=1, cursor=Cursor(), model=model)
+    model = {"path": config.model.path, "fingerprint": engine.topology.exchange(fingerprint(config.model.path))[0]}
+    told = {"model": model, "config": asdict(config)}
+    start = Start(step=1, cursor=Cursor(), told=told)
     found = None
-    if config.resume == "auto":
+    if config.trainer.resume == "auto":
         found = manager.restore_last()
-    elif config.resume != "none":
-        found = manager.restore(config.resume)
+    elif config.trainer.resume != "none":
+        found = manager.restore(config.trainer.resume)
     if found is not None:
         chosen, restored = found
         was = restored.extra.get("model", {})
         if was and was["fingerprint"] != model["fingerprint"]:
             raise CheckpointError(
-                f"{chosen} was trained from model.path={was['path']}, now it is {model_path}, another model, whose weights would not be "
+                f"{chosen} was trained from model.path={was['path']}, now it is {config.model.path}, another model, whose weights would not be "
                 "read; choose another trainer.output_dir"
             )
         if "data" not in restored.extra:
@@ -72,10 +72,10 @@ def resume(
         try:
             start = Start(
                 step=restored.step + 1,
-                cursor=loader.restore(restored.extra["data"], epochs=config.max_steps is None)
+                cursor=loader.restore(restored.extra["data"], epochs=config.trainer.max_steps is None)
                 if "data" in restored.extra
                 else Cursor(),
-                model=model,
+                told=told,
                 evaluate=bool(restored.extra.get("evaluate")),
             )
         except CheckpointError as e:
@@ -92,9 +92,9 @@ def resume(
             watch.forget()
         another = "" if restored.same_layout else " (another layout: random state drawn anew)"
         log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
-    if config.resume != "auto" and present and present[-1] >= folder_name(start.step):
+    if config.trainer.resume != "auto" and present and present[-1] >= folder_name(start.step):
         raise ConfigError(
-            f"{manager.root} holds {present[-1]} of an earlier run, but trainer.resume={config.resume} starts at step {start.step}; "
+            f"{manager.root} holds {present[-1]} of an earlier run, but trainer.resume={config.trainer.resume} starts at step {start.step}; "
             "choose another trainer.output_dir, delete it, or set trainer.resume=auto to go on with it"
         )
     return start

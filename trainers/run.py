@@ -103,7 +103,7 @@ def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
         watch = Watch(config.trainer.best_metric, config.trainer.patience, "" if held_out is None else held_out.digest)
         with _manager(engine, config.trainer, output) as manager:
             manager.sweep()
-            start = resume(engine, manager, config.trainer, loader, watch, config.model.path)
+            start = resume(engine, manager, config, loader, watch)
             if start.step <= total:
                 _write_config(engine, config, output, resumed=start.step > 1)
                 if config.trainer.save_every and start.step + config.trainer.save_every <= total:

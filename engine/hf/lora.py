@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import LoraConfig
 from ..errors import ModelError
+from ..ops.lora import adapter_product
 
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
@@ -104,7 +105,7 @@ def folded(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         lora_a: `[rank, in]`.
         lora_b: `[out, rank]`.
     """
-    delta = lora_b.float() @ lora_a.float() * layer.scaling["default"]
+    delta = adapter_product(lora_b, lora_a, layer.scaling["default"])
     if layer.fan_in_fan_out:
         delta = delta.T
     return (base.float() + delta).to(base.dtype)

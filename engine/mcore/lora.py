@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..boxes import Segment
 from ..config import LoraConfig
+from ..ops.lora import adapter_product
 
 
 class Adapter(nn.Module):
@@ -99,7 +100,7 @@ class Adapted:
 
     def folded(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """This rank's part of the weight with the adapters' factors added, in float32 on the way."""
-        deltas = [up.float() @ down.float() * self.scale for down, up in factors]
+        deltas = [adapter_product(up, down, self.scale) for down, up in factors]
         return (base.float() + self.place([d.T for d in deltas]).T).to(base.dtype)
 
 

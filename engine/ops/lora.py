@@ -1,0 +1,14 @@
+"""What an adapter adds to a weight."""
+
+from torch import Tensor
+
+
+def adapter_product(up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """`scale * B @ A` in float32 (LoRA: Hu et al. 2021, arXiv:2106.09685, equation 3).
+
+    Args:
+        up: B, `[out, rank]`.
+        down: A, `[rank, in]`.
+        scale: alpha / rank.
+    """
+    return up.float() @ down.float() * scale
