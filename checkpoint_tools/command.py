@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import signal
 import sys
 import threading
 import time
@@ -15,11 +16,14 @@ from ..engine.errors import DrivetrainError
 from .copying import Progress
 from .plan import DTYPES
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SHOWN = 10
 
 
 def main(command: str, words: Sequence[str]) -> int:
     """Run one of the commands; its exit code: 0, 1 for an error, 3 for two checkpoints that differ."""
+    if threading.current_thread() is threading.main_thread():
+        # Whoever reads may stop reading, as `head` does.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     arguments = _parser(command).parse_args(list(words))
     try:
         return int({"merge": _merge, "inspect": _inspect, "verify": _verify, "import": _import}[command](arguments))
@@ -77,16 +81,23 @@ def _parser(command: str) -> argparse.ArgumentParser:
     else:
         parser.add_argument("first", help=f"{place}, or Hugging Face folder")
         parser.add_argument("second", nargs="?", help="to compare it with")
+        parser.add_argument("--all", action="store_true", help=f"list every difference, not {SHOWN} of them")
     if command != "inspect":
-        parser.add_argument("--workers", type=int, help="threads; default: one for each core, 8 at most")
+        parser.add_argument("--workers", type=_count, help="threads; default: one for each core, 8 at most")
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads")
+    return int(text)
+
+
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if found is None or not float(found[1]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB or 500MiB")
-    return max(1, int(float(found[1]) * _UNITS[(found[2] or "").upper()]))
+    return max(1, int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1)))
 
 
 def _merge(a: argparse.Namespace) -> int:
@@ -118,10 +129,10 @@ def _import(a: argparse.Namespace) -> int:
     from .importing import import_checkpoint, plan_import, read_foreign
 
     if a.dry_run:
-        kinds, steps, _, path = read_foreign(a.source, model=a.model, kind=a.kind, trust_pickle=a.trust_pickle)
-        print(f"{a.source}: a model like {path}, with {', '.join(kinds)}{'' if steps else ', no count of optimizer steps'}")
+        found = read_foreign(a.source, model=a.model, kind=a.kind, trust_pickle=a.trust_pickle)
+        print("\n".join(found.lines()))
         if a.to == "hf":
-            print("\n".join(plan_import(kinds["value"], a.output, dtype=a.dtype, shard_bytes=a.shard_size).lines()))
+            print("\n".join(plan_import(found.kinds["value"], a.output, dtype=a.dtype, shard_bytes=a.shard_size).lines()))
         print("nothing was written (--dry-run)")
         return 0
     began = time.perf_counter()
@@ -164,16 +175,20 @@ def _verify(a: argparse.Namespace) -> int:
         return 0
     with _bar("comparing", total) as progress:
         result = compare(a.first, a.second, workers=a.workers, progress=progress)
-    for name in result.only_first:
-        print(f"only in {a.first}: {name}")
-    for name in result.only_second:
-        print(f"only in {a.second}: {name}")
-    for name, what in result.different.items():
-        print(f"differs: {name}: {what}")
     if result.same:
         print(f"equal: {len(result.equal)} tensors, byte for byte")
         return 0
-    print(f"{len(result.equal)} tensors equal, {len(result.different)} different, at most {result.largest:.3g} apart")
+    lone = [(a.first, result.only_first), (a.second, result.only_second)]
+    print(
+        f"different: {len(result.equal)} tensors equal, {len(result.different)} different, at most {result.largest:.3g} apart"
+        + "".join(f", {len(names)} only in {where}" for where, names in lone if names)
+    )
+    lines = [f"only in {where}: {name}" for where, names in lone for name in names]
+    lines += [f"differs: {name}: {what}" for name, what in result.different.items()]
+    shown = lines if a.all else lines[:SHOWN]
+    print("\n".join(f"  {line}" for line in shown))
+    if len(shown) < len(lines):
+        print(f"  and {len(lines) - len(shown)} more (--all)")
     return 3
 
 

@@ -43,19 +43,28 @@ def kinds_of(
     Raises:
         CheckpointError: parameters that the checkpoint does not have.
     """
-    config = read_config(model)
-    lm, layout, _ = empty_lm(config, model, torch.float32)
-    root = HFModel(lm, value_head=any(name.endswith("score.weight") for name in tensors.entries))
-    in_memory = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
-    parts = {
-        name: [Segment(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
-        for name, shape in in_memory.items()
-    }
+    parts, in_memory = parameters_of(model, value_head=any(name.endswith("score.weight") for name in tensors.entries))
     # An older transformers held the experts of a mixture as they lie on disk.
     apart = {s.name: [Segment(s.name, s.shape, whole(s.shape))] for segments in parts.values() for s in segments}
     known = parts if any(name.endswith(tuple(parts.keys() - apart.keys())) for name in tensors.entries) else apart
     shapes = {name: in_memory.get(name, segments[0].shape) for name, segments in known.items()}
     prefix = _prefix(tensors, shapes, "")
+    roots = {name.partition(".")[0] for name in shapes}
+    more = [
+        name
+        for name in tensors.entries
+        if name.startswith(prefix)
+        and name.removeprefix(prefix).partition(".")[0] in roots
+        and name.removeprefix(prefix) not in shapes
+        and not name.endswith((*(f".{kind}" for kind in MOMENTS), ".step", "inv_freq"))
+        # Tied embeddings may have been saved under both names.
+        and not (name == f"{prefix}lm_head.weight" and "model.embed_tokens.weight" in shapes)
+    ]
+    if more:
+        raise CheckpointError(
+            f"{tensors.label} has {more[0]} ({len(more)} such), which the model has not; it is a checkpoint of another model than "
+            "--model"
+        )
     found = {"value": Mapped(tensors, _places(tensors, known, shapes, prefix, ""), files)}
     stems = [_prefix(tensors, shapes, f".{kind}", partly=True) for kind in MOMENTS]
     if None in stems or any(
@@ -65,6 +74,19 @@ def kinds_of(
     for kind, stem in zip(MOMENTS, stems, strict=True):
         found[kind] = Mapped(tensors, _places(tensors, known, shapes, stem, f".{kind}"), files)
     return found, {s.name: f"{stems[0]}{name}.step" for name, segments in known.items() for s in segments}
+
+
+def parameters_of(
+    model: ModelConfig, *, value_head: bool = False
+) -> tuple[dict[str, list[Segment]], dict[str, tuple[int, ...]]]:
+    """A plain transformers model's parameters: what each is made of on disk, and its shape."""
+    lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
+    root = HFModel(lm, value_head=value_head)
+    shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
+    return {
+        name: [Segment(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
+        for name, shape in shapes.items()
+    }, shapes
 
 
 def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suffix: str, *, partly: bool = False) -> Any:
@@ -122,6 +144,8 @@ class ShardFiles:
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
         self.label = str(folder)
+        if not shard_files(folder, "model"):
+            raise CheckpointError(f"{folder} has no model_world_size_W_rank_R.pt")
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         self.entries: dict[str, Entry] = {}
         self.steps: dict[str, float] = {}

@@ -1,8 +1,9 @@
 """Foreign sharded checkpoints into a Hugging Face folder, or into a checkpoint that an engine resumes."""
 
+import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,12 @@ from ..engine.checkpoint.storage import LocalStore
 from ..engine.checkpoint.tensorfile import TensorWriter, digests_of
 from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from ..engine.errors import CheckpointError, ModelError, disk_error
-from ..engine.model_path import resolve_folder
+from ..engine.model_path import check_model_path, resolve_folder
 from .copying import Blocks, Progress, Room, blocks_of
 from .foreign import Mapped
 from .plan import DTYPES, Cast, Copied, WritePlan, apply, check_dtype, plan_write, with_dtype
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["auto", "dcp", "verl", "torch_dist"]
 Target = Literal["hf", "checkpoint"]
@@ -61,15 +64,21 @@ def import_checkpoint(
         CheckpointError: the source is none of these, of another model, or would have to run code.
     """
     check_dtype(dtype)
-    kinds, steps, backend, path = read_foreign(source, model=model, kind=kind, trust_pickle=trust_pickle)
+    if to not in ("hf", "checkpoint"):
+        raise CheckpointError(f"to={to}; it must be hf or checkpoint")
+    if to == "hf" and step is not None:
+        raise CheckpointError(
+            f"step={step} is of a checkpoint; a Hugging Face folder has none: leave it out, or choose to=checkpoint"
+        )
+    found = read_foreign(source, model=model, kind=kind, trust_pickle=trust_pickle)
+    for note in found.notes:
+        log.warning("%s: %s", source, note)
     if to == "hf":
-        plan = plan_import(kinds["value"], output, dtype=dtype, shard_bytes=shard_bytes)
+        plan = plan_import(found.kinds["value"], output, dtype=dtype, shard_bytes=shard_bytes)
         apply(plan, workers, progress)
         return plan.output
-    if to != "checkpoint":
-        raise CheckpointError(f"to={to}; it must be hf or checkpoint")
     try:
-        return _write_checkpoint(Path(output), kinds, steps, backend, path, dtype, step, progress)
+        return _write_checkpoint(Path(output), found, dtype, step, progress)
     except OSError as e:
         raise disk_error(str(output), e) from e
 
@@ -83,14 +92,36 @@ def plan_import(values: Mapped, output: Path | str, *, dtype: str | None = None,
     return plan_write(values.label, output, Copied(values), values.entries, files, dtype=dtype, shard_bytes=shard_bytes)
 
 
-def read_foreign(
-    source: Path | str, *, model: str | None = None, kind: Kind = "auto", trust_pickle: bool = False
-) -> tuple[dict[str, Mapped], dict[str, float], str, str]:
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """What a foreign checkpoint holds.
+
+    Args:
+        kinds: value, exp_avg, exp_avg_sq; main, where float32 values stand beside those of another format.
+        steps: optimizer steps by name; empty where they are not stored.
+        backend: the engine that it is nearest to.
+        model: path of the model that it is like.
+        notes: what was found and is not taken over.
+    """
+
+    kinds: Mapping[str, Mapped]
+    steps: Mapping[str, float]
+    backend: str
+    model: str
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        moments = [kind for kind in self.kinds if kind.startswith("exp_avg")]
+        what = f"values{' and moments' if moments else ', no moments'}"
+        return [f"{self.kinds['value'].label}: {what} of a model like {self.model}", *(f"  note: {n}" for n in self.notes)]
+
+
+def read_foreign(source: Path | str, *, model: str | None = None, kind: Kind = "auto", trust_pickle: bool = False) -> Foreign:
     """The Hugging Face tensors of a foreign checkpoint.
 
-    Returns:
-        kind (value, exp_avg, exp_avg_sq; main, where float32 values stand beside those of another format) -> tensors; name ->
-        optimizer steps, empty where they are not stored; the engine that it is nearest to; the model.
+    Raises:
+        CheckpointError: it is none, of another model, or would have to run code.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -99,29 +130,59 @@ def read_foreign(
     found = kind if kind != "auto" else _kind(folder)
     path = _model(folder, model)
     config = ModelConfig(path=path)
-    files = _files(path)
+    try:
+        check_model_path(path)
+        files = _files(path)
+    except Exception as e:  # of many kinds: no folder, no network, no such name
+        raise CheckpointError(f"--model {path} cannot be read: {str(e).splitlines()[0]}") from e
     from . import fsdp, mcore
     from .dcp import DCPTensors
 
     try:
+        tensors: DCPTensors | fsdp.ShardFiles
         if found == "verl":
-            shards = fsdp.ShardFiles(folder, trust=trust_pickle)
-            kinds, counts = fsdp.kinds_of(shards, config, files)
-            steps = {name: shards.scalar(count) for name, count in counts.items()}
+            tensors = fsdp.ShardFiles(folder, trust=trust_pickle)
+            kinds, counts = fsdp.kinds_of(tensors, config, files)
         elif found in ("dcp", "torch_dist"):
             tensors = DCPTensors(folder, trust=trust_pickle)
             kinds, counts = (fsdp if found == "dcp" else mcore).kinds_of(tensors, config, files)
-            steps = {name: tensors.scalar(count) for name, count in counts.items()}
         else:
             raise CheckpointError(f"kind={found}; it must be auto, dcp, verl or torch_dist")
+        expected, _ = fsdp.parameters_of(config, value_head="score.weight" in kinds["value"].entries)
     except ModelError as e:
         raise CheckpointError(str(e)) from e
+    _check_complete(kinds["value"], {s.name: s.shape for segments in expected.values() for s in segments})
+    steps = {name: tensors.scalar(count) for name, count in counts.items()}
     if "main" in kinds:
         # Beside its tensors megatron keeps one count, in a pickle; its folders are named after it.
         number = re.fullmatch(r"iter_(\d+)", folder.name)
         steps = dict.fromkeys(kinds["main"].entries, None if number is None else float(number[1]))
     known = {name: count for name, count in steps.items() if count is not None}
-    return kinds, known if len(known) == len(steps) else {}, "mcore" if found == "torch_dist" else "fsdp", path
+    moments = any(kind.startswith("exp_avg") for kind in kinds)
+    left = [name for name in tensors.entries if name.endswith(".exp_avg") or ".exp_avg" in name]
+    notes = (
+        ()
+        if moments or not left
+        else (f"its optimizer's state is not stored by names that are known ({left[0]}), and is left out",)
+    )
+    return Foreign(
+        kinds=kinds,
+        steps=known if len(known) == len(steps) else {},
+        backend="mcore" if found == "torch_dist" else "fsdp",
+        model=path,
+        notes=notes,
+    )
+
+
+def _check_complete(values: Mapped, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare what was found with what the model has."""
+    got = {name: shape for name, (_, shape) in values.entries.items()}
+    for one, other, text in ((expected, got, "lacks"), (got, expected, "has, beyond the model,")):
+        left = [name for name in one if other.get(name) != one[name]]
+        if left:
+            raise CheckpointError(
+                f"{values.label} {text} {left[0]} {list(one[left[0]])} ({len(left)} such); it is a checkpoint of another model than --model"
+            )
 
 
 def _kind(folder: Path) -> Kind:
@@ -156,36 +217,35 @@ def _files(path: str) -> dict[str, bytes]:
     }
 
 
-def _write_checkpoint(
-    root: Path,
-    kinds: Mapping[str, Mapped],
-    steps: Mapping[str, float],
-    backend: str,
-    path: str,
-    dtype: str | None,
-    step: int | None,
-    progress: Progress | None,
-) -> Path:
+def _write_checkpoint(root: Path, found: Foreign, dtype: str | None, step: int | None, progress: Progress | None) -> Path:
     """One file of one rank; whoever resumes it reads the parts that it needs."""
-    moments = {kind: found for kind, found in kinds.items() if kind.startswith("exp_avg")}
-    if moments and not steps:
+    kinds, steps = dict(found.kinds), dict(found.steps)
+    if not any(kind.startswith("exp_avg") for kind in kinds):
+        raise CheckpointError(
+            f"{kinds['value'].label} has no moments by which a run could go on; import it into a Hugging Face folder, and give that "
+            "as model.path"
+        )
+    moments = {kind: made for kind, made in kinds.items() if kind.startswith("exp_avg")}
+    if not steps:
         if step is None:
             raise CheckpointError(
                 f"{kinds['value'].label} does not say how many steps its optimizer has made, which its moments are corrected by; give --step"
             )
         steps = dict.fromkeys(moments["exp_avg"].entries, float(step))
     number = step if step is not None else int(max(steps.values(), default=0))
-    values = kinds["main"] if moments and "main" in kinds else kinds["value"]
+    values = kinds.get("main", kinds["value"])
     kinds = {"value": values, **moments}
-    sources: dict[str, tuple[Blocks, Any]] = {kind: (Copied(found), found.entries) for kind, found in kinds.items()}
+    sources: dict[str, tuple[Blocks, Any]] = {kind: (Copied(made), made.entries) for kind, made in kinds.items()}
     if dtype is not None:
         cast = Cast(Copied(values), values.entries, DTYPES[dtype])
         sources["value"] = (cast, cast.entries)
-    stored = {kind for kind, _ in sources["value"][1].values()}
+    stored = {code for code, _ in sources["value"][1].values()}
     if len(stored) > 1:
         raise CheckpointError(f"{values.label} has tensors of {', '.join(sorted(stored))}; give one dtype for all of them")
     params = _NAMES[stored.pop()]
     store, name, file = LocalStore(root), folder_name(number), "rank-00000.safetensors"
+    if name in store.folders():
+        raise CheckpointError(f"{root}/{name} exists; delete it, or choose another folder or --step")
     made = store.begin(name)
     try:
         keys = {
@@ -211,19 +271,19 @@ def _write_checkpoint(
         for key, (kind, n, (code, shape)) in keys.items():
             box = {"offset": [0] * len(shape), "length": list(shape), "file": file, "key": key}
             tensors.setdefault(n, {"shape": list(shape), "kinds": {}})["kinds"][kind] = {"dtype": code, "boxes": [box]}
-        engine = EngineConfig(backend=backend, precision=PrecisionConfig(params=params, compute=params))  # type: ignore[arg-type]
+        engine = EngineConfig(backend=found.backend, precision=PrecisionConfig(params=params, compute=params))  # type: ignore[arg-type]
         manifest = {
             "format": FORMAT,
             "step": number,
             "parallel": asdict(ParallelConfig(dp_shard=1)),
             "world_size": 1,
-            "backend": backend,
+            "backend": found.backend,
             "engine": asdict(engine),
-            "model": asdict(ModelConfig(path=path)),
-            "optim": asdict(OptimConfig()) if steps else None,
+            "model": asdict(ModelConfig(path=found.model)),
+            "optim": asdict(OptimConfig()),
             "schedule": {"step": number},
-            "optimizer": {"step": dict(steps)} if steps else None,
-            "extra": {},
+            "optimizer": {"step": steps},
+            "extra": {"imported": kinds["value"].label},
             "files": files,
             "ranks": [{"rng": rng_state()}],
             "tensors": tensors,

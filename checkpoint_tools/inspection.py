@@ -61,12 +61,14 @@ class Inspection:
 
     def lines(self) -> list[str]:
         """For people."""
-        layout = " ".join(f"{axis}={size}".lower() for axis, size in (self.layout or {}).items()) or "one process"
+        layout = "".join(f", {axis}={size}".lower() for axis, size in (self.layout or {}).items())
         rows = {
-            "complete": "yes" if self.complete else "no",
+            "complete": "yes, by its files' sizes (verify reads them)" if self.kind == "checkpoint" else None,
             "model": ", ".join(str(v) for v in self.model.values() if v),
             "step": self.step,
-            "engine": None if self.backend is None else f"{self.backend}, {self.processes} processes, {layout}",
+            "engine": None
+            if self.backend is None
+            else f"{self.backend}, {self.processes} {'process' if self.processes == 1 else 'processes'}{layout}",
             "parameters": f"{self.parameters:,}" + (f" in {self.adapters} tensors of adapters" if self.adapters else ""),
             "on disk": size_of(self.bytes),
             **{

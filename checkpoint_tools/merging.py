@@ -76,7 +76,9 @@ def plan_merge(
     files = stored.model_files()
     adapted = any(name.startswith(PEFT_PREFIX) for name in stored.entries)
     if not adapted and adapters == "only":
-        raise CheckpointError(f"{manifest.store} has no adapters: it was trained without LoRA; leave out adapters=only")
+        raise CheckpointError(
+            f"{manifest.store} has no adapters: it was trained without LoRA; leave out adapters=only (--adapters only)"
+        )
     if not adapted and base is not None:
         raise CheckpointError(f"{manifest.store} has no adapters that a base, {base}, could be merged with; leave it out")
     source: Blocks
@@ -110,13 +112,13 @@ def _base_folder(manifest: Manifest, base: Path | str | None) -> Path:
         folder = resolve_folder(path)
     except Exception as e:  # of many kinds: no network, no such name, no access
         raise CheckpointError(
-            f"the base model of {manifest.store}, {path}, is no folder here and cannot be downloaded; name its place with base=..., "
-            f"or take adapters=only ({e})"
+            f"the base model of {manifest.store}, {path}, is no folder here and cannot be downloaded; name its place as base (--base), "
+            f"or take adapters=only ({str(e).splitlines()[0]})"
         ) from e
     expected = manifest.data["extra"].get("model", {}).get("fingerprint")
     if expected is not None and expected not in (path, found := fingerprint(str(folder))):
         raise CheckpointError(
             f"{folder} is not the model that {manifest.store} was trained from (fingerprint {found}, not {expected}); give the "
-            "right one with base=..."
+            "right one as base (--base)"
         )
     return folder

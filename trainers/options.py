@@ -1,6 +1,7 @@
 """From YAML and dotted overrides to a typed config. Imports no torch: `--help` and a typing error answer at once."""
 
 import difflib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -13,6 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
 from ..engine.registry import backends, options_class
+
+log = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -104,6 +107,12 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         (b for layer in reversed(layers) if (b := OmegaConf.select(layer, "engine.backend")) is not None),
         EngineConfig().backend,
     )
+    if recipes and OmegaConf.select(layers[0], "engine.backend", default=EngineConfig().backend) != backend:
+        # What only the recipe's engine has says nothing to another one.
+        left = OmegaConf.select(layers[0], "engine.options")
+        if left:
+            log.warning("engine.backend=%s: engine.options of the recipe's engine are left out (%s)", backend, ", ".join(left))
+            layers[0].engine.pop("options")
     options = options_class(str(backend))
     known = {key.name for key in keys(cls)}
     if options is not None:

@@ -142,23 +142,23 @@ def sample_budget(config: SFTConfig) -> Budget:
     return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
 
 
-def make_folder(folder: Path) -> None:
-    """The run's folder.
+def make_folder(folder: Path, setting: str = "trainer.output_dir") -> None:
+    """A folder of the run, by the setting that names it.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"trainer.output_dir={folder} is a file; choose a folder")
+        raise ConfigError(f"{setting}={folder} is a file; choose a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"trainer.output_dir={folder} cannot be made: {e.strerror or e}") from e
+        raise ConfigError(f"{setting}={folder} cannot be made: {e.strerror or e}") from e
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"trainer.output_dir={folder} cannot be written by this user; choose another folder")
+        raise ConfigError(f"{setting}={folder} cannot be written by this user; choose another folder")
 
 
-def lock_folder(folder: Path) -> TextIO:
+def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
     """Take a run's folder for this process alone; closing the file, or dying, gives it back.
 
     Raises:
@@ -167,7 +167,7 @@ def lock_folder(folder: Path) -> TextIO:
     try:
         file = open(folder / ".lock", "a+")
     except OSError as e:
-        raise ConfigError(f"trainer.output_dir={folder} cannot be written: {e.strerror or e}") from e
+        raise ConfigError(f"{setting}={folder} cannot be written: {e.strerror or e}") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
@@ -175,7 +175,7 @@ def lock_folder(folder: Path) -> TextIO:
         owner = file.read().strip()
         file.close()
         raise ConfigError(
-            f"trainer.output_dir={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
+            f"{setting}={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
         ) from e
     except OSError as e:
         # Some network file systems have no locks.

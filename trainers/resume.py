@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ..engine.base import BaseEngine
@@ -67,6 +68,9 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
                 f"{chosen} was trained from model.path={was['path']}, now it is {config.model.path}, another model, whose weights would not be "
                 "read; choose another trainer.output_dir"
             )
+        saved_by = restored.extra.get("config", {}).get("trainer", {}).get("output_dir")
+        if config.trainer.resume == "auto" and saved_by is not None and Path(saved_by) != Path(config.trainer.output_dir):
+            log.warning("%s was saved by the run in %s; this one goes on with it", chosen, saved_by)
         if "data" not in restored.extra:
             log.warning("%s says nothing of data, as one of another program: they begin at their beginning", chosen)
         try:

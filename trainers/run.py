@@ -72,19 +72,24 @@ def _run(config: SFTConfig) -> None:
     output = Path(config.trainer.output_dir)
     engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
     error: Exception | None = None
-    lock: TextIO | None = None
+    locks: list[TextIO] = []
     try:
         engine.check()
         make_folder(output)
+        elsewhere = config.trainer.checkpoint_dir
+        if elsewhere and "://" not in elsewhere:
+            make_folder(Path(elsewhere), "trainer.checkpoint_dir")
         if os.environ.get("RANK", "0") == "0":
-            lock = lock_folder(output)
+            locks.append(lock_folder(output))
+            if elsewhere and "://" not in elsewhere:
+                locks.append(lock_folder(Path(elsewhere), "trainer.checkpoint_dir"))
     except DrivetrainError as e:
         error = e
     try:
         agree(error)
         _train(config, output, engine)
     finally:
-        if lock is not None:
+        for lock in locks:
             lock.close()
 
 

@@ -1,11 +1,14 @@
 """The checkpoints of one run side by side: names, the last complete one, rotation. Imports no torch."""
 
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .manifest import Manifest
-from .storage import Store, open_store
+from .storage import MANIFEST, LocalStore, Store, open_store
+
+log = logging.getLogger(__name__)
 
 PREFIX = "step-"
 
@@ -51,26 +54,58 @@ def find_checkpoint(where: Path | str) -> Manifest:
             manifest, skipped = latest(root)
             if manifest is None:
                 raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(skipped)}")
+            for reason in skipped:
+                log.warning("passed over: %s", reason)
             return manifest
+    if store.size(MANIFEST) is None and isinstance(store, LocalStore):
+        raise CheckpointError(_what_else(store.path))
     return Manifest.read(store)
 
 
+def _what_else(path: Path) -> str:
+    """What a path is that is no checkpoint, and what it is for."""
+    if not path.exists():
+        return f"{path} does not exist"
+    if not path.is_dir():
+        return f"{path} is a file; give the folder of a checkpoint or of a run"
+    if (path / ".metadata").is_file() or any(path.glob("model_world_size_*_rank_*.pt")):
+        return f"{path} is a checkpoint of another program; take it over with: drivetrain import {path} OUT --model MODEL"
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return f"{path} is a Hugging Face folder, and no checkpoint"
+    runs = sorted(p.name for p in path.iterdir() if (p / "checkpoints").is_dir())
+    if runs:
+        return f"{path} is no checkpoint, but a folder of runs: {', '.join(runs[:5])}"
+    return f"{path} is no complete checkpoint: it has no {MANIFEST}"
+
+
 def rotate(
-    root: Store, keep_last: int | None, *, newest: int, keep_every: int | None = None, keep: Collection[str] = ()
+    root: Store,
+    keep_last: int | None,
+    *,
+    newest: int,
+    keep_every: int | None = None,
+    keep: Collection[str] = (),
+    damaged: Collection[str] = (),
 ) -> None:
     """Delete old checkpoints.
 
     Args:
         root: folder of all checkpoints of a run.
         keep_last: how many to keep; None keeps all.
-        newest: the step just saved. Later folders are damaged ones that were passed over, and must not count as kept.
+        newest: the step just saved. Later folders are damaged ones that were passed over.
         keep_every: those of every so many steps stay too.
         keep: names that stay.
+        damaged: names that do not count as kept, as those without a manifest do not; they go with the good ones of their age.
     """
     if keep_last is None:
         return
-    for name in [n for n in steps(root) if n <= folder_name(newest)][: -max(1, keep_last)]:
+    names = [name for name in steps(root) if name <= folder_name(newest)]
+    good = [name for name in names if name not in damaged and root.child(name).size(MANIFEST) is not None]
+    if len(good) <= max(1, keep_last):
+        return
+    oldest = good[-max(1, keep_last)]
+    for name in names:
         number = name.removeprefix(PREFIX)
-        if name in keep or (keep_every and number.isdigit() and int(number) % keep_every == 0):
+        if name >= oldest or name in keep or (keep_every and number.isdigit() and int(number) % keep_every == 0):
             continue
         root.remove(name)

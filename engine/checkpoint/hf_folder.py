@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,15 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CheckpointError
-from .storage import fsync_folder
-from .tensorfile import layout, tensor_bytes
+from .storage import LocalStore, fsync_folder
+from .tensorfile import CheckedFile, layout, read_metadata, tensor_bytes
 
 SHARD_BYTES = 5 * 2**30
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
+WRITER = "drivetrain"
+"""In the header of every file of weights that is exported: an export is replaced by the next one, and nothing else is."""
+BESIDE = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Endings of all that an export holds."""
 CONFIGS = {MODEL_STEM: "config.json", ADAPTER_STEM: "adapter_config.json"}
 
 Entry = tuple[str, tuple[int, ...]]
@@ -58,10 +62,13 @@ def plan_folder(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES, *,
     Args:
         entries: key -> (dtype, shape).
         shard_bytes: size of a file, at most, unless one tensor is larger.
-        adapters: they are adapters alone.
+        adapters: they are adapters alone, which stay in one file.
     """
     parts: list[dict[str, Entry]] = [{}]
     used = 0
+    if adapters:
+        # peft looks for one file.
+        shard_bytes = sum(tensor_bytes(*entry) for entry in entries.values())
     for key in sorted(entries, key=natural):
         size = tensor_bytes(*entries[key])
         if parts[-1] and used + size > shard_bytes:
@@ -96,7 +103,7 @@ class FolderWriter:
         self._where: dict[str, tuple[int, int]] = {}
         try:
             for name, part in plan.files.items():
-                first, starts, size = layout(part)
+                first, starts, size = layout(part, {"writer": WRITER})
                 handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 self._handles.append(handle)
                 # Its whole size at once: a disk that is too small says so now.
@@ -154,15 +161,30 @@ def model_files(files: Mapping[str, bytes], *, adapters: bool) -> dict[str, byte
     return {name: data for name, data in files.items() if name != out}
 
 
-def check_target(final: Path) -> None:
-    """Refuse to replace what is no exported model.
+def check_target(final: Path | str) -> None:
+    """Refuse to replace what is no export of ours, and nothing else.
 
     Raises:
-        CheckpointError: it says what to do.
+        CheckpointError: it says what is there.
     """
-    known: Sequence[str] = tuple(CONFIGS.values())
-    if final.exists() and not any((final / name).is_file() for name in known):
-        raise CheckpointError(f"{final} exists and is no exported model; it would be replaced: choose another folder")
+    if ":/" in str(final):
+        raise CheckpointError(f"{final} is a URL; exports are written to folders of this machine")
+    final = Path(final)
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise CheckpointError(f"{final} is a file; choose a folder")
+    store, own = LocalStore(final), False
+    for path in sorted(final.iterdir()):
+        if path.suffix == ".safetensors" and path.is_file():
+            file = CheckedFile(store, path.name, path.stat().st_size, None)
+            own = read_metadata(file).get("writer") == WRITER
+        if (path.suffix == ".safetensors" and not own) or path.suffix not in BESIDE or not path.is_file():
+            raise CheckpointError(
+                f"{final} exists and holds {path.name}, which no export has made; it would be lost: choose another folder"
+            )
+    if not own and any(final.iterdir()):
+        raise CheckpointError(f"{final} exists and is no export; it would be lost: choose another folder")
 
 
 @contextmanager
@@ -175,12 +197,13 @@ def whole_folder(final: Path) -> Iterator[Path]:
     try:
         yield made
         fsync_folder(made)
-        if final.exists():
+        if final.is_dir() and any(final.iterdir()):
             old = final.parent / f".del-{final.name}-{uuid.uuid4().hex[:8]}"
             final.rename(old)
             made.rename(final)
             shutil.rmtree(old)
         else:
+            # In place of nothing, or of an empty folder.
             made.rename(final)
         fsync_folder(final.parent)
     except BaseException:

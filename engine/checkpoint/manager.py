@@ -54,6 +54,8 @@ class CheckpointManager:
         self._group: ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._damaged: set[str] = set()
+        """Folders that were passed over: they do not count as kept."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +112,15 @@ class CheckpointManager:
     def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[str]) -> None:
         def rotated() -> None:
             try:
-                rotate(self.root, self._keep_last, newest=snapshot.step, keep_every=self._keep_every, keep=keep)
+                damaged = self._damaged - {folder_name(snapshot.step)}
+                rotate(
+                    self.root,
+                    self._keep_last,
+                    newest=snapshot.step,
+                    keep_every=self._keep_every,
+                    keep=keep,
+                    damaged=damaged,
+                )
             except OSError as e:
                 raise CheckpointError(f"an old checkpoint in {self.root} cannot be removed: {e}") from e
 
@@ -158,13 +168,11 @@ class CheckpointManager:
             where it lies, and what it says beside tensors; None where there is none to load.
 
         Raises:
-            CheckpointError: of another model; or damage came to light while numbers were already being read, and no
-                earlier checkpoint could replace them.
+            CheckpointError: of another model; or there are checkpoints, and all of them are damaged.
         """
         topology = self._engine.topology
         found = newest_first(self.root) if topology.is_main else iter(())
         reasons: list[str] = []
-        touched = False
         while True:
             # The first rank decides: another might see a shared file system a moment later.
             name, why = topology.exchange(self._next(found))[0]
@@ -172,7 +180,8 @@ class CheckpointManager:
                 log.warning("not resumed from: %s", reason)
             reasons += why
             if name is None:
-                if touched:
+                if reasons:
+                    # Some of their numbers may have been read already; and a run that began again would push the others out.
                     raise CheckpointError(
                         f"{self.root} has no checkpoint that is undamaged ({'; '.join(reasons)}); restore a copy of one, or "
                         "begin again in another folder"
@@ -182,12 +191,12 @@ class CheckpointManager:
             try:
                 return folder, self._engine.load_checkpoint(folder, verify=self._verify)
             except DrivetrainError as e:
-                touched = True
                 damages = [d for d in topology.exchange(str(e) if isinstance(e, DamagedError) else None) if d]
                 if not damages:
                     raise
                 log.warning("not resumed from: %s", damages[0])
                 reasons.append(damages[0])
+                self._damaged.add(name)
 
     @staticmethod
     def _next(found: Any) -> tuple[str | None, list[str]]:

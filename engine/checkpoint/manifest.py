@@ -72,6 +72,8 @@ class Manifest:
             raise CheckpointError(f"{where} has {size} bytes, more than any checkpoint's")
         text = store.read(MANIFEST)
         seal = store.read(SEAL) if store.size(SEAL) == 16 else b""
+        if not seal:
+            raise DamagedError(f"{store} is no complete checkpoint: it has no {SEAL}")
         if seal != _seal(text):
             raise DamagedError(f"{where} does not match {SEAL}: the checkpoint is damaged")
         try:

@@ -63,7 +63,7 @@ def layout(
     Returns:
         the file's first bytes; where each tensor begins; the size of the file.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at, starts = 0, {}
     for key, (dtype, shape) in entries.items():
         end = at + tensor_bytes(dtype, shape)
@@ -295,12 +295,32 @@ def _flat(array: Any) -> memoryview:
     return memoryview(array.reshape(-1)).cast("B")
 
 
+def read_metadata(file: CheckedFile) -> dict[str, Any]:
+    """The strings in a safetensors file's header.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+    """
+    found = _header(file)[0].get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
 def read_header(file: CheckedFile) -> dict[str, StoredArray]:
     """The tensors of a safetensors file. Every number is checked before anything is made of its size.
 
     Raises:
         CheckpointError: it is none, or its tensors reach beyond it.
     """
+    header, length = _header(file)
+    try:
+        return {k: _array(entry, 8 + length, file.size) for k, entry in header.items() if k != "__metadata__"}
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        where = f"{file.store}/{file.name}"
+        raise CheckpointError(f"{where} has a header that cannot be read: {type(e).__name__} {e}") from e
+
+
+def _header(file: CheckedFile) -> tuple[dict[str, Any], int]:
+    """A file's header, parsed, and its length."""
     where = f"{file.store}/{file.name}"
     first = bytearray(8)
     if file.size < 8:
@@ -313,11 +333,11 @@ def read_header(file: CheckedFile) -> dict[str, StoredArray]:
     file.read_into(8, memoryview(text))
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
-        found = {key: _array(entry, 8 + length, file.size) for key, entry in header.items()}
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{where} has a header that cannot be read: {type(e).__name__} {e}") from e
-    return found
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{where} has a header that cannot be read: it is a {type(header).__name__}")
+    return header, length
 
 
 def _array(entry: Mapping[str, Any], base: int, size: int) -> StoredArray:
