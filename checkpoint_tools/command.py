@@ -30,6 +30,9 @@ def main(command: str, words: Sequence[str]) -> int:
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        return 130
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

@@ -3,8 +3,8 @@
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from ..engine.boxes import Box
 from ..engine.checkpoint.folder import find_checkpoint
 from ..engine.checkpoint.hf_folder import natural
 from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.parallel import in_parallel
+from ..engine.checkpoint.tensorfile import BLOCK_BYTES, ITEMSIZE, CheckedFile
 from ..engine.errors import CheckpointError
 from .copying import Progress, Room, blocks_of
 from .sources import CheckpointSource, Source, is_hf_folder, open_source
@@ -64,7 +66,7 @@ def compare(
     for suffix, a, b in sources:
         result.only_first += [n + suffix for n in sorted(set(a.entries) - set(b.entries), key=natural)]
         result.only_second += [n + suffix for n in sorted(set(b.entries) - set(a.entries), key=natural)]
-        _compare(a, b, suffix, result, workers or min(8, len(os.sched_getaffinity(0))), progress)
+        _compare(a, b, suffix, result, workers or _cores(), progress)
     return result
 
 
@@ -98,27 +100,32 @@ def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int
             return 0, 0.0
         return _difference(found, kinds)
 
-    with ThreadPoolExecutor(workers) as pool:
-        jobs: dict[str, list[Any]] = {}
-        for name in sorted(set(a.entries) & set(b.entries), key=natural):
-            (kind_a, shape_a), (kind_b, shape_b) = a.entries[name], b.entries[name]
-            if shape_a != shape_b:
-                result.different[name + suffix] = f"shape {list(shape_a)} and {list(shape_b)}"
-                continue
-            wider = (kind_a, shape_a)
-            jobs[name] = [pool.submit(one, name, part) for part, _ in blocks_of(wider)]
-        for name, parts in jobs.items():
-            counts, largest = zip(*(job.result() for job in parts), strict=True) if parts else ((), ())
-            kind_a, kind_b = a.entries[name][0], b.entries[name][0]
-            off = max(largest, default=0.0)
-            result.largest = max(result.largest, off)
-            if kind_a != kind_b:
-                result.different[name + suffix] = f"{kind_a} and {kind_b}, at most {off:.3g} apart"
-            elif sum(counts):
-                size = int(np.prod(a.entries[name][1], dtype=np.int64))
-                result.different[name + suffix] = f"{sum(counts)} of {size} numbers, at most {off:.3g} apart"
-            else:
-                result.equal.append(name + suffix)
+    parts: list[tuple[str, Box]] = []
+    for name in sorted(set(a.entries) & set(b.entries), key=natural):
+        (kind_a, shape_a), (kind_b, shape_b) = a.entries[name], b.entries[name]
+        if shape_a != shape_b:
+            result.different[name + suffix] = f"shape {list(shape_a)} and {list(shape_b)}"
+            continue
+        larger = max(kind_a, kind_b, key=ITEMSIZE.__getitem__)
+        parts += [(name, part) for part, _ in blocks_of((larger, shape_a))]
+    found: dict[str, tuple[int, float]] = dict.fromkeys(set(a.entries) & set(b.entries), (0, 0.0))
+    for (name, _), (count, off) in zip(
+        parts, in_parallel(workers, (partial(one, name, part) for name, part in parts)), strict=True
+    ):
+        found[name] = (found[name][0] + count, max(found[name][1], off))
+    for name, (count, off) in sorted(found.items(), key=lambda item: natural(item[0])):
+        (kind_a, shape), (kind_b, _) = a.entries[name], b.entries[name]
+        result.largest = max(result.largest, off)
+        if name + suffix in result.different:
+            continue
+        if kind_a != kind_b:
+            apart = f"at most {off:.3g} apart" if off else "the same values"
+            result.different[name + suffix] = f"{kind_a} and {kind_b}, {apart}"
+        elif count:
+            size = int(np.prod(shape, dtype=np.int64))
+            result.different[name + suffix] = f"{count} of {size} numbers, at most {off:.3g} apart"
+        else:
+            result.equal.append(name + suffix)
 
 
 def _difference(found: list[Any], kinds: tuple[str, str]) -> tuple[int, float]:
@@ -148,7 +155,7 @@ class Verified:
 
 
 def verify(where: Path | str, *, workers: int | None = None, progress: Progress | None = None) -> Verified:
-    """Read all of a checkpoint: every checksum, and that the boxes cover each tensor exactly once. A Hugging Face folder has
+    """Read all of a checkpoint: every byte of every file against its checksum, and that the boxes cover each tensor exactly once. A Hugging Face folder has
     no checksums: its files are looked at for being whole.
 
     Args:
@@ -163,22 +170,29 @@ def verify(where: Path | str, *, workers: int | None = None, progress: Progress 
     if not isinstance(source, CheckpointSource):
         return Verified(where=source.label, tensors=len(source.entries), bytes=0)
     manifest = source.manifest
+    # Boxes first, without a look at their numbers; then every byte of every file.
     sources = [CheckpointSource(manifest, kind) for kind in _kinds(manifest)]
-    dict(manifest.model_files())
+    if not any(s.entries for s in sources):
+        raise CheckpointError(f"{source.label} holds no tensors")
+    files = {
+        name: CheckedFile(manifest.store, name, entry["bytes"], entry["xxh3"])
+        for name, entry in manifest.data["files"].items()
+    }
     own = threading.local()
 
-    def one(source: Source, name: str, part: Box) -> int:
+    def one(file: CheckedFile, start: int) -> int:
         if not hasattr(own, "room"):
             own.room = Room()
-        out = own.room.take("", source.entries[name][0], part.length)
-        source.read(name, part, out)
+        out = own.room.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
+        file.read_into(start, memoryview(out))
         if progress is not None:
             progress(out.nbytes)
         return int(out.nbytes)
 
-    with ThreadPoolExecutor(workers or min(8, len(os.sched_getaffinity(0)))) as pool:
-        jobs = [pool.submit(one, s, name, part) for s in sources for name, e in s.entries.items() for part, _ in blocks_of(e)]
-        total = sum(job.result() for job in jobs)
-    if not any(s.entries for s in sources):
-        raise CheckpointError(f"{source.label} holds no tensors")
+    blocks = (partial(one, file, start) for file in files.values() for start in range(0, file.size, BLOCK_BYTES))
+    total = sum(in_parallel(workers or _cores(), blocks))
     return Verified(where=source.label, tensors=sum(len(s.entries) for s in sources), bytes=total)
+
+
+def _cores() -> int:
+    return min(8, len(os.sched_getaffinity(0)))

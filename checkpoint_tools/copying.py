@@ -5,13 +5,14 @@ What is in memory at a time is a block or two for each thread, whatever the mode
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..engine.boxes import Box
 from ..engine.checkpoint.hf_folder import Entry, FolderPlan, FolderWriter
+from ..engine.checkpoint.parallel import in_parallel
 from ..engine.checkpoint.tensorfile import BLOCK_BYTES, ITEMSIZE, RAW, tensor_bytes
 
 Progress = Callable[[int], None]
@@ -41,8 +42,10 @@ class Room:
 
 
 def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[Box, int]]:
-    """A tensor's rows in blocks, each with the byte at which it begins."""
+    """A tensor's rows in blocks, each with the byte at which it begins; none for an empty tensor."""
     dtype, shape = entry
+    if 0 in shape:
+        return
     if not shape:
         yield Box((), ()), 0
         return
@@ -69,30 +72,21 @@ def copy_tensors(
         CheckpointError: of the source; OSError of the disk. The first one ends all threads.
     """
     own = threading.local()
-    failed = threading.Event()
 
     def one(name: str, part: Box, start: int) -> None:
-        if failed.is_set():
-            return
         if not hasattr(own, "room"):
             own.room = Room()
-        try:
-            found = source.block(name, part, own.room)
-            if found.size:
-                writer.write(name, start, memoryview(found.reshape(-1)).cast("B"))
-        except BaseException:
-            failed.set()
-            raise
+        found = source.block(name, part, own.room)
+        writer.write(name, start, memoryview(found.reshape(-1)).cast("B"))
         if progress is not None:
             progress(found.nbytes)
 
-    with ThreadPoolExecutor(workers) as pool:
-        jobs: list[Future[None]] = [
-            pool.submit(one, name, part, start)
+    in_parallel(
+        workers,
+        (
+            partial(one, name, part, start)
             for tensors in plan.files.values()
             for name, entry in tensors.items()
             for part, start in blocks_of(entry)
-        ]
-        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-    for job in done:
-        job.result()
+        ),
+    )

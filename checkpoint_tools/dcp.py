@@ -5,6 +5,7 @@ safe loading, a chunk at a time.
 """
 
 import io
+import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ..engine.boxes import Box, intersect
 from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.pieces import DTYPES
+from ..engine.checkpoint.tensorfile import count, shape_of
 from ..engine.errors import CheckpointError
 from .foreign import copy_part, load_pickle, load_tensors
 
@@ -43,8 +45,8 @@ def _allowed(module: str, name: str) -> Any:
         ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): filesystem._StoragePrefix,
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "set"): set,
-        ("pathlib", "PosixPath"): Path,
-        ("pathlib", "Path"): Path,
+        ("pathlib", "PosixPath"): _Nothing,
+        ("pathlib", "Path"): _Nothing,
     }
     if module == "torch.distributed.checkpoint.metadata":
         return getattr(dcp_metadata, name, None) if name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING") else None
@@ -77,15 +79,30 @@ class DCPTensors:
             self.entries: dict[str, Entry] = {
                 name: (DTYPES[found.properties.dtype], tuple(found.size)) for name, found in self._tensors.items()
             }
-        except (AttributeError, KeyError, TypeError) as e:
+            self._check_places()
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"{folder / METADATA} is no metadata of a checkpoint: {type(e).__name__} {e}") from e
-        for place in self._places.values():
-            if Path(place.relative_path).name != place.relative_path or not (folder / place.relative_path).is_file():
-                raise CheckpointError(f"{folder / METADATA} names {place.relative_path!r}, which is no file in the folder")
-            if place.transform_descriptors:
-                raise CheckpointError(f"{folder}: files that DCP transformed ({place.transform_descriptors}) are not read")
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+
+    def _check_places(self) -> None:
+        """Refuse what leads out of the folder or beyond a file, and chunks that are no parts of their tensors."""
+        for place in self._places.values():
+            path = place.relative_path
+            if type(path) is not str or os.path.basename(path) != path or not (self._folder / path).is_file():
+                raise CheckpointError(f"{self._folder / METADATA} names {path!r}, which is no file in the folder")
+            if count(place.offset) + count(place.length) > (self._folder / path).stat().st_size:
+                raise CheckpointError(f"{self._folder}/{path} is shorter than {METADATA} says; it is cut off")
+            if getattr(place, "transform_descriptors", None):
+                raise CheckpointError(
+                    f"{self._folder}: files that DCP transformed ({place.transform_descriptors}) are not read"
+                )
+        for name, found in self._tensors.items():
+            shape = shape_of(found.size)
+            for chunk in found.chunks:
+                box = Box(shape_of(chunk.offsets), shape_of(chunk.sizes))
+                if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
+                    raise ValueError(f"a chunk of {name} from {list(box.offset)}, {list(box.length)} long, of {list(shape)}")
 
     def read(self, name: str, part: Box, out: Any) -> None:
         """See `ForeignTensors`."""

@@ -28,16 +28,18 @@ class Folded:
 
     def __init__(self, adapters: CheckpointSource, base: FolderSource, files: Mapping[str, bytes]) -> None:
         self._adapters, self._base = adapters, base
-        settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"null"))
-        if not isinstance(settings, dict):
-            raise CheckpointError(f"{adapters.label} has adapters, but no {CONFIGS[ADAPTER_STEM]}")
-        unknown = [k for k in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(k)]
+        try:
+            settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"null"))
+            unknown = [k for k in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(k)]
+            self._scale = float(settings["lora_alpha"]) / int(settings["r"])
+            self._transposed = bool(settings.get("fan_in_fan_out"))
+            self._dtype = DTYPES[adapters.manifest.data["engine"]["precision"]["params"]]
+        except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as e:
+            raise CheckpointError(
+                f"{adapters.label} does not say how its adapters are scaled ({CONFIGS[ADAPTER_STEM]}): {type(e).__name__} {e}"
+            ) from e
         if unknown:
             raise CheckpointError(f"{adapters.label}: {unknown[0]}={settings[unknown[0]]} is not known to merge")
-        self._scale = settings["lora_alpha"] / settings["r"]
-        self._transposed = bool(settings.get("fan_in_fan_out"))
-        precision = adapters.manifest.data["engine"]["precision"]["params"]
-        self._dtype = DTYPES[precision]
         own = {n: e for n, e in adapters.entries.items() if not n.startswith(PEFT_PREFIX)}
         # A value head is trained beside the adapters, in the place of the base's own head.
         heads = {"lm_head.weight", "score.weight"} if "score.weight" in own else set()
@@ -64,9 +66,11 @@ class Folded:
     def _check_shapes(self) -> None:
         for name, (down, up) in self._pairs.items():
             shape = self._base.entries[name][1]
+            if len(shape) != 2:
+                raise CheckpointError(f"{self._base.label}: {name} is {list(shape)}, no matrix that could be adapted")
             rows, columns = reversed(shape) if self._transposed else shape
             a, b = self._adapters.entries[down][1], self._adapters.entries.get(up, ("", ()))[1]
-            if a != (a[0], columns) or b != (rows, a[0]):
+            if len(a) != 2 or a != (a[0], columns) or b != (rows, a[0]):
                 raise CheckpointError(
                     f"{self._base.label}: {name} is {list(shape)}, but its adapter's factors are {list(a)} and {list(b)}; give the "
                     "model that the run began with"

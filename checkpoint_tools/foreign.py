@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -111,7 +111,20 @@ def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) 
         CheckpointError: it wants to make something else, or cannot be read.
     """
 
-    class Restricted(pickle.Unpickler):
+    # The pure-Python unpickler: of the C one nothing but find_class can be overridden, and a pickle may change attributes of
+    # the classes that it was given.
+    plain: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+    class Restricted(plain):  # type: ignore[misc]
+        dispatch: ClassVar[dict[int, Any]] = dict(plain.dispatch)
+
+        def load_build(self) -> None:
+            if not trust and (isinstance(self.stack[-2], type) or callable(self.stack[-2])):
+                raise CheckpointError(f"{path} wants to change {self.stack[-2]!r}, which could run code")
+            super().load_build()
+
+        dispatch[pickle.BUILD[0]] = load_build
+
         def find_class(self, module: str, name: str) -> Any:
             found = allowed(module, name)
             if found is None and not trust:

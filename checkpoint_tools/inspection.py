@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.checkpoint.folder import find_checkpoint, latest, newest_first, steps
+from ..engine.checkpoint.folder import find_checkpoint, find_root, newest_first
 from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.manifest import Manifest
-from ..engine.checkpoint.storage import open_store
 from ..engine.checkpoint.tensorfile import tensor_bytes
 from ..engine.errors import CheckpointError
 from ..engine.hf.names import PEFT_PREFIX
@@ -90,19 +89,15 @@ def inspect(where: Path | str) -> Inspection:
     """
     if is_hf_folder(where):
         return _folder(FolderSource(Path(where)))
-    store = open_store(where)
-    root = next((r for r in (store, store.child("checkpoints")) if steps(r)), None)
+    root = find_root(where)
     if root is None:
-        return _checkpoint(Manifest.read(store), None)
-    manifest, skipped = latest(root)
+        return _checkpoint(find_checkpoint(where), None)
+    found = list(newest_first(root))
+    manifest = next((m for _, m in found if isinstance(m, Manifest)), None)
     if manifest is None:
-        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(skipped)}")
-    also = {
-        name: "complete" if isinstance(found, Manifest) else str(found)
-        for name, found in newest_first(root)
-        if name != manifest.store.name
-    }
-    return _checkpoint(find_checkpoint(str(manifest.store)), also)
+        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(str(reason) for _, reason in found)}")
+    also = {name: "complete" if isinstance(m, Manifest) else str(m) for name, m in found if m is not manifest}
+    return _checkpoint(manifest, also)
 
 
 def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspection:
@@ -113,7 +108,7 @@ def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspectio
         for kind, found in manifest.kinds(name).items():
             kinds.setdefault(kind, {})[name] = (found.dtype, found.shape)
     layout = {a: n for a, n in data["parallel"].items() if isinstance(n, int) and (n is True or n > 1)}
-    loader = data["extra"].get("data", {})
+    loader = data["extra"].get("data")
     return Inspection(
         where=str(manifest.store),
         kind="checkpoint",
@@ -128,7 +123,7 @@ def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspectio
         layout=layout,
         processes=data["world_size"],
         optimizer=None if data["optim"] is None else data["optim"]["name"],
-        data={k: loader[k] for k in ("epoch", "position") if k in loader},
+        data={k: loader[k] for k in ("epoch", "position") if k in loader} if isinstance(loader, dict) else {},
         also=also,
     )
 
@@ -148,7 +143,8 @@ def _folder(source: FolderSource) -> Inspection:
 
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"family": config.get("model_type"), "architecture": ", ".join(config.get("architectures") or [])}
+    found = config.get("architectures")
+    return {"family": config.get("model_type"), "architecture": ", ".join(map(str, found)) if isinstance(found, list) else ""}
 
 
 def _parameters(entries: Mapping[str, Entry]) -> int:

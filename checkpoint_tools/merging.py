@@ -1,5 +1,6 @@
 """A checkpoint of any engine and layout into a Hugging Face folder, streamed. Adapters are folded in or kept apart."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -87,7 +88,15 @@ def plan_merge(
     elif adapters == "only":
         source, entries = Copied(stored), {n: e for n, e in stored.entries.items() if n.startswith(PEFT_PREFIX)}
     else:
-        folded = Folded(stored, FolderSource(_base_folder(manifest, base)), files)
+        if manifest.data["model"].get("init") == "random" and base is None:
+            raise CheckpointError(
+                f"{manifest.store} adapts random weights (model.init=random), which are stored nowhere; take adapters=only "
+                "(--adapters only)"
+            )
+        where = _base_folder(manifest, base)
+        if Path(output).resolve() == where.resolve():
+            raise CheckpointError(f"{output} is the base model itself; choose another folder")
+        folded = Folded(stored, FolderSource(where), files)
         source, entries = folded, folded.entries
     return plan_write(
         str(manifest.store),
@@ -115,8 +124,9 @@ def _base_folder(manifest: Manifest, base: Path | str | None) -> Path:
             f"the base model of {manifest.store}, {path}, is no folder here and cannot be downloaded; name its place as base (--base), "
             f"or take adapters=only ({str(e).splitlines()[0]})"
         ) from e
-    expected = manifest.data["extra"].get("model", {}).get("fingerprint")
-    if expected is not None and expected not in (path, found := fingerprint(str(folder))):
+    expected = manifest.data.get("fingerprint")
+    # A name on the Hub stands for itself: a copy of it elsewhere cannot be told.
+    if re.fullmatch(r"[0-9a-f]{32}", str(expected)) and expected != (found := fingerprint(str(folder))):
         raise CheckpointError(
             f"{folder} is not the model that {manifest.store} was trained from (fingerprint {found}, not {expected}); give the "
             "right one as base (--base)"

@@ -99,10 +99,10 @@ class FolderSource(Source):
             index, single = self.folder / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
             if index.is_file():
                 try:
-                    found: dict[str, str] = json.loads(index.read_text())["weight_map"]
-                except (ValueError, KeyError, TypeError) as e:
+                    found: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+                    outside = sorted(f for f in set(found.values()) if Path(f).name != f or not (self.folder / f).is_file())
+                except (ValueError, KeyError, TypeError, AttributeError) as e:
                     raise CheckpointError(f"{index} cannot be read: {type(e).__name__} {e}") from e
-                outside = sorted(f for f in set(found.values()) if Path(f).name != f or not (self.folder / f).is_file())
                 if outside:
                     raise CheckpointError(f"{index} names {outside[0]!r}, which is not in the folder; it is incomplete")
                 return found

@@ -24,6 +24,7 @@ from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
+from .model_path import fingerprint
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency
@@ -65,6 +66,7 @@ class BaseEngine(Backend):
         self._finite = True
         self._was_deterministic: bool | None = None
         self._files: Mapping[str, bytes] | None = None
+        self._model_fingerprint: str | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -312,6 +314,7 @@ class BaseEngine(Backend):
             "backend": self.config.backend,
             "engine": asdict(self.config),
             "model": asdict(self.model_config),
+            "fingerprint": self._fingerprint(),
             "optim": None if self.optim_config is None else asdict(self.optim_config),
             "schedule": {"step": self.step},
             "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
@@ -319,12 +322,19 @@ class BaseEngine(Backend):
         }
         return take_snapshot(step, self._pieces(), state, self._model_files, copies)
 
+    def _fingerprint(self) -> str:
+        """Of the model that training began with: what adapters are merged with must be that one."""
+        if self._model_fingerprint is None:
+            self._model_fingerprint = fingerprint(self.model_config.path)
+        return self._model_fingerprint
+
     def _model_files(self) -> Mapping[str, bytes]:
         """Config, generation config and tokenizer, which do not change: read back once from what transformers writes."""
         if self._files is None:
             with tempfile.TemporaryDirectory() as folder:
                 self._save_model_files(Path(folder))
-                self._files = {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
+                found = sorted(p for p in Path(folder).rglob("*") if p.is_file())
+                self._files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in found}
         return self._files
 
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:

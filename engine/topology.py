@@ -8,7 +8,7 @@ dp_replicate.
 import datetime
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -151,7 +151,6 @@ class Topology:
     pp: ProcessGroup | None
     timeout: datetime.timedelta
     _taken: dict[tuple[tuple[int, ...], str | None], ProcessGroup]
-    _private: list[ProcessGroup] = field(default_factory=list)
 
     @classmethod
     def build(
@@ -207,10 +206,8 @@ class Topology:
         return _take(ranks, None, self.timeout, self._taken)
 
     def private_group(self) -> ProcessGroup:
-        """A further gloo group of all ranks, that nobody else uses: for a thread. Collective; given back with the others."""
-        made = _POOL.take(_Key(tuple(sorted(self.ranks)), "gloo", self.timeout))
-        self._private.append(made)
-        return made
+        """A further gloo group of all ranks, that nobody else uses: for a thread, which may outlive the engine. Collective."""
+        return _POOL.take(_Key(tuple(sorted(self.ranks)), "gloo", self.timeout))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -280,8 +277,6 @@ class Topology:
         """Free the groups, for the next engine on the same ranks."""
         while self._taken:
             _POOL.give_back(self._taken.popitem()[1])
-        while self._private:
-            _POOL.give_back(self._private.pop())
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,9 @@ def make(root: LocalStore, step: int) -> None:
         "backend": "fsdp",
         "schedule": {"step": 0},
     }
-    write_manifest(made, {"format": 1, "step": step, **state, "optim": None, "files": {}, "ranks": [], "tensors": {}})
+    write_manifest(
+        made, {"format": 1, "step": step, **state, "optim": None, "optimizer": None, "files": {}, "ranks": [], "tensors": {}}
+    )
     root.publish(made, folder_name(step))
 
 
@@ -183,7 +185,7 @@ def test_rotation_keeps_the_last_every_nth_and_the_named(tmp_path: Path) -> None
     root = LocalStore(tmp_path)
     for number in range(1, 10):
         make(root, number)
-    rotate(root, 2, newest=9, keep_every=3, keep=["step-00000002"])
+    rotate(root, 2, newest=9, keep_every=3, keep=[2])
     assert [int(n[-2:]) for n in steps(root)] == [2, 3, 6, 8, 9]
 
 
@@ -274,3 +276,41 @@ def test_covers_sees_an_overlap_that_a_gap_makes_up_for() -> None:
     assert not covers((4,), [Box((0,), (2,)), Box((1,), (2,))])
     assert not covers((2, 4), [Box((0, 0), (2, 2)), Box((0, 1), (2, 2))])
     assert not covers((2,), [Box((0,), (1,)), Box((2,), (1,))])
+
+
+VALUES: list[Any] = [None, True, -1, 0, 3, 2**63, 1.5, "x", "", [], ["x"], {}, {"x": 1}]
+
+
+def leaves(node: Any, at: tuple[Any, ...] = ()) -> Any:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in list(items)[:6]:
+        yield (*at, key)
+        yield from leaves(value, (*at, key))
+
+
+def test_whatever_a_manifest_says_nothing_but_a_checkpoint_error_comes_of_it(checkpoint: tuple[BaseEngine, Path]) -> None:
+    from drivetrain.checkpoint_tools import inspect, merge, verify
+
+    engine, folder = checkpoint
+    text = (folder / MANIFEST).read_text()
+    places = [p for p in leaves(json.loads(text)) if not (p[0] == "ranks" and len(p) > 5)]
+    rng = random.Random(0)
+    refused = 0
+    with engine.named_weights() as stream:
+        before = {name: value.clone() for name, value in stream}
+    for _ in range(150):
+        data = json.loads(text)
+        *way, last = rng.choice(places)
+        node = data
+        for key in way:
+            node = node[key]
+        node[last] = rng.choice(VALUES)
+        write_manifest(LocalStore(folder), data)
+        for look in (engine.load_checkpoint, inspect, verify, lambda f: merge(f, folder.parent / "out")):
+            try:
+                look(folder)
+            except CheckpointError:
+                refused += 1
+    assert refused > 100
+    with engine.named_weights() as stream:
+        assert all(torch.equal(before[name], value) for name, value in stream)

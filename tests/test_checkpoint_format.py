@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from drivetrain.engine.boxes import Box
-from drivetrain.engine.checkpoint.folder import find_checkpoint, folder_name, latest, steps
+from drivetrain.engine.checkpoint.folder import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.manifest import SEAL, Manifest, write_manifest
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, Store, open_store
 from drivetrain.engine.checkpoint.tensorfile import (
@@ -269,7 +269,9 @@ def test_a_store_keeps_what_is_complete(kind: str, tmp_path: Path) -> None:
     write(root, 3)
     write(root, 4)
     write(root, 4)  # again, over itself
-    assert steps(root) == ["step-00000003", "step-00000004"]
+    # Where there is no rename, a second attempt stands beside the first until it is complete.
+    newest = "step-00000004" if kind != "memory" else "step-00000004+1"
+    assert steps(root) == ["step-00000003", newest]
     found = find_checkpoint(url)
     assert found.step == 4
     assert np.array_equal(value_of(found), np.arange(120, dtype=np.float32).reshape(SHAPE))
@@ -281,7 +283,7 @@ def test_a_store_keeps_what_is_complete(kind: str, tmp_path: Path) -> None:
     assert made.size("rank-00000.safetensors") == 4
     root.sweep()
     assert made.size("rank-00000.safetensors") is None
-    root.remove(folder_name(4))
+    root.remove(newest)
     assert steps(root) == ["step-00000003"]
 
 
@@ -296,3 +298,87 @@ def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"checkpoints has no complete checkpoint: .*has no manifest.json"):
         find_checkpoint(tmp_path)
+
+
+def test_a_second_attempt_that_fails_leaves_the_first(tmp_path: Path) -> None:
+    root = open_store(f"memory://{tmp_path.name}/again")
+    write(root, 5)
+    made = root.begin(folder_name(5))
+    made.write("rank-00000.safetensors", b"half")
+    found, skipped = latest(root)
+    assert found is not None
+    assert (found.step, found.store.name, len(skipped)) == (5, "step-00000005", 1)
+    write(root, 5)
+    assert steps(root) == ["step-00000005+2"]
+
+
+@pytest.mark.parametrize("whole", [".tmp-", ".del-"])
+def test_between_two_renames_a_checkpoint_is_taken_back(whole: str, tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    write(root, 5)
+    # As a kill leaves it while a step is saved a second time: no folder has the step's name.
+    (tmp_path / "step-00000005").rename(tmp_path / f"{whole}step-00000005-0badcafe")
+    (tmp_path / ".tmp-step-00000006-0badcafe").mkdir()
+    recover(root)
+    root.sweep()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+    assert find_checkpoint(tmp_path).step == 5
+
+
+def test_names_that_look_like_a_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    for number in range(1, 5):
+        write(root, number)
+    for name in ("step-00000002.bak", "step-old", "step-1", "my-step-00000009"):
+        (tmp_path / name).mkdir()
+    assert steps(root) == [folder_name(n) for n in range(1, 5)]
+    rotate(root, 1, newest=4)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == sorted(["my-step-00000009", "step-00000002.bak", "step-00000004", "step-1", "step-old"])
+    write(root, 10**8)
+    assert latest(root)[0].step == 10**8  # type: ignore[union-attr]
+
+
+def test_damaged_folders_do_not_count_as_kept(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path)
+    for number in range(1, 6):
+        write(root, number)
+    (tmp_path / "step-00000004" / MANIFEST).unlink()
+    rotate(root, 2, newest=5, damaged={"step-00000003"})
+    # Two good ones, and the damaged ones that are younger than the older of them.
+    assert steps(root) == [folder_name(n) for n in (2, 3, 4, 5)]
+
+
+def test_a_runs_name_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("runA", "run*", "run[1]"):
+        write(open_store(f"memory://{tmp_path.name}/{name}"), 1)
+    for name in ("run*", "run[1]"):
+        open_store(f"memory://{tmp_path.name}/{name}").remove(folder_name(1))
+    left = {name: steps(open_store(f"memory://{tmp_path.name}/{name}")) for name in ("runA", "run*", "run[1]")}
+    assert left == {"runA": ["step-00000001"], "run*": [], "run[1]": []}
+
+
+def test_an_empty_tensor_costs_nothing(tmp_path: Path) -> None:
+    write(LocalStore(tmp_path), tensors=tensors([2**30, 0, 4]))
+    assert verify_or_refuse(tmp_path)
+    for shape in ([2**60, 0], [1, 0, 2**63], [2**40, 2**40]):
+        write(LocalStore(tmp_path), tensors=tensors(shape))
+        with pytest.raises(CheckpointError, match="is no shape that a tensor can have"):
+            find_checkpoint(tmp_path)
+
+
+def verify_or_refuse(where: Path) -> bool:
+    from drivetrain.checkpoint_tools import verify
+
+    return verify(where).tensors == 1
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/pytorch_model.bin", "model/.hidden"])
+def test_model_files_are_no_weights(name: str, tmp_path: Path) -> None:
+    write(LocalStore(tmp_path))
+    (tmp_path / "step-00000003" / name).write_bytes(b"{}")
+    manifest = find_checkpoint(tmp_path)
+    data = {**manifest.data, "files": {**manifest.data["files"], name: {"bytes": 2, "xxh3": digests_of(b"{}")}}}
+    write_manifest(LocalStore(tmp_path / "step-00000003"), data)
+    with pytest.raises(CheckpointError, match="is none of the files that stand beside"):
+        dict(find_checkpoint(tmp_path).model_files())

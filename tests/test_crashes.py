@@ -180,13 +180,18 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert losses(tmp_path / "run") == want
 
 
-def test_nothing_but_damage_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("damage", [flip, lambda f: f.write_bytes(b"x"), lambda f: (f.parent / MANIFEST).unlink()])
+def test_nothing_but_damage_ends_a_run(damage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_task(tmp_path)
-    run = words(tmp_path, "trainer.max_steps=1", "trainer.loggers=[jsonl]")
+    run = words(tmp_path, "trainer.max_steps=2", "trainer.save_every=1", "trainer.loggers=[jsonl]")
     assert main(run) == 0
-    flip(tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000.safetensors")
+    for step in (1, 2):
+        damage(tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
     assert main(run) == 1
     assert "has no checkpoint that is undamaged" in capsys.readouterr().err
+    assert len(losses(tmp_path / "run")) == 2
+    if damage is not flip:
+        return
     # Taken as it is, at one's own risk.
     assert main([*run, "trainer.verify_checksums=false"]) == 0
 
@@ -276,3 +281,25 @@ def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_p
         assert done.returncode == 0, done.stderr
     folder = tmp_path / "run" / ("adapter" if model else "hf")
     assert uploaded == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_run_goes_on_by_its_config_with_the_other_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_task(tmp_path)
+    assert main(words(tmp_path, "trainer.max_steps=2", "trainer.loggers=[jsonl]")) == 0
+    config = f"recipe={tmp_path / 'run' / 'config.yaml'}"
+    assert main([config, "engine.backend=mcore", "trainer.max_steps=4"]) == 0
+    assert "engine.options of the recipe's engine are left out" in caplog.text
+    assert main([config, "engine.backend=fsdp", "trainer.max_steps=6"]) == 0
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_tools_find_checkpoints_where_a_runs_settings_say(tmp_path: Path) -> None:
+    from drivetrain.checkpoint_tools import inspect
+
+    make_task(tmp_path)
+    elsewhere = tmp_path / "else where"
+    run = words(tmp_path, "trainer.max_steps=2", "trainer.loggers=[jsonl]", f"trainer.checkpoint_dir={elsewhere}")
+    assert main(run) == 0
+    assert inspect(tmp_path / "run").where == f"{elsewhere}/step-00000002"
+    (tmp_path / "file").write_text("")
+    assert main(words(tmp_path, f"trainer.checkpoint_dir={tmp_path / 'file'}")) == 1

@@ -211,8 +211,8 @@ def test_a_torch_dist_folder_of_megatron(family: str, axes: dict[str, Any], tmp_
                 assert torch.equal(value, want[name]), name
             seen += 1
         assert seen == len(got)
-    saved = import_checkpoint(tmp_path / "iter_0000002", tmp_path / "c", to="checkpoint", model=str(folder), step=2)
-    assert compare(saved, tmp_path / "hf").same
+    with pytest.raises(CheckpointError, match="has no moments by which a run could go on"):
+        import_checkpoint(tmp_path / "iter_0000002", tmp_path / "c", to="checkpoint", model=str(folder), step=2)
     # megatron pads the vocabulary; its rows, of both ranks, are those of the model and zeros or noise behind them.
     embeddings = (
         torch.cat([t["embedding.word_embeddings.weight"] for t in theirs])
@@ -300,6 +300,36 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(CheckpointError):
         import_checkpoint(dcp, tmp_path / "out", model=str(folder), trust_pickle=True)
     assert mark.exists()
+
+
+def test_a_pickle_that_changes_classes_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    (tmp_path / "dcp").mkdir()
+    # The class on the stack, then BUILD with attributes: what no honest pickle does.
+    code = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n}X\x03\x00\x00\x00badX\x01\x00\x00\x00xsb."
+    for text in (code, code.replace(b"}X", b"N}X").replace(b"sb.", b"s\x86b.")):
+        (tmp_path / "dcp" / ".metadata").write_bytes(text)
+        with pytest.raises(CheckpointError, match="wants to change"):
+            import_checkpoint(tmp_path / "dcp", tmp_path / "out", model=str(folder))
+        assert not hasattr(StorageMeta, "bad")
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"tie_word_embeddings": True}])
+def test_a_model_of_another_depth_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    other = save_tiny_model(tmp_path / "other", "qwen3", **{"num_hidden_layers": 2, **change})
+    run_ranks(rank_hostile, 1, str(folder), str(tmp_path / "dcp"))
+    if "tie_word_embeddings" in change:
+        # Both names, of which a tied model has one: that they are equal cannot be told from names.
+        import_checkpoint(tmp_path / "dcp", tmp_path / "out", model=str(other))
+        return
+    with pytest.raises(CheckpointError, match="of another model than"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "out", model=str(other))
+    wrong = save_tiny_model(tmp_path / "wrong", "llama", num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"q_norm.* of another model than"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "out", model=str(wrong))
 
 
 def rank_hostile(folder: str, out: str) -> None:

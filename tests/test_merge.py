@@ -184,8 +184,23 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(trained: tuple[Base
         with pytest.raises(CheckpointError, match=message):
             merge(saved, out, **bad)  # type: ignore[arg-type]
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(CheckpointError, match="exists and is no exported model"):
-        merge(saved, tmp_path / "thesis")
+    (tmp_path / "thesis" / "config.json").write_text("{}")
+    shutil.copytree(tmp_path / "model", tmp_path / "noted")
+    merge(saved, tmp_path / "exported")
+    (tmp_path / "exported" / "notes").mkdir()
+    # A folder with a config, a model of others, an export that somebody has put something into; a file; a URL.
+    for name in ("thesis", "model", "noted", "exported"):
+        held = sorted(p.name for p in (tmp_path / name).iterdir())
+        with pytest.raises(CheckpointError, match="would be lost"):
+            merge(saved, tmp_path / name)
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == held
+        if name != "model":
+            shutil.rmtree(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a file; choose a folder"):
+        merge(saved, tmp_path / "model" / "config.json")
+    with pytest.raises(CheckpointError, match="is a URL"):
+        merge(saved, "memory://x/y")
+    (tmp_path / "thesis").mkdir()
     flip(Path(saved) / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match="do not match their checksum"):
         merge(saved, out)
@@ -197,10 +212,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(trained: tuple[Base
 def test_a_base_that_is_another_model_is_refused(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     with contextlib.closing(build(folder, model=LORA)) as engine:
-        from drivetrain.engine.model_path import fingerprint
-
-        path = str(folder)
-        saved = engine.save_checkpoint(tmp_path / "c", 1, {"model": {"path": path, "fingerprint": fingerprint(path)}})
+        saved = engine.save_checkpoint(tmp_path / "c", 1)
     other = save_tiny_model(tmp_path / "other", "llama", seed=1)
     with pytest.raises(CheckpointError, match=r"other is not the model that .* was trained from"):
         merge(saved, tmp_path / "out", base=other)
@@ -210,13 +222,15 @@ def test_a_base_that_is_another_model_is_refused(tmp_path: Path, process_group: 
     ):
         merge(saved, tmp_path / "out")
     merge(saved, tmp_path / "out", base=tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="would be lost"):
+        merge(saved, tmp_path / "moved", base=tmp_path / "moved")
     small = save_tiny_model(tmp_path / "small", "llama", hidden_size=32, head_dim=8)
     manifest = Path(saved) / "manifest.json"
     text = manifest.read_text()
     from drivetrain.engine.checkpoint.manifest import write_manifest
     from drivetrain.engine.checkpoint.storage import LocalStore
 
-    write_manifest(LocalStore(Path(saved)), {**json.loads(text), "extra": {}})
+    write_manifest(LocalStore(Path(saved)), {**json.loads(text), "fingerprint": "org/name"})
     with pytest.raises(CheckpointError, match="but its adapter's factors are"):
         merge(saved, tmp_path / "out", base=small)
 
@@ -287,7 +301,7 @@ def test_the_commands(trained: tuple[BaseEngine, str], tmp_path: Path, capsys: p
     assert main("verify", [saved, out]) == 0
     assert "equal: 21 tensors, byte for byte" in capsys.readouterr().out
     assert main("verify", [str(tmp_path / "model"), out]) == 3
-    assert "0 tensors equal, 21 different" in capsys.readouterr().out
+    assert "different: 0 tensors equal, 21 different" in capsys.readouterr().out
     assert main("inspect", [saved, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
     assert main("inspect", [str(tmp_path / "nowhere")]) == 1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import disk_error
 from ..engine.objective import Loss
@@ -202,6 +201,6 @@ def save(
         evaluate: the evaluation of this step is still to be made.
         last: no step follows.
     """
-    keep = () if watch.best_step is None else (folder_name(watch.best_step),)
+    keep = () if watch.best_step is None else (watch.best_step,)
     extra = {**told, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
     manager.save(step, extra, keep=keep, last=last)

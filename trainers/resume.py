@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name
+from ..engine.checkpoint.folder import step_of
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import CheckpointError, ConfigError
 from ..engine.model_path import fingerprint
@@ -51,6 +51,7 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
         ConfigError: the run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
     """
     present = manager.present()
+    numbers = [(step_of(name) or (0, 0))[0] for name in present]
     # Told once, by one rank: every checkpoint of the run says it.
     model = {"path": config.model.path, "fingerprint": engine.topology.exchange(fingerprint(config.model.path))[0]}
     told = {"model": model, "config": asdict(config)}
@@ -85,7 +86,7 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
         except CheckpointError as e:
             raise CheckpointError(f"{chosen}: {e}") from e
         watch.restore(restored.extra.get("watch", {}))
-        if watch.best_step is not None and folder_name(watch.best_step) not in present:
+        if watch.best_step is not None and watch.best_step not in numbers:
             # Taken from another run's folder, or deleted by hand: what is not there cannot be exported.
             log.warning(
                 "the checkpoint of the best %s, step %d, is not in %s; it is looked for anew",
@@ -96,7 +97,7 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
             watch.forget()
         another = "" if restored.same_layout else " (another layout: random state drawn anew)"
         log.info("resumed from %s, after step %d%s", chosen, restored.step, another)
-    if config.trainer.resume != "auto" and present and present[-1] >= folder_name(start.step):
+    if config.trainer.resume != "auto" and numbers and numbers[-1] >= start.step:
         raise ConfigError(
             f"{manager.root} holds {present[-1]} of an earlier run, but trainer.resume={config.trainer.resume} starts at step {start.step}; "
             "choose another trainer.output_dir, delete it, or set trainer.resume=auto to go on with it"

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CheckpointError
+from .manifest import TEMPLATES
 from .storage import LocalStore, fsync_folder
 from .tensorfile import CheckedFile, layout, read_metadata, tensor_bytes
 
@@ -23,7 +24,7 @@ SHARD_BYTES = 5 * 2**30
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
 WRITER = "drivetrain"
 """In the header of every file of weights that is exported: an export is replaced by the next one, and nothing else is."""
-BESIDE = (".safetensors", ".json", ".jinja", ".model", ".txt")
+BESIDE = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Endings of all that an export holds."""
 CONFIGS = {MODEL_STEM: "config.json", ADAPTER_STEM: "adapter_config.json"}
 
@@ -148,6 +149,7 @@ def _put(handle: int, start: int, data: memoryview) -> None:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write small files, each synced to disk."""
     for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         with open(folder / name, "wb") as file:
             file.write(data)
             file.flush()
@@ -179,6 +181,8 @@ def check_target(final: Path | str) -> None:
         if path.suffix == ".safetensors" and path.is_file():
             file = CheckedFile(store, path.name, path.stat().st_size, None)
             own = read_metadata(file).get("writer") == WRITER
+        if path.name == TEMPLATES:
+            continue
         if (path.suffix == ".safetensors" and not own) or path.suffix not in BESIDE or not path.is_file():
             raise CheckpointError(
                 f"{final} exists and holds {path.name}, which no export has made; it would be lost: choose another folder"
@@ -191,7 +195,11 @@ def check_target(final: Path | str) -> None:
 def whole_folder(final: Path) -> Iterator[Path]:
     """A folder to fill that takes its name, and the place of an older one, when all has been written."""
     check_target(final)
+    final = final.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
+    for left in [*final.parent.glob(f".tmp-{final.name}-????????"), *final.parent.glob(f".del-{final.name}-????????")]:
+        # Of a write that was killed.
+        shutil.rmtree(left)
     made = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
     made.mkdir()
     try:

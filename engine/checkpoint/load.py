@@ -1,16 +1,17 @@
 """A checkpoint of any layout into an engine's memory, by boxes. Knows no backend."""
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ..boxes import intersect
 from ..errors import CheckpointError
 from ..topology import Topology
 from .manifest import Manifest, StoredTensor
+from .parallel import in_parallel
 from .pieces import DTYPES, Piece, read_part
-from .rng import restore_rng, seed_all
+from .rng import check_rng, restore_rng, seed_all
 from .storage import Store
 from .tensorfile import TensorFiles
 
@@ -65,6 +66,7 @@ def load_state(
                 f"optim.name={optimizer}; use the same, or start from exported weights"
             )
         _check_pieces(manifest, mine)
+        _check_state(manifest, mine, topology, optimizer)
     except Exception as e:  # raised on all ranks by agree
         error = e
     topology.agree(error)
@@ -87,12 +89,32 @@ def load_state(
 
 def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) -> bool:
     """Give every rank its random state back, or in another layout a fresh one from seed numbers; whether it was given back."""
-    same = manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel)
+    same = _same_layout(manifest, topology)
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
     else:
         seed_all(*parts, topology.seed_rank)
     return same
+
+
+def _same_layout(manifest: Manifest, topology: Topology) -> bool:
+    return bool(manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel))
+
+
+def _check_state(manifest: Manifest, pieces: Iterable[Piece], topology: Topology, optimizer: str | None) -> None:
+    """Look at what is no tensor while nothing has been changed yet."""
+    if _same_layout(manifest, topology):
+        try:
+            check_rng(manifest.data["ranks"][topology.rank]["rng"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise CheckpointError(
+                f"{manifest.store} has no random state of rank {topology.rank} that can be taken: {e}"
+            ) from e
+    if optimizer is not None:
+        counts = (manifest.data["optimizer"] or {}).get("step") or {}
+        missing = [p.name for p in pieces if p.kind != "value" and p.name not in counts]
+        if missing:
+            raise CheckpointError(f"{manifest.store} does not say how many steps {missing[0]} has been updated in")
 
 
 def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
@@ -145,6 +167,4 @@ def fill(manifest: Manifest, pieces: Iterable[Piece], files: TensorFiles) -> Non
     for piece in wanted:
         if piece.name not in kinds:
             kinds[piece.name] = manifest.kinds(piece.name)
-    with ThreadPoolExecutor(READERS) as pool:
-        for done in [pool.submit(one, piece) for piece in wanted]:
-            done.result()
+    in_parallel(READERS, (partial(one, piece) for piece in wanted))

@@ -2,13 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..errors import CheckpointError, DrivetrainError
-from .folder import find_checkpoint, folder_name, newest_first, rotate, steps
+from .folder import find_checkpoint, newest_first, recover, rotate, step_of, steps
 from .load import RestoredState
 from .manifest import Manifest
 from .save import HostCopies, Snapshot, write_snapshot
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ..base import BaseEngine
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -74,16 +77,25 @@ class CheckpointManager:
         write than to copy into."""
         if self._copies is not None and self._thread is None:
             pieces = list(self._engine.snapshot(0).pieces)
-            self._thread = threading.Thread(target=self._copies.reserve, args=(pieces,), name="checkpoint-room", daemon=True)
-            self._thread.start()
+            self._start("checkpoint-room", partial(self._copies.reserve, pieces))
 
-    def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[str] = (), last: bool = False) -> None:
+    def _start(self, name: str, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as e:  # raised by the next call of the main thread
+                self._failure = e
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[int] = (), last: bool = False) -> None:
         """Save as the step's checkpoint and delete those that are not to be kept. Waits for an earlier save.
 
         Args:
             step: number of the checkpoint.
             extra: JSON-able state of the trainer and the loader.
-            keep: names of folders that stay.
+            keep: steps whose checkpoints stay.
             last: no step follows, so nothing is copied, and the save is complete when it returns.
 
         Raises:
@@ -98,21 +110,12 @@ class CheckpointManager:
         if self._group is None:
             # Of its own: collectives of two threads on one group would meet in different orders on different ranks.
             self._group = topology.private_group()
-        group = self._group
+        self._start(f"checkpoint-{step}", partial(self._write, snapshot, self._group, keep))
 
-        def write() -> None:
-            try:
-                self._write(snapshot, group, keep)
-            except Exception as e:  # raised by the next call of the main thread
-                self._failure = e
-
-        self._thread = threading.Thread(target=write, name=f"checkpoint-{step}", daemon=True)
-        self._thread.start()
-
-    def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[str]) -> None:
+    def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[int]) -> None:
         def rotated() -> None:
             try:
-                damaged = self._damaged - {folder_name(snapshot.step)}
+                damaged = {name for name in self._damaged if (step_of(name) or (-1, 0))[0] != snapshot.step}
                 rotate(
                     self.root,
                     self._keep_last,
@@ -150,6 +153,7 @@ class CheckpointManager:
         error: Exception | None = None
         if self._engine.topology.is_main:
             try:
+                recover(self.root)
                 self.root.sweep()
             except OSError as e:
                 error = CheckpointError(f"{self.root} cannot be cleared of unfinished checkpoints: {e}")
@@ -157,9 +161,24 @@ class CheckpointManager:
 
     def present(self) -> list[str]:
         """Names of the checkpoint folders there are, oldest first, complete or not."""
-        topology = self._engine.topology
-        found: list[str] = topology.exchange(steps(self.root) if topology.is_main else None)[0]
+        found: list[str] = self._on_main(lambda: steps(self.root))
         return found
+
+    def _on_main(self, look: Callable[[], T]) -> T:
+        """What the first rank sees, on all: another might see a shared file system a moment later. Its error is everybody's."""
+        topology = self._engine.topology
+        error: Exception | None = None
+        found: Any = None
+        if topology.is_main:
+            try:
+                found = look()
+            except CheckpointError as e:
+                error = e
+            except Exception as e:  # of many kinds: a disk's, or of any store's own library
+                error = CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}")
+        topology.agree(error)
+        result: T = topology.exchange(found)[0]
+        return result
 
     def restore_last(self) -> tuple[str, RestoredState] | None:
         """Load the last checkpoint that is complete and undamaged, and say why others were passed over.
@@ -174,8 +193,7 @@ class CheckpointManager:
         found = newest_first(self.root) if topology.is_main else iter(())
         reasons: list[str] = []
         while True:
-            # The first rank decides: another might see a shared file system a moment later.
-            name, why = topology.exchange(self._next(found))[0]
+            name, why = self._on_main(lambda: self._next(found))
             for reason in why:
                 log.warning("not resumed from: %s", reason)
             reasons += why
@@ -214,19 +232,13 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is none, or it cannot be used.
         """
-        topology = self._engine.topology
-        error: Exception | None = None
-        folder = ""
-        if topology.is_main:
-            try:
-                folder = str(find_checkpoint(where).store)
-            except CheckpointError as e:
-                error = e
-        topology.agree(error)
-        folder = topology.exchange(folder)[0]
+        folder = self._on_main(lambda: str(find_checkpoint(where).store))
         return folder, self._engine.load_checkpoint(folder, verify=self._verify)
 
     def restore_step(self, step: int) -> RestoredState:
         """Load the checkpoint of a step, once nothing is being written any more."""
         self.wait()
-        return self._engine.load_checkpoint(str(self.root.child(folder_name(step))), verify=self._verify)
+        names = [name for name in self.present() if (step_of(name) or (-1, 0))[0] == step]
+        if not names:
+            raise CheckpointError(f"{self.root} has no checkpoint of step {step}")
+        return self._engine.load_checkpoint(str(self.root.child(names[-1])), verify=self._verify)

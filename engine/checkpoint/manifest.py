@@ -12,13 +12,17 @@ import xxhash
 
 from ..boxes import Box, covers
 from ..errors import CheckpointError
-from .storage import MANIFEST, Store
-from .tensorfile import CHUNK_BYTES, ITEMSIZE, DamagedError, TensorFiles, count, digests_of
+from .storage import MANIFEST, MODEL_FOLDER, Store
+from .tensorfile import CHUNK_BYTES, ITEMSIZE, DamagedError, TensorFiles, count, digests_of, shape_of
 
 FORMAT = 1
 SEAL = "manifest.xxh3"
 MANIFEST_LIMIT = 2**31
-MODEL = "model/"
+MODEL = f"{MODEL_FOLDER}/"
+TEMPLATES = "additional_chat_templates"
+"""The one folder inside `model/`, where a tokenizer has several chat templates."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+"""Endings of files that hold weights, or say which do."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,20 @@ class Manifest:
         count(data["schedule"]["step"])
         if data["optim"] is not None and not isinstance(data["optim"]["name"], str):
             raise ValueError("optim has no name")
+        if not isinstance(data["engine"]["precision"]["params"], str) if data["engine"] else False:
+            raise ValueError("engine.precision.params is no name of a number format")
+        for name, number in ((data["optimizer"] or {}).get("step") or {}).items():
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 2**53:
+                raise ValueError(f"{name} has been updated {number!r} times")
         for name, entry in data["files"].items():
             self._check_file(name, entry)
         for name in data["tensors"]:
             self.kinds(name)
 
     def _check_file(self, name: str, entry: Mapping[str, Any]) -> None:
-        plain = name.removeprefix(MODEL)
-        if plain in ("", ".", "..") or any(c in plain for c in "/\\\0"):
+        parts = name.removeprefix(MODEL).split("/")
+        known = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
+        if (len(parts) > 1 and not known) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
             raise CheckpointError(
                 f"{self.store}/{MANIFEST} names the file {name!r}, which is not a plain name inside the folder"
             )
@@ -133,7 +143,7 @@ class Manifest:
     def kinds(self, name: str) -> dict[str, StoredTensor]:
         """The kinds stored of one tensor."""
         entry = self.data["tensors"][name]
-        shape = tuple(map(count, entry["shape"]))
+        shape = shape_of(entry["shape"])
         found = {}
         for kind, stored in entry["kinds"].items():
             if stored["dtype"] not in ITEMSIZE:
@@ -144,7 +154,7 @@ class Manifest:
     def _box(self, b: Mapping[str, Any], shape: tuple[int, ...]) -> StoredBox:
         if b["file"] not in self.data["files"]:
             raise CheckpointError(f"{self.store}/{MANIFEST} uses the file {b['file']!r}, which it does not list")
-        box = Box(tuple(map(count, b["offset"])), tuple(map(count, b["length"])))
+        box = Box(shape_of(b["offset"]), shape_of(b["length"]))
         if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
             raise ValueError(f"a box from {list(box.offset)}, {list(box.length)} long, of a tensor of {list(shape)}")
         return StoredBox(box, b["file"], b["key"])
@@ -164,10 +174,11 @@ class Manifest:
             CheckpointError: a gap, an overlap, or a box that its file has otherwise.
         """
         found = self.kinds(name)[kind]
-        if not covers(found.shape, [b.box for b in found.boxes]):
-            raise CheckpointError(f"{self.store}: the boxes of {kind} of {name} do not cover {list(found.shape)} exactly once")
+        # First that each is there: boxes that nothing stands behind cost a writer nothing, and a reader time.
         for box in found.boxes:
             self.check_box(files, box, found.dtype)
+        if not covers(found.shape, [b.box for b in found.boxes]):
+            raise CheckpointError(f"{self.store}: the boxes of {kind} of {name} do not cover {list(found.shape)} exactly once")
         return found
 
     def check_box(self, files: TensorFiles, box: StoredBox, dtype: str) -> None:
@@ -191,10 +202,13 @@ class Manifest:
         """
         for name, entry in self.data["files"].items():
             if name.startswith(MODEL):
+                plain = name.removeprefix(MODEL)
+                if plain.startswith(".") or plain.endswith(WEIGHTS):
+                    raise CheckpointError(f"{self.store}/{name} is none of the files that stand beside a model's weights")
                 data = self.store.read(name)
                 if digests_of(data) != entry["xxh3"]:
                     raise DamagedError(f"{self.store}/{name} does not match its checksum: the checkpoint is damaged")
-                yield name.removeprefix(MODEL), data
+                yield plain, data
 
 
 def write_manifest(store: Store, data: Mapping[str, Any]) -> None:

@@ -20,6 +20,21 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def check_rng(state: Any) -> None:
+    """Refuse what `restore_rng` could not take, before anything is changed.
+
+    Raises:
+        ValueError: it is no random state.
+    """
+    before = rng_state()
+    try:
+        restore_rng(state)
+    except Exception as e:  # of an untrusted file anything can be wrong
+        raise ValueError(f"{type(e).__name__} {e}") from e
+    finally:
+        restore_rng(before)
+
+
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Take back what `rng_state` gave."""
     torch.set_rng_state(_tensor(state["torch"]))

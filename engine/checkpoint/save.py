@@ -88,6 +88,8 @@ def take_snapshot(
         model_files: config and tokenizer.
         copies: copies the tensors, so that training can go on while they are written; None leaves them where they are.
     """
+    if step < 0:
+        raise CheckpointError(f"step={step}; a checkpoint's number is 0 or more")
     owned = [p for p in pieces if p.owned and p.data.numel()]
     return Snapshot(
         step=step,
@@ -145,7 +147,7 @@ def write_snapshot(
             error = _unwritten(root, e)
         agree(error, group)
         parts = exchange((*written, snapshot.rng), group)
-        final = root.child(name)
+        final = ""
         try:
             if main:
                 manifest = {
@@ -159,18 +161,18 @@ def write_snapshot(
                     "tensors": merge_index([index for index, _, _ in parts]),
                 }
                 write_manifest(made, manifest)
-                root.publish(made, name)
+                final = str(root.publish(made, name))
                 if after is not None:
                     after()
         except Exception as e:  # raised on all ranks by agree
             error = _unwritten(root, e)
         agree(error, group)
+        return str(exchange(final, group)[0])
     except Exception:
         if main and made.name != name:
             with suppress(OSError):
                 root.remove(made.name)
         raise
-    return str(final)
 
 
 def _unwritten(root: Store, error: Exception) -> Exception:

@@ -4,19 +4,20 @@ Imports no torch. Names inside a store are relative, with `/` between their part
 """
 
 import os
+import re
 import shutil
 import stat
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 
 TEMPORARY, DELETED = ".tmp-", ".del-"
-MANIFEST = "manifest.json"
+MANIFEST, MODEL_FOLDER = "manifest.json", "model"
 
 
 class Store(ABC):
@@ -75,7 +76,7 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, made: "Store", name: str) -> "Store":
-        """Give what `begin` made its name, in one instant; everything but the manifest is written."""
+        """Give what `begin` made its name, in one instant; all is written, the manifest last. Returns its place."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -92,6 +93,8 @@ class Store(ABC):
 
 def open_store(where: Path | str) -> Store:
     """The store at a path or a URL."""
+    if str(where).startswith("file://"):
+        where = str(where).removeprefix("file://")
     return RemoteStore.open(str(where)) if "://" in str(where) else LocalStore(Path(where))
 
 
@@ -170,7 +173,7 @@ class LocalStore(Store):
             fsync_folder(folder)
         final = self.path / name
         if final.exists():
-            # Renamed first: a crash in between leaves an older checkpoint or the new one, never a half-deleted folder.
+            # A crash between the two renames leaves both folders whole under other names; `recover` gives one back.
             final.rename(self.path / _deleted(name))
         made.path.rename(final)
         fsync_folder(self.path)
@@ -279,26 +282,38 @@ class RemoteStore(Store):
             yield file
 
     def begin(self, name: str) -> "RemoteStore":
-        """See `Store`."""
-        if name in self.folders():
-            self.remove(name)
-        return self.child(name)
+        """See `Store`. A second attempt at a step gets a folder of its own: the first one may be all that there is."""
+        taken = self._attempts(name)
+        return self.child(name if not taken else f"{name}+{len(taken)}")
+
+    def _attempts(self, name: str) -> list[str]:
+        return [n for n in self.folders() if n == name or n.startswith(f"{name}+")]
 
     def publish(self, made: Store, name: str) -> "RemoteStore":
         """See `Store`."""
-        return self.child(name)
+        for older in self._attempts(name):
+            if older != made.name:
+                self.remove(older)
+        return self.child(made.name)
 
     def remove(self, name: str) -> None:
         """See `Store`. The manifest goes first."""
         manifest = f"{self.path}/{name}/{MANIFEST}"
         if self.system.exists(manifest):
             self.system.rm_file(manifest)
-        self.system.rm(f"{self.path}/{name}", recursive=True)
+        # One by one: a recursive removal takes names for patterns, and a run's name may look like one.
+        for path in self.system.find(f"{self.path}/{name}"):
+            self.system.rm_file(path)
+        with suppress(OSError, NotImplementedError):
+            # Where folders are things of their own.
+            self.system.rmdir(f"{self.path}/{name}/{MODEL_FOLDER}")
+        with suppress(OSError, NotImplementedError):
+            self.system.rmdir(f"{self.path}/{name}")
 
     def sweep(self, *, deleted_only: bool = False) -> None:
         """See `Store`. What a crash left has no manifest."""
         for name in [] if deleted_only else self.folders():
-            if name.startswith("step-") and self.child(name).size(MANIFEST) is None:
+            if re.match(r"step-\d{8,}", name) and self.child(name).size(MANIFEST) is None:
                 self.remove(name)
 
 

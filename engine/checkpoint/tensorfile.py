@@ -116,11 +116,13 @@ class TensorWriter:
     def __init__(self, file: BinaryIO, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
         first, _, self.size = layout(entries)
         self._file, self._digests = file, Digests()
-        self._left = {key: tensor_bytes(*entry) for key, entry in entries.items()}
+        self._left = {key: size for key, entry in entries.items() if (size := tensor_bytes(*entry))}
         self._put(memoryview(first))
 
     def write(self, key: str, data: memoryview) -> None:
         """Append a tensor's bytes, all of them or the next ones."""
+        if not len(data):
+            return
         expected = next(iter(self._left), None)
         assert key == expected, (key, expected)
         assert len(data) <= self._left[key], key
@@ -342,13 +344,25 @@ def _header(file: CheckedFile) -> tuple[dict[str, Any], int]:
 
 def _array(entry: Mapping[str, Any], base: int, size: int) -> StoredArray:
     start, end = (count(n) for n in entry["data_offsets"])
-    shape = tuple(count(n) for n in entry["shape"])
+    shape = shape_of(entry["shape"])
     expected = tensor_bytes(entry["dtype"], shape)
     if end - start != expected or base + end > size:
         raise ValueError(
             f"{entry['dtype']} {list(shape)} takes {expected} bytes, not those from {start} to {end} of {size - base}"
         )
     return StoredArray(entry["dtype"], shape, base + start)
+
+
+def shape_of(numbers: Any) -> tuple[int, ...]:
+    """Lengths of axes, of an untrusted file: no more elements than there can be, even where one axis is empty.
+
+    Raises:
+        ValueError: they are none.
+    """
+    found = tuple(map(count, numbers))
+    if math.prod(n for n in found if n) >= 2**60:
+        raise ValueError(f"{list(found)} is no shape that a tensor can have")
+    return found
 
 
 def count(n: Any) -> int:
