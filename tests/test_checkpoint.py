@@ -177,6 +177,9 @@ def test_latest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
     root.sweep()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     rotate(root, 1, newest=3)
+    assert steps(root) == ["step-00000002", "step-00000003"]
+    make(root, 3)
+    rotate(root, 1, newest=3)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
     assert latest(LocalStore(tmp_path / "nowhere")) == (None, [])
 

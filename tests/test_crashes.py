@@ -249,13 +249,6 @@ def test_a_save_that_fails_meanwhile_ends_the_run_at_the_next_step(
     assert len(losses(tmp_path / "run")) == 6
 
 
-PUSH = """
-import sys
-from drivetrain.trainers.sft import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("model", [(), ("model.lora.rank=4",)])
 def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_path: Path) -> None:
     make_task(tmp_path)
@@ -267,7 +260,7 @@ def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_p
         environment.pop("HF_TOKEN", None)
 
         def push(repo: str, **more: str) -> subprocess.CompletedProcess[str]:
-            words = [sys.executable, "-c", PUSH, *run, f"trainer.push_to_hub={repo}"]
+            words = [sys.executable, "-m", "drivetrain.trainers.sft", *run, f"trainer.push_to_hub={repo}"]
             return subprocess.run(words, capture_output=True, text=True, env={**environment, **more}, timeout=100, check=False)
 
         without = push("org/mine")
