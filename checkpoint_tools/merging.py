@@ -1,5 +1,6 @@
 """A checkpoint of any engine and layout into a Hugging Face folder, streamed. Adapters are folded in or kept apart."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from .copying import Blocks, Progress
 from .folding import Folded
 from .plan import Copied, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
+
+log = logging.getLogger(__name__)
 
 Adapters = Literal["folded", "only"]
 
@@ -94,6 +97,7 @@ def plan_merge(
                 "(--adapters only)"
             )
         where = _base_folder(manifest, base)
+        log.warning("base model of the adapters: %s", where)
         if Path(output).resolve() == where.resolve():
             raise CheckpointError(f"{output} is the base model itself; choose another folder")
         folded = Folded(stored, FolderSource(where), files)

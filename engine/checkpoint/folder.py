@@ -102,6 +102,7 @@ def _elsewhere(store: Store) -> Iterator[Store]:
         except (yaml.YAMLError, KeyError, TypeError):
             return
         if isinstance(found, str):
+            log.warning("%s: its checkpoints are in %s (trainer.checkpoint_dir of its config.yaml)", store, found)
             yield open_store(found)
 
 

@@ -283,11 +283,11 @@ class RemoteStore(Store):
 
     def begin(self, name: str) -> "RemoteStore":
         """See `Store`. A second attempt at a step gets a folder of its own: the first one may be all that there is."""
-        taken = self._attempts(name)
-        return self.child(name if not taken else f"{name}+{len(taken)}")
+        taken = [int(n.partition("+")[2] or 0) for n in self._attempts(name)]
+        return self.child(name if not taken else f"{name}+{max(taken) + 1}")
 
     def _attempts(self, name: str) -> list[str]:
-        return [n for n in self.folders() if n == name or n.startswith(f"{name}+")]
+        return [n for n in self.folders() if re.fullmatch(rf"{re.escape(name)}(\+\d+)?", n)]
 
     def publish(self, made: Store, name: str) -> "RemoteStore":
         """See `Store`."""
