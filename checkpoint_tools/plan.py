@@ -116,8 +116,9 @@ def apply(plan: WritePlan, workers: int | None = None, progress: Progress | None
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
         with whole_folder(plan.output) as made:
-            with FolderWriter(made, plan.folder) as writer:
-                copy_tensors(plan.folder, writer, plan.source, count, progress)
+            writer = FolderWriter(made, plan.folder)
+            copy_tensors(plan.folder, writer, plan.source, count, progress)
+            writer.finish()
             write_files(made, plan.files)
     except OSError as e:
         raise disk_error(str(plan.output), e) from e

@@ -64,9 +64,10 @@ def export_hf(
 def _write(engine: "BaseEngine", plan: FolderPlan, stream: Iterator[tuple[str, Tensor]], final: Path, *, only: bool) -> None:
     left = {key for part in plan.files.values() for key in part}
     with whole_folder(final) as made:
-        with FolderWriter(made, plan) as writer:
-            for key, tensor in stream:
-                writer.write(key, 0, host_bytes(tensor))
-                left.remove(key)
+        writer = FolderWriter(made, plan)
+        for key, tensor in stream:
+            writer.write(key, 0, host_bytes(tensor))
+            left.remove(key)
         assert not left, f"named_weights does not yield {min(left)}, which weight_shapes announces"
+        writer.finish()
         write_files(made, model_files(engine._model_files(), adapters=only))

@@ -199,7 +199,7 @@ def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorWriter, "_put", full)
-    monkeypatch.setattr(hf_folder, "_put", full)
+    monkeypatch.setattr(hf_folder.FolderWriter, "_put", full)
     with pytest.raises(CheckpointError, match=r"No space left.*; make room"):
         engine.save_checkpoint(folder.parent, 6)
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]

@@ -31,6 +31,7 @@ def test_killed_at_random_instants_a_run_goes_on(kills: int, more: tuple[str, ..
     done = soak(tmp_path, kills, more=more)
     assert done.kills == kills
     assert 0 < done.of_one < kills
+    assert done.during_save > 0
     assert len(done.resumed) > kills // 3
 
 
@@ -107,7 +108,7 @@ def test_what_went_wrong_in_the_background_is_raised(
 
 
 def rank_fails_alone(folder: str, root: str) -> list[str]:
-    """The second rank's disk is full: both learn of it in the loop, at their next step."""
+    """The second rank's disk is full: both learn of it when they wait."""
     import torch.distributed as dist
 
     engine = build(folder)

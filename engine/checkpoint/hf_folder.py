@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ..errors import CheckpointError
 from .manifest import TEMPLATES
@@ -100,50 +98,38 @@ class FolderWriter:
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
-        self._handles: list[int] = []
-        self._where: dict[str, tuple[int, int]] = {}
-        try:
-            for name, part in plan.files.items():
-                first, starts, size = layout(part, {"writer": WRITER})
-                handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-                self._handles.append(handle)
+        self._where: dict[str, tuple[str, int]] = {}
+        for name, part in plan.files.items():
+            first, starts, size = layout(part, {"writer": WRITER})
+            with open(folder / name, "xb") as file:
                 # Its whole size at once: a disk that is too small says so now.
-                if size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, size)
-                _put(handle, 0, memoryview(first))
-                self._where |= {key: (handle, start) for key, start in starts.items()}
-        except BaseException:
-            self._close()
-            raise
+                os.posix_fallocate(file.fileno(), 0, size)
+            self._put(name, 0, memoryview(first))
+            self._where |= {key: (name, start) for key, start in starts.items()}
 
     def write(self, key: str, start: int, data: memoryview) -> None:
         """Write a tensor's bytes, or some of them from the byte `start` on."""
-        handle, first = self._where[key]
-        _put(handle, first + start, data)
+        name, first = self._where[key]
+        self._put(name, first + start, data)
 
-    def _close(self) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _put(self, name: str, start: int, data: memoryview) -> None:
+        # Opened anew for every block: a model may have more files than a process may hold open.
+        handle = os.open(self._folder / name, os.O_WRONLY)
         try:
-            if kind is None:
-                for handle in self._handles:
-                    os.fsync(handle)
-                index = self._plan.index()
-                if index is not None:
-                    write_files(self._folder, {f"{self._plan.stem}.safetensors.index.json": index})
+            while len(data):
+                count = os.pwrite(handle, data, start)
+                start, data = start + count, data[count:]
         finally:
-            self._close()
+            os.close(handle)
 
-
-def _put(handle: int, start: int, data: memoryview) -> None:
-    while len(data):
-        count = os.pwrite(handle, data, start)
-        start, data = start + count, data[count:]
+    def finish(self) -> None:
+        """When all is written: on the disk, and with its index."""
+        for name in self._plan.files:
+            with open(self._folder / name, "rb") as file:
+                os.fsync(file.fileno())
+        index = self._plan.index()
+        if index is not None:
+            write_files(self._folder, {f"{self._plan.stem}.safetensors.index.json": index})
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -229,7 +229,7 @@ def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
         parts: of each rank: name -> {shape, kinds: {kind: {dtype, boxes}}}.
 
     Raises:
-        CheckpointError: a gap, an overlap, or ranks that disagree on a shape.
+        CheckpointError: a gap, an overlap, or ranks that disagree on a shape or a dtype.
     """
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -238,8 +238,10 @@ def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if whole_entry["shape"] != entry["shape"]:
                 raise CheckpointError(f"ranks disagree on the shape of {name}: {whole_entry['shape']} and {entry['shape']}")
             for kind, stored in entry["kinds"].items():
-                boxes = whole_entry["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})["boxes"]
-                boxes.extend(stored["boxes"])
+                known = whole_entry["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})
+                if known["dtype"] != stored["dtype"]:
+                    raise CheckpointError(f"ranks disagree on {kind} of {name}: {known['dtype']} and {stored['dtype']}")
+                known["boxes"].extend(stored["boxes"])
     for name, entry in tensors.items():
         for kind, stored in entry["kinds"].items():
             if not covers(entry["shape"], [Box(tuple(b["offset"]), tuple(b["length"])) for b in stored["boxes"]]):
