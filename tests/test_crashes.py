@@ -1,5 +1,6 @@
 """Whatever happens to a run or to its folder, the last complete checkpoint is found, and nothing else is lost."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from soak import soak
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.checkpoint import save
 from drivetrain.engine.checkpoint.manager import CheckpointManager
-from drivetrain.engine.checkpoint.storage import MANIFEST
+from drivetrain.engine.checkpoint.manifest import write_manifest
+from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CheckpointError, DrivetrainError
 from drivetrain.trainers.sft import main
@@ -195,6 +197,17 @@ def test_nothing_but_damage_ends_a_run(damage: Any, tmp_path: Path, capsys: pyte
         return
     # Taken as it is, at one's own risk.
     assert main([*run, "trainer.verify_checksums=false"]) == 0
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_task(tmp_path)
+    run = words(tmp_path, "trainer.max_steps=2", "trainer.save_every=1", "trainer.loggers=[jsonl]")
+    assert main(run) == 0
+    store = LocalStore(tmp_path / "run" / "checkpoints" / "step-00000002")
+    write_manifest(store, {**json.loads((store.path / MANIFEST).read_text()), "format": 2})
+    assert main([*run, "trainer.max_steps=3"]) == 1
+    assert "has format 2; this version reads format 1" in capsys.readouterr().err
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -187,7 +187,7 @@ class CheckpointManager:
             where it lies, and what it says beside tensors; None where there is none to load.
 
         Raises:
-            CheckpointError: of another model; or there are checkpoints, and all of them are damaged.
+            CheckpointError: of another model; of a format that is not known; or there are checkpoints, and all of them are damaged.
         """
         topology = self._engine.topology
         found = newest_first(self.root) if topology.is_main else iter(())
@@ -223,6 +223,9 @@ class CheckpointManager:
         for name, manifest in found:
             if isinstance(manifest, Manifest):
                 return name, why
+            if not isinstance(manifest, DamagedError):
+                # Whole, and of a newer version say: to go on from an older one would push it out.
+                raise manifest
             why.append(str(manifest))
         return None, why
 
