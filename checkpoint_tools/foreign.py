@@ -12,9 +12,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.boxes import Box, Segment, covers, intersect
+from ..engine.boxes import Box, Segment, covers, intersect, whole
 from ..engine.checkpoint.hf_folder import Entry
+from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
+from ..engine.hf.config import read_config
+from ..engine.hf.model import HFModel, empty_lm
+from ..engine.hf.names import hf_name
 from .sources import Source
 
 
@@ -97,6 +101,19 @@ class Mapped(Source):
     def model_files(self) -> dict[str, bytes]:
         """See `Source`."""
         return dict(self._files)
+
+
+def parameters_of(
+    model: ModelConfig, *, value_head: bool = False
+) -> tuple[dict[str, list[Segment]], dict[str, tuple[int, ...]]]:
+    """A plain transformers model's parameters: what each is made of on disk, and its shape."""
+    lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
+    root = HFModel(lm, value_head=value_head)
+    shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
+    return {
+        name: [Segment(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
+        for name, shape in shapes.items()
+    }, shapes
 
 
 def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -18,10 +17,7 @@ from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.pieces import DTYPES
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
-from ..engine.hf.config import read_config
-from ..engine.hf.model import HFModel, empty_lm
-from ..engine.hf.names import hf_name
-from .foreign import ForeignTensors, Mapped, Place, copy_part, load_tensors
+from .foreign import ForeignTensors, Mapped, Place, copy_part, load_tensors, parameters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -74,19 +70,6 @@ def kinds_of(
     for kind, stem in zip(MOMENTS, stems, strict=True):
         found[kind] = Mapped(tensors, _places(tensors, known, shapes, stem, f".{kind}"), files)
     return found, {s.name: f"{stems[0]}{name}.step" for name, segments in known.items() for s in segments}
-
-
-def parameters_of(
-    model: ModelConfig, *, value_head: bool = False
-) -> tuple[dict[str, list[Segment]], dict[str, tuple[int, ...]]]:
-    """A plain transformers model's parameters: what each is made of on disk, and its shape."""
-    lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
-    root = HFModel(lm, value_head=value_head)
-    shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
-    return {
-        name: [Segment(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
-        for name, shape in shapes.items()
-    }, shapes
 
 
 def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suffix: str, *, partly: bool = False) -> Any:

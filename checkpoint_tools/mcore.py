@@ -13,7 +13,7 @@ from ..engine.bridge.rules import Part
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
-from .foreign import ForeignTensors, Mapped, Place
+from .foreign import ForeignTensors, Mapped, Place, parameters_of
 
 KINDS = {"param": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIASES = {
@@ -62,7 +62,21 @@ def kinds_of(
     trained = {name for name in names["value"] if not name.endswith(_IGNORED)}
     if any(set(names.get(kind, {})) != trained for kind in KINDS.values()):
         names = {"value": names["value"]}
-    return {kind: Mapped(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}, {}
+    made = {kind: Mapped(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}
+    parts, _ = parameters_of(model)
+    _check_complete(made["value"], {s.name: s.shape for segments in parts.values() for s in segments})
+    return made, {}
+
+
+def _check_complete(values: Mapped, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare what was found with what the model has: stacked layers say by their number alone that there are more or fewer."""
+    got = {name: shape for name, (_, shape) in values.entries.items()}
+    for one, other, text in ((expected, got, "lacks"), (got, expected, "has, beyond the model,")):
+        left = [name for name in one if other.get(name) != one[name]]
+        if left:
+            raise CheckpointError(
+                f"{values.label} {text} {left[0]} {list(one[left[0]])} ({len(left)} such); it is a checkpoint of another model than --model"
+            )
 
 
 def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[Place]:

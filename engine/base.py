@@ -314,7 +314,7 @@ class BaseEngine(Backend):
             "backend": self.config.backend,
             "engine": asdict(self.config),
             "model": asdict(self.model_config),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self.model_fingerprint,
             "optim": None if self.optim_config is None else asdict(self.optim_config),
             "schedule": {"step": self.step},
             "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
@@ -322,8 +322,9 @@ class BaseEngine(Backend):
         }
         return take_snapshot(step, self._pieces(), state, self._model_files, copies)
 
-    def _fingerprint(self) -> str:
-        """Of the model that training began with: what adapters are merged with must be that one."""
+    @property
+    def model_fingerprint(self) -> str:
+        """Of the model that training began with: a resumed run and a merge of adapters must have that one."""
         if self._model_fingerprint is None:
             self._model_fingerprint = fingerprint(self.model_config.path)
         return self._model_fingerprint
@@ -372,4 +373,10 @@ class BaseEngine(Backend):
         self.zero_grad()
         self.step = manifest.data["schedule"]["step"]
         same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
-        return RestoredState(step=manifest.data["step"], extra=manifest.data["extra"], same_layout=same)
+        return RestoredState(
+            step=manifest.step,
+            extra=manifest.data["extra"],
+            same_layout=same,
+            model=manifest.data["model"].get("path"),
+            fingerprint=manifest.data.get("fingerprint"),
+        )

@@ -148,7 +148,7 @@ def make(root: LocalStore, step: int) -> None:
     state = {
         "parallel": {},
         "world_size": 0,
-        "engine": {},
+        "engine": {"precision": {"params": "float32"}},
         "model": {},
         "extra": {},
         "backend": "fsdp",

@@ -48,7 +48,7 @@ def write(store: Store, number: int = 3, **changes: Any) -> None:
         "backend": "fsdp",
         "parallel": {},
         "world_size": 2,
-        "engine": {},
+        "engine": {"precision": {"params": "float32"}},
         "model": {},
         "optim": None,
         "schedule": {"step": number},

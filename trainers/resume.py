@@ -10,7 +10,6 @@ from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import step_of
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import CheckpointError, ConfigError
-from ..engine.model_path import fingerprint
 from .config import SFTConfig
 from .data.loader import Cursor, Loader
 from .watch import Watch
@@ -25,8 +24,7 @@ class Start:
     Args:
         step: number of the first step to make, from 1.
         cursor: of its batch.
-        told: what each of the run's checkpoints says of it: its settings, and the model that it began with, by path and
-            fingerprint.
+        told: what each of the run's checkpoints says of it: its settings.
         evaluate: the evaluation of the step before was given up, for a SIGTERM, and is still to be made.
     """
 
@@ -52,9 +50,7 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
     """
     present = manager.present()
     numbers = [(step_of(name) or (0, 0))[0] for name in present]
-    # Told once, by one rank: every checkpoint of the run says it.
-    model = {"path": config.model.path, "fingerprint": engine.topology.exchange(fingerprint(config.model.path))[0]}
-    told = {"model": model, "config": asdict(config)}
+    told = {"config": asdict(config)}
     start = Start(step=1, cursor=Cursor(), told=told)
     found = None
     if config.trainer.resume == "auto":
@@ -63,10 +59,11 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, lo
         found = manager.restore(config.trainer.resume)
     if found is not None:
         chosen, restored = found
-        was = restored.extra.get("model", {})
-        if was and was["fingerprint"] != model["fingerprint"]:
+        # The first rank's: another machine's copy of the model is not looked at.
+        now = engine.topology.exchange(engine.model_fingerprint)[0]
+        if restored.fingerprint is not None and restored.fingerprint != now:
             raise CheckpointError(
-                f"{chosen} was trained from model.path={was['path']}, now it is {config.model.path}, another model, whose weights would not be "
+                f"{chosen} was trained from model.path={restored.model}, now it is {config.model.path}, another model, whose weights would not be "
                 "read; choose another trainer.output_dir"
             )
         saved_by = restored.extra.get("config", {}).get("trainer", {}).get("output_dir")

@@ -25,12 +25,16 @@ class RestoredState:
     Args:
         step: its number.
         extra: the trainer's and loader's state.
+        model: path of the model that training began with.
+        fingerprint: of that model; None where the checkpoint does not say.
         same_layout: the same ranks in the same grid: random state was restored too, and the run continues to the bit.
     """
 
     step: int
     extra: Mapping[str, Any]
     same_layout: bool
+    model: str | None = None
+    fingerprint: str | None = None
 
 
 def load_state(

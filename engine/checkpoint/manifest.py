@@ -105,7 +105,7 @@ class Manifest:
         count(data["schedule"]["step"])
         if data["optim"] is not None and not isinstance(data["optim"]["name"], str):
             raise ValueError("optim has no name")
-        if not isinstance(data["engine"]["precision"]["params"], str) if data["engine"] else False:
+        if not isinstance(data["engine"]["precision"]["params"], str):
             raise ValueError("engine.precision.params is no name of a number format")
         for name, number in ((data["optimizer"] or {}).get("step") or {}).items():
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 2**53:
