@@ -9,6 +9,8 @@ PACKAGE = __package__ or "drivetrain"
 
 COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
+    "dpo": "learning from preferences: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; as sft",
+    "rm": "training a reward model; as sft",
     "demo": "train, export and question a tiny model on an embedded task",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
     "merge": "write a checkpoint, of any engine and layout, as a Hugging Face folder",
@@ -18,7 +20,10 @@ COMMANDS = {
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "backends": "list the engines that can be named in engine.backend",
 }
-MODULES = {"sft": f"{PACKAGE}.trainers.sft", "conformance": f"{PACKAGE}.engine.conformance"}
+MODULES = {
+    **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm")},
+    "conformance": f"{PACKAGE}.engine.conformance",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

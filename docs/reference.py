@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from drivetrain.engine.registry import backends, options_class
-from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.options import RECIPES, Key, keys
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -25,11 +25,14 @@ def page() -> str:
         "# Configuration reference",
         "",
         "Generated from the dataclasses by `make docs`; a test holds it against them. Every setting can stand in a recipe (YAML) or on the command line as",
-        "`key=value`; unknown keys fail. `python -m drivetrain.trainers.sft --help` prints the same list.",
+        "`key=value`; unknown keys fail. `python -m drivetrain.trainers.sft --help` (or `dpo`, `rm`) prints the same list.",
     ]
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
     for section in ("model", "data", "engine", "optim", "trainer"):
         parts += ["", f"## {section}", "", table([k for k in every if k.name.startswith(f"{section}.")])]
+    for section, cls, trainer in (("dpo", DPOConfig, "dpo"), ("reference", DPOConfig, "dpo"), ("rm", RMConfig, "rm")):
+        own = [k for k in keys(cls) if k.name.startswith(f"{section}.")]
+        parts += ["", f"## {section}", "", f"Of `drivetrain.trainers.{trainer}` alone.", "", table(own)]
     parts += ["", "## Built-in recipes", "", "What each sets; everything else is as above."]
     for recipe in sorted(RECIPES.glob("*.yaml")):
         parts += ["", f"### {recipe.stem}", "", "```yaml", recipe.read_text().strip(), "```"]

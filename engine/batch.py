@@ -111,6 +111,12 @@ class PackedBatch:
         _check_fields(derived)
         return derived
 
+    def with_sequence_fields(self, **sequence_fields: Tensor) -> Self:
+        """The same batch with sequence fields `[N, ...]` added or replaced."""
+        derived = self._derive(sequence_fields={**self.sequence_fields, **sequence_fields})
+        _check_fields(derived)
+        return derived
+
     def select(self, sequences: Sequence[int]) -> Self:
         """The given sequences, in the given order, as a batch of their own."""
         lengths = self.lengths

@@ -15,7 +15,7 @@ from drivetrain.engine.config import EngineConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.optim import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.options import RECIPES, changes, differences, keys, parse, to_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -116,13 +116,21 @@ def test_every_setting_is_read_by_somebody() -> None:
     }
     options = options_class("fsdp")
     assert options is not None
-    every = [*keys(SFTConfig), *keys(options, "engine.options.")]
+    every = [*keys(SFTConfig), *keys(DPOConfig), *keys(RMConfig), *keys(options, "engine.options.")]
     unread = [k.name for k in every if k.name.rpartition(".")[2] not in read]
     assert not unread
     assert not [k.name for k in every if not k.help]
 
 
-@pytest.mark.parametrize("words", [["-m", "drivetrain.trainers.sft", "--help"], ["-m", "drivetrain.cli", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "drivetrain.trainers.sft", "--help"],
+        ["-m", "drivetrain.trainers.dpo", "--help"],
+        ["-m", "drivetrain.trainers.rm", "--help"],
+        ["-m", "drivetrain.cli", "--help"],
+    ],
+)
 def test_help_answers_without_torch(words: list[str]) -> None:
     code = textwrap.dedent(f"""
         import runpy, sys

@@ -12,7 +12,7 @@ from drivetrain.trainers.data.encode import encode_completion, encode_row, marke
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.samples import Budget
 from drivetrain.trainers.data.sources import Chunk
-from drivetrain.trainers.data.tokenise import encode_chunk
+from drivetrain.trainers.data.tokenise import Encoder
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
@@ -217,7 +217,7 @@ def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
         "f.jsonl", [(1, b'{"prompt": "1", "completion": "2"}'), (2, b'{"prompt": "1", "completion": "2\\ud800"}')], 1.0
     )
     with pytest.raises(DataError, match=r"f.jsonl:2: '\\ud800' is half of a character"):
-        encode_chunk(TOKENIZER, chunk, DataConfig())
+        Encoder(TOKENIZER, DataConfig()).chunk(chunk)
     with pytest.raises(DataError, match=r"it needs .*ShareGPT's form"):
         encode_row(TOKENIZER, {"conversations": []}, "row", DataConfig())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drivetrain.engine.batch import IGNORE
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.loader import Cursor, Loader, Order
+from drivetrain.trainers.data.loader import Cursor, GlobalBatch, Loader, Order
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.samples import Budget, Samples
 from drivetrain.trainers.data.store import Encoded, Store, StoreWriter
@@ -23,7 +23,7 @@ BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
 def store(folder: Path, lengths: list[int]) -> Store:
     writer = StoreWriter(folder)
     samples = [Sample("", list(range(2, n + 2)), [True] * n) for n in lengths]
-    writer.add(Encoded.of([(0, i, 0, s) for i, s in enumerate(samples)]))
+    writer.add(Encoded.of([(0, i, 0, s) for i, s in enumerate(samples)]), "s")
     writer.commit(["s"])
     return Store(folder)
 
@@ -35,9 +35,12 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
     return [Samples([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
 
 
-def loader(samples: Samples, size: int, rank: int = 0, ranks: int = 1, *, shuffle: bool = True, seed: int = 3) -> Loader:
-    order = Order(samples.sizes, weights=None, seed=seed, shuffle=shuffle)
-    return Loader(samples, order, batch_size=size, dp_rank=rank, dp_size=ranks, ratio=1e-4)
+def loader(samples: Samples, size: int, *, shuffle: bool = True, seed: int = 3) -> Loader:
+    return Loader(samples, Order(samples.sizes, weights=None, seed=seed, shuffle=shuffle), batch_size=size)
+
+
+def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
+    return drawn.share(rank, ranks, 1e-4).batch.names or ()
 
 
 @settings(deadline=None, max_examples=50)
@@ -45,26 +48,21 @@ def loader(samples: Samples, size: int, rank: int = 0, ranks: int = 1, *, shuffl
 def test_order_depends_on_the_seed_alone(many: list[Samples], count: int, size: int, ranks: int, steps: int) -> None:
     """Any number of ranks sees the same batches; each epoch has every sample once; a cursor resumes at the next sample."""
     samples = many[count - 1]
-    streams = [loader(samples, size, r, ranks).batches(Cursor()) for r in range(ranks)]
     whole = loader(samples, size).batches(Cursor())
     seen, cursors = [], []
     for _ in range(steps):
-        shares = [next(s) for s in streams]
-        one, cursor = next(whole)
-        assert all(c == cursor for _, c in shares)
-        together = sorted(n for batch, _ in shares for n in batch.names or ())
-        assert together == sorted(one.names or ())
-        seen.append(one.names)
+        drawn, cursor = next(whole)
+        assert sorted(n for r in range(ranks) for n in names(drawn, r, ranks)) == sorted(names(drawn))
+        assert sorted(place for r in range(ranks) for place in drawn.share(r, ranks, 1e-4).places) == list(range(len(drawn)))
+        seen.append(names(drawn))
         cursors.append(cursor)
     for at, cursor in enumerate(cursors[:-1]):
         again = loader(samples, size)
-        assert (
-            next(again.batches(again.restore(json.loads(json.dumps(again.state(cursor))), epochs=True)))[0].names
-            == seen[at + 1]
-        )
+        resumed = again.restore(json.loads(json.dumps(again.state(cursor))), epochs=True)
+        assert names(next(again.batches(resumed))[0]) == seen[at + 1]
     per_epoch = -(-count // size)
     if steps >= per_epoch:
-        assert sorted(n for names in seen[:per_epoch] for n in names or ()) == sorted(f"s:{i}" for i in range(count))
+        assert sorted(n for some in seen[:per_epoch] for n in some) == sorted(f"s:{i}" for i in range(count))
 
 
 def order(sizes: list[int], weights: list[float] | None = None, *, seed: int = 3, shuffle: bool = True) -> Order:
@@ -75,7 +73,7 @@ def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: li
     assert order([20]).epoch(0).tolist() != order([20]).epoch(1).tolist()
     assert order([20]).epoch(0).tolist() != order([20], seed=4).epoch(0).tolist()
     assert order([12, 8], shuffle=False).epoch(5).tolist() == list(range(20))
-    assert [b.names for b in loader(many[4], 2).once()] == [("s:0", "s:1"), ("s:2", "s:3"), ("s:4",)]
+    assert [names(b) for b in loader(many[4], 2).once()] == [("s:0", "s:1"), ("s:2", "s:3"), ("s:4",)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,5 +131,5 @@ def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCap
 
 
 def test_labels_survive_packing(many: list[Samples]) -> None:
-    batch = next(loader(many[0], 1).batches(Cursor()))[0]
+    batch = next(loader(many[0], 1).batches(Cursor()))[0].share(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]

@@ -57,7 +57,7 @@ def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **
 
 
 def every(samples: Samples) -> list[Sample]:
-    return [samples[i] for i in range(len(samples))]
+    return [samples.document(i, 0) for i in range(len(samples))]
 
 
 ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}]
@@ -78,8 +78,8 @@ def test_formats_files_and_folders(tmp_path: Path, cache: dict[str, Any]) -> Non
     write_rows(folder / ".hidden.jsonl", [{"text": "7"}])
     samples = load([jsonl, parquet, chats, str(folder)], cache)
     assert [learned(s) for s in every(samples)] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>", "6<end>", "5<end>"]
-    assert samples[1].name == f"{jsonl}:2"
-    assert samples[5].name == f"{folder}/1.json:1"
+    assert samples[1][0].name == f"{jsonl}:2"
+    assert samples[5][0].name == f"{folder}/1.json:1"
     assert samples.sizes == [2, 2, 1, 2]
 
 
@@ -92,7 +92,7 @@ def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dic
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2222"}])
     samples = load([path], cache, max_length=6, too_long=too_long)
     assert [TOKENIZER.decode(s.ids) for s in every(samples)] == kept
-    assert samples.lengths.tolist() == [len(s.ids) for s in every(samples)]
+    assert samples.lengths.tolist() == [[len(s.ids)] for s in every(samples)]
     with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
         load([path], cache, max_length=6)
 
@@ -149,7 +149,7 @@ def test_processes_tokenise_as_one_does(tmp_path: Path) -> None:
     alone = load([path], {"cache_dir": str(tmp_path / "alone")}, workers=0)
     several = load([path], {"cache_dir": str(tmp_path / "several")}, workers=2)
     assert alone.digest == several.digest
-    assert several[1000].name == f"{path}:1001"
+    assert several[1000][0].name == f"{path}:1001"
     write_rows(tmp_path / "a.jsonl", [*rows, {"prompt": "1", "completion": ""}])
     with pytest.raises(DataError, match=r"a.jsonl:1501: the completion is empty"):
         load([path], {"cache_dir": str(tmp_path / "several")}, workers=2)

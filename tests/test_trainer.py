@@ -244,23 +244,24 @@ def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: py
 
 def test_watch_decides() -> None:
     from drivetrain.engine.errors import ConfigError
+    from drivetrain.trainers.method import SFTMethod
     from drivetrain.trainers.watch import Watch
 
-    watch = Watch("accuracy", 2, "x")
+    watch = Watch("accuracy", 2, "x", SFTMethod.lower_is_better)
     assert [watch.see(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]
     assert not watch.stop
-    again = Watch("accuracy", 2, "x")
+    again = Watch("accuracy", 2, "x", SFTMethod.lower_is_better)
     again.restore(json.loads(json.dumps(watch.state())))
     assert not again.see(4, {"accuracy": float("nan")})
     assert again.stop
     assert (again.best, again.best_step) == (0.3, 2)
-    for other in (Watch("loss", 2, "x"), Watch("accuracy", 2, "y")):
+    for other in (Watch("loss", 2, "x", SFTMethod.lower_is_better), Watch("accuracy", 2, "y", SFTMethod.lower_is_better)):
         other.restore(watch.state())
         assert other.best is None
     with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; an evaluation measures loss, accuracy"):
-        Watch("f1", None, "")
+        Watch("f1", None, "", SFTMethod.lower_is_better)
     with pytest.raises(ConfigError, match=r"trainer.patience=3 needs trainer.best_metric"):
-        Watch(None, 3, "")
+        Watch(None, 3, "", SFTMethod.lower_is_better)
 
 
 def started(task: Path, launcher: list[str], *more: str) -> subprocess.Popen[str]:

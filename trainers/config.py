@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..engine.config import EngineConfig, ModelConfig, OptimConfig, setting
+from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, Place, setting
 
-Format = Literal["auto", "messages", "prompt_completion", "text"]
+Format = Literal["auto", "messages", "prompt_completion", "text", "preference", "unpaired"]
+PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo", "kto"]
+ReferenceMode = Literal["auto", "model", "base", "cached"]
 TooLong = Literal["error", "skip", "truncate_left", "truncate_right"]
 Turns = Literal["auto", "together", "apart"]
 
@@ -22,7 +24,8 @@ class DataConfig:
     )
     eval: tuple[str, ...] = setting((), "the same, to evaluate on")
     format: Format = setting(
-        "auto", "messages: chats; prompt_completion: two texts or chats; text: all of it; auto: by the columns"
+        "auto",
+        "messages: chats; prompt_completion: two texts or chats; text: all of it; preference: chosen and rejected; unpaired: prompt, completion, label; auto: by the columns",
     )
     turns: Turns = setting(
         "auto",
@@ -33,7 +36,7 @@ class DataConfig:
     )
     max_length: int | None = setting(None, "tokens in a sample, at most; null: engine.micro_batch.max_tokens")
     too_long: TooLong = setting("error", "what happens to a longer sample")
-    batch_size: int = setting(32, "samples a step, all ranks together")
+    batch_size: int = setting(32, "samples a step, all ranks together; a pair is one sample")
     shuffle: bool = setting(True, "a new order every epoch; false keeps the order of the files")
     seed: int = setting(0, "seed of the order")
     workers: int | None = setting(
@@ -67,7 +70,8 @@ class TrainerConfig:
         "auto", "auto: the run's last complete checkpoint, if any; none; or a checkpoint or the folder of a run, also as a URL"
     )
     best_metric: str | None = setting(
-        None, "evaluation metric (loss, accuracy) whose best checkpoint is kept and exported; null: the last one is"
+        None,
+        "evaluation metric (loss; accuracy of SFT; reward_accuracy, reward_margin of the others) whose best checkpoint is kept and exported; null: the last one is",
     )
     patience: int | None = setting(
         None, "evaluations without a better best_metric after which training stops; null: it goes on"
@@ -90,11 +94,77 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """`python -m drivetrain.trainers.sft`."""
+class RunConfig:
+    """What every trainer has."""
 
     model: ModelConfig = setting(factory=ModelConfig, help="the model")
     data: DataConfig = setting(factory=DataConfig, help="the data")
     engine: EngineConfig = setting(factory=EngineConfig, help="the engine")
     optim: OptimConfig = setting(factory=OptimConfig, help="the optimizer")
     trainer: TrainerConfig = setting(factory=TrainerConfig, help="the loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(RunConfig):
+    """`python -m drivetrain.trainers.sft`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """The loss over preferences."""
+
+    loss: PreferenceLossName = setting(
+        "sigmoid",
+        "sigmoid (DPO), ipo, hinge, kto: against a reference; simpo, orpo, cpo: without one; kto: single answers, liked or not",
+    )
+    beta: float = setting(0.1, "scale of the reward: the larger, the nearer to the reference; tau of ipo, lambda of orpo")
+    label_smoothing: float = setting(0.0, "share of labels thought to be the wrong way round; sigmoid, simpo, cpo")
+    gamma: float = setting(0.5, "simpo: the margin that the chosen side shall have")
+    length_normalize: bool | None = setting(
+        None, "divide a side's log-probability by its tokens; null: as the loss is defined (ipo, simpo and orpo do)"
+    )
+    sft_weight: float | None = setting(
+        None,
+        "weight of the chosen side's negative log-likelihood (RPO's term); null: as the loss is defined (1 with orpo, cpo)",
+    )
+    desirable_weight: float = setting(1.0, "kto: weight of good answers")
+    undesirable_weight: float = setting(1.0, "kto: weight of bad answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """What the policy is compared with."""
+
+    mode: ReferenceMode = setting(
+        "auto",
+        "model: a frozen model beside the policy; base: the policy without its adapters; cached: computed once before training, and kept with the data; auto: base under LoRA, else model",
+    )
+    path: str | None = setting(None, "folder or Hugging Face name of the reference; null: model.path")
+    backend: str | None = setting(None, "its engine, which then has the layout of reference.parallel; null: as the policy's")
+    parallel: ParallelConfig = setting(factory=ParallelConfig, help="its layout, where reference.backend is set")
+    offload: Place = setting("none", "resting place of its sharded parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(RunConfig):
+    """`python -m drivetrain.trainers.dpo`."""
+
+    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/dpo"), help="the loop")
+    dpo: PreferenceConfig = setting(factory=PreferenceConfig, help="the loss")
+    reference: ReferenceConfig = setting(factory=ReferenceConfig, help="the reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """The loss of a reward model."""
+
+    centering: float = setting(0.0, "weight of the term that draws rewards to a mean of 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMConfig(RunConfig):
+    """`python -m drivetrain.trainers.rm`."""
+
+    model: ModelConfig = setting(factory=lambda: ModelConfig(head="value"), help="the model")
+    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/rm"), help="the loop")
+    rm: RewardConfig = setting(factory=RewardConfig, help="the loss")

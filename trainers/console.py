@@ -12,6 +12,9 @@ from rich.text import Text
 
 from .generate import Answer
 
+SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
+"""Metrics that a line shows, where there are such."""
+
 
 class Console:
     """Progress.
@@ -35,9 +38,9 @@ class Console:
     def log(self, record: Mapping[str, Any]) -> None:
         """Show it."""
         if record.get("split") == "eval":
+            measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
             self._out.print(
-                f"[bold]eval[/bold]  step {record['step']}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.4f}  "
-                f"{record['tokens']} tokens  {record['seconds']:.1f} s",
+                f"[bold]eval[/bold]  step {record['step']}  {measured}  {record['tokens']} tokens  {record['seconds']:.1f} s",
                 soft_wrap=True,
             )
             return
@@ -139,6 +142,7 @@ def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
     parts = [
         f"step {record['step']}/{total}",
         f"loss {record['loss']:.4f}",
+        *(f"{name} {record[name]:.3f}" for name in SHOWN if name in record),
         f"grad_norm {record['grad_norm']:.3f}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_s']:.0f} tokens/s",

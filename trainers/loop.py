@@ -9,9 +9,9 @@ from typing import Any
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import disk_error
-from ..engine.objective import Loss
 from .config import TrainerConfig
 from .data.loader import Cursor, Loader
+from .method import Method
 from .metrics import Logger
 from .resume import Start
 from .stop import StopSignal
@@ -24,12 +24,10 @@ class Evaluation:
 
     Args:
         loader: of held-out samples.
-        loss: with the metrics that only an evaluation has.
         tell: what else is shown then, given the step and the run's signal: sample answers. Collective.
     """
 
     loader: Loader
-    loss: Loss
     tell: Callable[[int, StopSignal], None]
 
 
@@ -48,7 +46,7 @@ class Ended:
 
 def train(
     engine: BaseEngine,
-    loss: Loss,
+    method: Method,
     loader: Loader,
     evaluation: Evaluation | None,
     manager: CheckpointManager,
@@ -65,7 +63,7 @@ def train(
 
     Args:
         engine: initialised, or resumed.
-        loss: what to minimise.
+        method: what to minimise, and what a batch needs for it.
         loader: of training samples.
         evaluation: of held-out samples.
         manager: of the run's checkpoints.
@@ -82,7 +80,7 @@ def train(
     step = start.step - 1
     with StopSignal() as stop:
         if start.evaluate and evaluation is not None:
-            measured = evaluate(engine, evaluation, loggers, step, stop)
+            measured = evaluate(engine, method, evaluation, loggers, step, stop)
             if measured is None:
                 return Ended(step=step, why="signal")
             watch.see(step, measured)
@@ -90,8 +88,8 @@ def train(
             save(manager, step, loader, start.cursor, watch, start.told)
         while step < total and why == "done":
             began = time.perf_counter()
-            batch, cursor = next(batches)
-            result = engine.train_batch(batch, loss)
+            drawn, cursor = next(batches)
+            result = engine.train_batch(method.batch(engine, drawn), method.loss)
             seconds = time.perf_counter() - began
             step += 1
             record = {
@@ -115,7 +113,7 @@ def train(
             error = report(loggers, record)
             best = due = False
             if evaluation is not None and (step == total or (config.eval_every and step % config.eval_every == 0)):
-                measured = evaluate(engine, evaluation, loggers, step, stop)
+                measured = evaluate(engine, method, evaluation, loggers, step, stop)
                 due = measured is None
                 best = measured is not None and watch.see(step, measured)
             why = "signal" if stop.asked(engine.topology, error or manager.failure()) else "patience" if watch.stop else "done"
@@ -128,7 +126,7 @@ def train(
 
 
 def evaluate(
-    engine: BaseEngine, evaluation: Evaluation, loggers: Sequence[Logger], step: int, stop: StopSignal
+    engine: BaseEngine, method: Method, evaluation: Evaluation, loggers: Sequence[Logger], step: int, stop: StopSignal
 ) -> dict[str, float] | None:
     """Exact loss and metrics over all held-out samples: each sum over its weight or its count, of them all.
 
@@ -140,10 +138,10 @@ def evaluate(
     hits: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     tokens, began = 0, time.perf_counter()
-    for batch in evaluation.loader.once():
+    for drawn in evaluation.loader.once():
         if stop.asked(engine.topology):
             return None
-        result = engine.forward_backward(batch, evaluation.loss, forward_only=True)
+        result = engine.forward_backward(method.batch(engine, drawn), method.evaluation_loss, forward_only=True)
         tokens += result.tokens
         for term, weight in result.weights.items():
             sums[term] += result.terms[term] * weight

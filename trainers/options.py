@@ -4,7 +4,7 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -47,15 +47,20 @@ class Key:
     help: str
 
 
-def keys(cls: type, prefix: str = "") -> Iterator[Key]:
-    """Every setting of a config class, depth first."""
-    hints = get_type_hints(cls)
+def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
+    """Every setting of a config class, depth first.
+
+    Args:
+        cls: the class.
+        prefix: of the names.
+        defaults: an object of the class; one that nothing was set of by default.
+    """
+    hints, defaults = get_type_hints(cls), cls() if defaults is None else defaults
     for f in fields(cls):
-        name, hint = prefix + f.name, hints[f.name]
+        name, hint, default = prefix + f.name, hints[f.name], getattr(defaults, f.name)
         if is_dataclass(hint) and isinstance(hint, type):
-            yield from keys(hint, f"{name}.")
+            yield from keys(hint, f"{name}.", default)
         else:
-            default = f.default if f.default_factory is MISSING else f.default_factory()
             yield Key(name, _type_name(hint), default, f.metadata.get("help", ""))
 
 

@@ -86,17 +86,17 @@ def config_of(job: Job, row: Row) -> SFTConfig:
     )
 
 
-def loader_of(samples: Samples, config: SFTConfig, rank: int, size: int, ratio: float) -> Loader:
+def loader_of(samples: Samples, config: SFTConfig) -> Loader:
     """The SFT trainer's batches."""
     order = Order(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
-    return Loader(samples, order, batch_size=config.data.batch_size, dp_rank=rank, dp_size=size, ratio=ratio)
+    return Loader(samples, order, batch_size=config.data.batch_size)
 
 
 def documents_of(samples: Samples, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
     """Each step's documents and which of their tokens are targets, for a loop that knows no packing."""
-    batches = loader_of(samples, config, 0, 1, 0.0).batches(Cursor())
+    batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
-        batch, _ = next(batches)
+        batch = next(batches)[0].share(0, 1, 0.0).batch
         documents, masks = [], []
         for start, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
             documents.append(batch.input_ids[start:end].tolist())
@@ -163,13 +163,11 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
     except DrivetrainError as e:
         return {"error": str(e)}
     try:
-        topology = engine.topology
-        loader = loader_of(samples, config, topology.dp_rank, topology.dp_size, engine.model_shape.attention_ratio)
-        batches = loader.batches(Cursor())
+        batches = loader_of(samples, config).batches(Cursor())
         steps = []
         for _ in range(job.steps):
-            batch, _ = next(batches)
-            result = engine.train_batch(batch, SFTLoss())
+            drawn, _ = next(batches)
+            result = engine.train_batch(drawn.share_of(engine).batch, SFTLoss())
             steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
         wanted = load_file(str(_weights_file(job, row)))
         with engine.named_weights() as stream:

@@ -12,19 +12,25 @@ from ..engine.errors import CheckpointError, ConfigError, DrivetrainError
 from ..engine.optim import check_optim
 from ..engine.tokenizer import load_tokenizer
 from ..engine.topology import agree
-from .config import SFTConfig
+from .config import RunConfig
 from .data.chat import RESERVED
+from .data.encode import Kind
 from .data.samples import Budget, Samples
 from .data.tokenise import load_stores
 from .hub import check_push
+from .method import Method
 from .metrics import check_loggers
 from .watch import Watch
 
 log = logging.getLogger(__name__)
 
 
-def check_run(config: SFTConfig) -> None:
+def check_run(config: RunConfig, method: Method) -> None:
     """Refuse what no run could be made of.
+
+    Args:
+        config: of the run.
+        method: of training.
 
     Raises:
         ConfigError: names the setting.
@@ -97,13 +103,12 @@ def check_run(config: SFTConfig) -> None:
     check_optim(config.optim, trainer.max_steps or 1)
     if trainer.peak_tflops is not None and not trainer.peak_tflops > 0:
         raise ConfigError(f"trainer.peak_tflops={trainer.peak_tflops}; it must be more than 0")
-    Watch(trainer.best_metric, trainer.patience, "")
-    if config.model.head != "lm":
-        raise ConfigError(f"model.head={config.model.head}: SFT trains a language-model head; set model.head=lm")
+    Watch(trainer.best_metric, trainer.patience, "", method.lower_is_better)
+    method.check()
     check_loggers(trainer.loggers)
 
 
-def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
+def load_data(config: RunConfig, kind: Kind = "completions") -> tuple[Any, Samples, Samples | None]:
     """The tokenizer, training and held-out samples; an error of one rank is everybody's, before any weight is read."""
     error: Exception | None = None
     tokenizer: Any = None
@@ -117,7 +122,7 @@ def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
     for names, training in ((config.data.train, True), (config.data.eval, False)):
         if not names:
             continue
-        stores = load_stores(names, tokenizer, config.data, training=training)
+        stores = load_stores(names, tokenizer, config.data, training=training, kind=kind)
         try:
             found.append(Samples(stores, config.data, budget, names))
         except DrivetrainError as e:
@@ -126,7 +131,7 @@ def load_data(config: SFTConfig) -> tuple[Any, Samples, Samples | None]:
     return tokenizer, found[0], found[1] if config.data.eval else None
 
 
-def sample_budget(config: SFTConfig) -> Budget:
+def sample_budget(config: RunConfig) -> Budget:
     """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
     sizes, multiple = config.engine.micro_batch, max(1, config.engine.parallel.token_multiple)
     least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"

@@ -10,7 +10,7 @@ from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import step_of
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import CheckpointError, ConfigError
-from .config import SFTConfig
+from .config import RunConfig
 from .data.loader import Cursor, Loader
 from .watch import Watch
 
@@ -34,7 +34,7 @@ class Start:
     evaluate: bool = False
 
 
-def resume(engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, loader: Loader, watch: Watch) -> Start:
+def resume(engine: BaseEngine, manager: CheckpointManager, config: RunConfig, loader: Loader, watch: Watch) -> Start:
     """Load the checkpoint that `trainer.resume` names, if any. Collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""From a config to a finished SFT run: data, engine, resume, loop, export."""
+"""From a config to a finished run: data, engine, resume, loop, export."""
 
 import datetime
 import logging
@@ -18,11 +18,9 @@ from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
-from ..engine.objective import OutputRequest
 from ..engine.registry import engine_class
 from ..engine.topology import agree, close_distributed, init_distributed
-from ..workers.losses.sft import SFTLoss
-from .config import SFTConfig, TrainerConfig
+from .config import RunConfig, TrainerConfig
 from .console import Summary
 from .data.encode import marked
 from .data.loader import Loader, Order
@@ -30,6 +28,7 @@ from .data.samples import Samples
 from .generate import answers
 from .hub import push
 from .loop import Evaluation, train, written
+from .method import Method
 from .metrics import Logger, make_loggers, plot_loss
 from .options import changes, differences, to_yaml
 from .prepare import check_run, load_data, lock_folder, make_folder, sample_budget
@@ -52,23 +51,27 @@ class _Stderr(logging.StreamHandler[TextIO]):
         pass
 
 
-def run_sft(config: SFTConfig) -> None:
+def run(config: RunConfig, method: Method) -> None:
     """Train. Collective over all processes of the job.
+
+    Args:
+        config: of the run.
+        method: of training.
 
     Raises:
         DrivetrainError: with the setting, the file or the row that is wrong; on every rank.
     """
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
-    check_run(config)
+    check_run(config, method)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
-        _run(config)
+        _run(config, method)
     finally:
         close_distributed()
 
 
-def _run(config: SFTConfig) -> None:
+def _run(config: RunConfig, method: Method) -> None:
     output = Path(config.trainer.output_dir)
     engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
     error: Exception | None = None
@@ -87,25 +90,28 @@ def _run(config: SFTConfig) -> None:
         error = e
     try:
         agree(error)
-        _train(config, output, engine)
+        _train(config, method, output, engine)
     finally:
         for lock in locks:
             lock.close()
 
 
-def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
-    tokenizer, samples, held_out = load_data(config)
+def _train(config: RunConfig, method: Method, output: Path, engine: BaseEngine) -> None:
+    tokenizer, samples, held_out = load_data(config, method.kind)
     order = Order(samples.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
     total = config.trainer.max_steps or config.trainer.epochs * -(-len(order) // config.data.batch_size)
     if not min(order.drawn):
         log.warning("data.weights=%s: %d samples an epoch leave a source without any", config.data.weights, len(order))
     engine.total_steps = total
-    engine.initialize()
     try:
+        method.open(engine, tokenizer, samples, held_out)
+        engine.initialize()
         _announce(engine, config, samples, order, total)
-        log.info("first sample, what is learned of it between « and »:\n  %s", marked(tokenizer, samples[0]))
-        loader = _loader(engine, config, samples, order)
-        watch = Watch(config.trainer.best_metric, config.trainer.patience, "" if held_out is None else held_out.digest)
+        shown = "\n  ".join(marked(tokenizer, document) for document in samples[0])
+        log.info("first sample, what is learned of it between « and »:\n  %s", shown)
+        loader = Loader(samples, order, batch_size=config.data.batch_size)
+        evaluated = "" if held_out is None else held_out.digest
+        watch = Watch(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
         with _manager(engine, config.trainer, output) as manager:
             manager.sweep()
             start = resume(engine, manager, config, loader, watch)
@@ -117,7 +123,7 @@ def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
             with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
                 ended = train(
                     engine,
-                    SFTLoss(),
+                    method,
                     loader,
                     _evaluation(engine, config, held_out, tokenizer, loggers),
                     manager,
@@ -149,6 +155,7 @@ def _train(config: SFTConfig, output: Path, engine: BaseEngine) -> None:
         if engine.topology.is_main and "console" in config.trainer.loggers:
             print("\n".join(summary.lines(left)), flush=True)
     finally:
+        method.close()
         engine.close()
 
 
@@ -163,25 +170,14 @@ def _manager(engine: BaseEngine, config: TrainerConfig, output: Path) -> Checkpo
     )
 
 
-def _loader(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order) -> Loader:
-    return Loader(
-        samples,
-        order,
-        batch_size=config.data.batch_size,
-        dp_rank=engine.topology.dp_rank,
-        dp_size=engine.topology.dp_size,
-        ratio=engine.model_shape.attention_ratio,
-    )
-
-
 def _evaluation(
-    engine: BaseEngine, config: SFTConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger]
+    engine: BaseEngine, config: RunConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger]
 ) -> Evaluation | None:
     if held_out is None:
         return None
     # From all over the file: neighbours may be answers of one chat.
     count = min(config.trainer.generate, len(held_out))
-    shown = [held_out[i * len(held_out) // count] for i in range(count)]
+    shown = [held_out[i * len(held_out) // count][0] for i in range(count)]
 
     def tell(step: int, stop: StopSignal) -> None:
         if shown:
@@ -194,11 +190,10 @@ def _evaluation(
             engine.topology.agree(written(step, write))
 
     order = Order(held_out.sizes, weights=None, seed=0, shuffle=False)
-    loss = SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
-    return Evaluation(loader=_loader(engine, config, held_out, order), loss=loss, tell=tell)
+    return Evaluation(loader=Loader(held_out, order, batch_size=config.data.batch_size), tell=tell)
 
 
-def _peak(engine: BaseEngine, config: SFTConfig) -> float | None:
+def _peak(engine: BaseEngine, config: RunConfig) -> float | None:
     """FLOP/s that all devices together can do at most; None where nobody says."""
     each, device = config.trainer.peak_tflops, engine.topology.device
     if each is None and device.type == "cuda":
@@ -208,7 +203,7 @@ def _peak(engine: BaseEngine, config: SFTConfig) -> float | None:
 
 @contextmanager
 def _loggers(
-    engine: BaseEngine, config: SFTConfig, output: Path, total: int, resumed: int, summary: Summary
+    engine: BaseEngine, config: RunConfig, output: Path, total: int, resumed: int, summary: Summary
 ) -> Iterator[list[Logger]]:
     """Loggers on the first rank, and a plot of the loss at the end, also of a run that failed; an error there is everybody's."""
     loggers: list[Logger] = []
@@ -234,7 +229,7 @@ def _loggers(
             log.warning("metrics or the plot of the loss could not be written to the end: %s", e.strerror or e)
 
 
-def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resumed: bool) -> None:
+def _write_config(engine: BaseEngine, config: RunConfig, output: Path, *, resumed: bool) -> None:
     """`config.yaml`, after saying what an earlier run of this folder had otherwise; an error is everybody's."""
     error: Exception | None = None
     if engine.topology.is_main:
@@ -249,7 +244,7 @@ def _write_config(engine: BaseEngine, config: SFTConfig, output: Path, *, resume
     engine.topology.agree(error)
 
 
-def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Order, total: int) -> None:
+def _announce(engine: BaseEngine, config: RunConfig, samples: Samples, order: Order, total: int) -> None:
     log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
@@ -279,14 +274,14 @@ def _announce(engine: BaseEngine, config: SFTConfig, samples: Samples, order: Or
         log.warning(
             "%d samples are longer than the %d positions that the model was made for (max_position_embeddings), the longest has %d "
             "tokens; lower data.max_length, or scale the model's rope",
-            int((samples.lengths > positions).sum()),
+            int((samples.lengths > positions).any(1).sum()),
             positions,
             longest,
         )
 
 
 def _export_best(
-    engine: BaseEngine, manager: CheckpointManager, config: SFTConfig, output: Path, watch: Watch, last: int
+    engine: BaseEngine, manager: CheckpointManager, config: RunConfig, output: Path, watch: Watch, last: int
 ) -> dict[str, str]:
     """Export what the run leaves: the best checkpoint where one is watched for, else the last step's model."""
     if watch.best_step is not None and watch.best_step != last:
@@ -299,7 +294,7 @@ def _export_best(
     return left
 
 
-def _export(engine: BaseEngine, config: SFTConfig, folder: Path) -> dict[str, str]:
+def _export(engine: BaseEngine, config: RunConfig, folder: Path) -> dict[str, str]:
     left = {}
     if config.model.lora.rank > 0:
         left["adapter"] = str(export_hf(engine, folder / "adapter", adapters="only"))

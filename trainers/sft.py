@@ -17,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[SFTConfig], None]:
-    from .run import run_sft
+    from .method import SFTMethod
+    from .run import run
 
-    return run_sft
+    return lambda config: run(config, SFTMethod(config))
 
 
 if __name__ == "__main__":

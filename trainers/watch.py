@@ -6,9 +6,6 @@ from typing import Any
 
 from ..engine.errors import ConfigError
 
-LOWER_IS_BETTER = {"loss": True, "accuracy": False}
-"""What an evaluation measures."""
-
 
 class Watch:
     """Follows one metric over evaluations.
@@ -17,17 +14,18 @@ class Watch:
         metric: its name, or None: nothing is followed.
         patience: evaluations without a better value after which to stop; None: never.
         data: what is evaluated on: values on other data are no measure.
+        lower_is_better: what an evaluation measures, and whether less of it is better.
 
     Raises:
         ConfigError: there is no such metric, or patience without one.
     """
 
-    def __init__(self, metric: str | None, patience: int | None, data: str) -> None:
-        if metric is not None and metric not in LOWER_IS_BETTER:
-            raise ConfigError(f"trainer.best_metric={metric}; an evaluation measures {', '.join(LOWER_IS_BETTER)}")
+    def __init__(self, metric: str | None, patience: int | None, data: str, lower_is_better: Mapping[str, bool]) -> None:
+        if metric is not None and metric not in lower_is_better:
+            raise ConfigError(f"trainer.best_metric={metric}; an evaluation measures {', '.join(lower_is_better)}")
         if patience is not None and metric is None:
             raise ConfigError(f"trainer.patience={patience} needs trainer.best_metric, the metric that has to get better")
-        self.metric, self._patience, self._data = metric, patience, data
+        self.metric, self._patience, self._data, self._lower = metric, patience, data, lower_is_better
         self.best: float | None = None
         self.best_step: int | None = None
         self._since = 0
@@ -37,7 +35,7 @@ class Watch:
         if self.metric is None:
             return False
         value = measured[self.metric]
-        lower = LOWER_IS_BETTER[self.metric]
+        lower = self._lower[self.metric]
         better = not math.isnan(value) and (self.best is None or (value < self.best if lower else value > self.best))
         self._since = 0 if better else self._since + 1
         if better:

@@ -24,7 +24,10 @@ from .tiny import tiny_documents
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
 """Relative, float32, against plain Hugging Face."""
 WEIGHT_BOUND = 1e-5
-"""Largest absolute difference of a parameter after the steps, at lr 1e-4."""
+"""Absolute difference of a parameter's elements after the steps, at lr 1e-4."""
+RARE = 1e-4
+"""Share of a parameter's elements that may be further off, by as much as one step moves them: Adam's first step makes a whole
+step of a gradient as small as eps, whose every digit is rounding (which elements those are depends on the processor)."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,12 @@ def check_reference(bench: Bench) -> None:
             near(f"gradient norm of step {step}", got.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
         weights = weights_of(engine)
         for name, value in reference.weights().items():
-            off = float((weights[name] - value).abs().max())
-            holds(off <= WEIGHT_BOUND, f"parameter {name} is off by {off:.1e} after five steps")
+            off = (weights[name] - value).abs()
+            most, share = float(off.max()), float((off > WEIGHT_BOUND).float().mean())
+            holds(
+                share <= max(RARE, 1 / off.numel()) and most <= OPTIM.lr,
+                f"parameter {name} is off by {most:.1e} after five steps, {100 * share:.2g}% of it by more than {WEIGHT_BOUND}",
+            )
 
 
 def _gradient(

@@ -151,8 +151,13 @@ def _answer(tokenizer: Any, chat: Chat, turn: int) -> tuple[str, int]:
 
 def _from(text: str, other: str) -> str:
     """What follows in a text where it parts from another."""
-    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    same = common_length(text, other)
     return text[max(0, same - 20) : same + 20]
+
+
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many elements, or characters, two sequences begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _until(chat: Chat, turn: int) -> Chat:

@@ -1,38 +1,83 @@
 """Rows to samples, by their form."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from ...engine.errors import DataError
 from ..config import DataConfig
 from .chat import encode_chat, read_chat
+from .preference import Sides, split_preference
 from .sample import Sample
 
-FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
-COLUMNS = ("messages", "prompt", "completion", "text", "tools", "chat_template_kwargs")
+Kind = Literal["completions", "pairs", "unpaired"]
+"""What a trainer learns from: answers, pairs of answers, answers that were liked or not."""
+FORMS = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+}
+KINDS: Mapping[Kind, tuple[str, ...]] = {
+    "completions": ("messages", "prompt_completion", "text"),
+    "pairs": ("preference",),
+    "unpaired": ("preference", "unpaired"),
+}
+"""Which forms of a row serve which kind."""
+WIDTH: Mapping[Kind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
+"""Documents of a sample."""
+COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), "margin", "tools", "chat_template_kwargs"]))
 """All that is read of a row."""
 FOREIGN = {
+    "chosen": " (preference data: for drivetrain dpo or rm)",
     "conversations": " (ShareGPT's form: rename conversations, from and value to messages, role and content)",
     "instruction": " (Alpaca's form: rename instruction and output to prompt and completion)",
 }
 
 
-def encode_row(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig) -> list[Sample]:
-    """The samples of a row: one, or one for each answer of a chat (`data.turns`).
+def encode_row(
+    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions"
+) -> list[Sample]:
+    """The samples of a row: one, or one for each answer of a chat (`data.turns`); of a pair both sides, the chosen one first,
+    or none where they are equal.
 
     Args:
         tokenizer: the model's.
         row: its columns.
         name: file and row.
         data: format, turns and the template's variables.
+        kind: what the trainer learns from.
 
     Raises:
         DataError: names the row and what is wrong with it.
     """
-    form = form_of(row, name, data)
+    form = form_of(row, name, data, kind)
     if form == "text":
         return [encode_text(tokenizer, row["text"], name)]
+    if form == "preference":
+        sides = split_preference(row, name)
+        return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
+    if form == "unpaired":
+        if not isinstance(row["label"], bool):
+            raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false")
+        (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)
+        return [replace(sample, chosen=row["label"])]
+    return _encode_answers(tokenizer, row, form, name, data)
+
+
+def _encode_sides(tokenizer: Any, row: Mapping[str, Any], sides: Sides, name: str, data: DataConfig) -> list[Sample]:
+    found = []
+    for chosen, completion in ((True, sides.chosen), (False, sides.rejected)):
+        side = f"{name} ({'chosen' if chosen else 'rejected'})"
+        columns = {**row, "messages": None, "prompt": sides.prompt, "completion": completion}
+        (sample,) = _encode_answers(tokenizer, columns, "preference", side, data)
+        found.append(replace(sample, chosen=chosen, margin=sides.margin))
+    return found
+
+
+def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str, data: DataConfig) -> list[Sample]:
     chat = form == "messages" or not (isinstance(row["prompt"], str) or isinstance(row["completion"], str))
     if not chat:
         return [encode_completion(tokenizer, row["prompt"], row["completion"], name)]
@@ -41,20 +86,26 @@ def encode_row(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConf
             f"{name} is a chat, but the model's tokenizer has no chat template; give one by model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
-    return encode_chat(tokenizer, read_chat(row, name, data.chat_template_kwargs), data.turns)
+    samples = encode_chat(tokenizer, read_chat(row, name, data.chat_template_kwargs), data.turns)
+    if form in ("preference", "unpaired") and len(samples) > 1:
+        raise DataError(
+            f"{name} has {len(samples)} answers, and the chat template renders the earlier ones otherwise once others follow; what is "
+            "compared is one text: put all but the last answer into prompt, or use a template with {% generation %} marks"
+        )
+    return samples
 
 
-def form_of(row: Mapping[str, Any], name: str, data: DataConfig) -> str:
+def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions") -> str:
     """Which form a row has.
 
     Raises:
         DataError: none, or not that of `data.format`.
     """
-    forms = FORMS if data.format == "auto" else {data.format: FORMS[data.format]}
+    forms = {f: FORMS[f] for f in KINDS[kind] if data.format in ("auto", f)}
     # A column that only other rows of the file have comes back as null.
     form = next((f for f, columns in forms.items() if all(row.get(c) is not None for c in columns)), None)
     if form is None:
-        hint = next((h for column, h in FOREIGN.items() if column in row), "")
+        hint = next((h for column, h in FOREIGN.items() if column in row and kind == "completions"), "")
         there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
         wanted = " or ".join(" and ".join(columns) for columns in forms.values())
         raise DataError(f"{name} has the columns {there}; it needs {wanted}{hint}")

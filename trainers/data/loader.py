@@ -1,17 +1,20 @@
 """Batches in an order that depends on the seed and the epoch alone: one cursor resumes it anywhere, on any number of ranks."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine.base import BaseEngine
 from ...engine.batch import PackedBatch
 from ...engine.batch_convert import from_lists
 from ...engine.errors import CheckpointError
 from ...engine.microbatch import balance
+from ...workers.losses.sequences import CHOSEN, MARGIN
+from .sample import Sample
 from .samples import Samples
 
 log = logging.getLogger(__name__)
@@ -102,27 +105,85 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A data-parallel rank's part of a global batch.
+
+    Args:
+        places: where its documents stand in the global batch.
+        batch: the documents, packed.
+    """
+
+    places: list[int]
+    batch: PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """The documents of a step, all ranks together: known by their lengths, read by the rank that they are dealt to.
+
+    Args:
+        lengths: tokens of each document.
+        read: a document, by its place.
+        width: consecutive documents that belong together.
+        compared: whether each says if it was chosen, and by which margin.
+        numbers: of the documents among all of the samples, where they are some of those.
+        digest: of these samples.
+    """
+
+    lengths: Sequence[int]
+    read: Callable[[int], Sample]
+    width: int = 1
+    compared: bool = False
+    numbers: NDArray[Any] | None = None
+    digest: str = ""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def share(self, dp_rank: int, dp_size: int, ratio: float) -> Share:
+        """Deal to data-parallel ranks, balanced by cost.
+
+        Args:
+            dp_rank: whose share.
+            dp_size: number of shares.
+            ratio: cost of attention, from the engine.
+        """
+        groups = [place // self.width for place in range(len(self))]
+        places = balance(self.lengths, dp_size, groups=groups, ratio=ratio)[dp_rank]
+        mine = [self.read(place) for place in places]
+        marks = {CHOSEN: [float(s.chosen or False) for s in mine], MARGIN: [s.margin for s in mine]}
+        batch = from_lists(
+            [s.ids for s in mine],
+            supervised=[s.supervised for s in mine],
+            sequence_fields=marks if self.compared else None,
+            group_ids=[groups[place] for place in places] if self.width > 1 else None,
+            names=[s.name for s in mine],
+        )
+        return Share(places=places, batch=batch)
+
+    def share_of(self, engine: BaseEngine) -> Share:
+        """The share of this process in an engine."""
+        return self.share(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
+
+
 class Loader:
-    """Deals batches of samples to data-parallel ranks, balanced by cost.
+    """Global batches of samples.
 
     Args:
         samples: all of them, the same on every rank.
         order: of the samples.
         batch_size: samples a step, all ranks together; the last batch of an epoch may be smaller.
-        dp_rank: of this process.
-        dp_size: number of shares.
-        ratio: cost of attention, from the engine.
     """
 
-    def __init__(self, samples: Samples, order: Order, *, batch_size: int, dp_rank: int, dp_size: int, ratio: float) -> None:
+    def __init__(self, samples: Samples, order: Order, *, batch_size: int) -> None:
         self.samples, self._order, self._size = samples, order, batch_size
-        self._rank, self._ranks, self._ratio = dp_rank, dp_size, ratio
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def batches(self, cursor: Cursor) -> Iterator[tuple[PackedBatch, Cursor]]:
-        """This rank's shares from a cursor on, without end, each with the cursor behind it."""
+    def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
+        """Batches from a cursor on, without end, each with the cursor behind it."""
         epoch, position = cursor.epoch, cursor.position
         while True:
             order = self._order.epoch(epoch)
@@ -130,18 +191,24 @@ class Loader:
             position += len(chosen)
             if position >= len(order):
                 epoch, position = epoch + 1, 0
-            yield self.share(chosen.tolist()), Cursor(epoch=epoch, position=position)
+            yield self.batch(chosen.tolist()), Cursor(epoch=epoch, position=position)
 
-    def once(self) -> Iterator[PackedBatch]:
-        """This rank's shares of one pass in file order: every sample exactly once over all ranks."""
+    def once(self) -> Iterator[GlobalBatch]:
+        """One pass in file order: every sample exactly once."""
         for start in range(0, len(self.samples), self._size):
-            yield self.share(range(start, min(start + self._size, len(self.samples))))
+            yield self.batch(range(start, min(start + self._size, len(self.samples))))
 
-    def share(self, chosen: Sequence[int]) -> PackedBatch:
-        """This rank's part of a global batch, packed."""
-        lengths = [int(n) for n in self.samples.lengths[list(chosen)]]
-        mine = [self.samples[chosen[i]] for i in balance(lengths, self._ranks, ratio=self._ratio)[self._rank]]
-        return from_lists([s.ids for s in mine], supervised=[s.supervised for s in mine], names=[s.name for s in mine])
+    def batch(self, chosen: Sequence[int]) -> GlobalBatch:
+        """The given samples."""
+        samples, width = self.samples, self.samples.width
+        return GlobalBatch(
+            lengths=[int(n) for n in samples.lengths[list(chosen)].ravel()],
+            read=lambda place: samples.document(chosen[place // width], place % width),
+            width=width,
+            compared=samples.compared,
+            numbers=(np.array(chosen)[:, None] * width + np.arange(width)).ravel(),
+            digest=samples.digest,
+        )
 
     def state(self, cursor: Cursor) -> dict[str, Any]:
         """For a checkpoint: where to go on, and what that means."""

@@ -16,11 +16,20 @@ from numpy.typing import NDArray
 
 from .sample import Sample
 
-FORMAT = 1
+FORMAT = 2
 """Of the files, and of what the tokenising code makes of a row: raised when either changes."""
 META = "meta.json"
 STALE_SECONDS = 7 * 24 * 3600
-FIELDS = {"ids": np.int32, "supervised": np.bool_, "lengths": np.int32, "files": np.int32, "rows": np.int64, "parts": np.int32}
+FIELDS = {
+    "ids": np.int32,
+    "supervised": np.bool_,
+    "lengths": np.int32,
+    "files": np.int32,
+    "rows": np.int64,
+    "parts": np.int32,
+    "chosen": np.int8,
+    "margins": np.float32,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +43,9 @@ class Encoded:
         files: `[N]` int32, of which file.
         rows: `[N]` int64, of which row of it, from 1.
         parts: `[N]` int32: 0, or the number of the answer, from 1, where a row makes several samples.
+        chosen: `[N]` int8: 1 or 0, or -1 where nothing was compared.
+        margins: `[N]` float32.
+        equal: rows that were left out: pairs of equal sides.
     """
 
     ids: NDArray[Any]
@@ -42,9 +54,12 @@ class Encoded:
     files: NDArray[Any]
     rows: NDArray[Any]
     parts: NDArray[Any]
+    chosen: NDArray[Any]
+    margins: NDArray[Any]
+    equal: Sequence[int] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[int, int, int, Sample]]) -> Self:
+    def of(cls, samples: Sequence[tuple[int, int, int, Sample]], equal: Sequence[int] = ()) -> Self:
         """From (file, row, part, sample)."""
         return cls(
             ids=np.array([i for *_, s in samples for i in s.ids], np.int32),
@@ -53,6 +68,9 @@ class Encoded:
             files=np.array([f for f, *_ in samples], np.int32),
             rows=np.array([r for _, r, *_ in samples], np.int64),
             parts=np.array([p for _, _, p, _ in samples], np.int32),
+            chosen=np.array([-1 if s.chosen is None else s.chosen for *_, s in samples], np.int8),
+            margins=np.array([s.margin for *_, s in samples], np.float32),
+            equal=equal,
         )
 
 
@@ -74,21 +92,25 @@ class StoreWriter:
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
         self._digests = {name: xxhash.xxh3_128() for name in FIELDS}
         self.tokens = self.samples = 0
+        self._equal: list[str] = []
 
-    def add(self, part: Encoded) -> None:
-        """Append."""
-        for name, file in self._files.items():
+    def add(self, part: Encoded, file: str) -> None:
+        """Append what a part of a file became."""
+        self._equal += [f"{file}:{row}" for row in part.equal]
+        for name, written in self._files.items():
             data = getattr(part, name).tobytes()
-            file.write(data)
+            written.write(data)
             self._digests[name].update(data)
         self.tokens += len(part.ids)
         self.samples += len(part.lengths)
 
-    def commit(self, files: Sequence[str]) -> None:
+    def commit(self, files: Sequence[str], *, width: int = 1, compared: bool = False) -> None:
         """Finish.
 
         Args:
             files: names by number.
+            width: documents of a sample.
+            compared: whether each document says if it was chosen.
         """
         for file in self._files.values():
             file.flush()
@@ -99,6 +121,9 @@ class StoreWriter:
             "tokens": self.tokens,
             "samples": self.samples,
             "files": list(files),
+            "width": width,
+            "compared": compared,
+            "equal": [len(self._equal), *self._equal[:1]],
             "digests": {name: digest.hexdigest() for name, digest in self._digests.items()},
         }
         (self._temporary / META).write_text(json.dumps(meta))
@@ -154,6 +179,12 @@ class Store:
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / META).read_text())
         self.digest: str = xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode())
+        self.width: int = meta["width"]
+        """Documents of a sample: 2 where sides are compared."""
+        self.compared: bool = meta["compared"]
+        """Whether each document says if it was chosen."""
+        self.equal: list[Any] = meta["equal"]
+        """How many pairs of equal sides were left out, and the first of them."""
         self._names: list[str] = meta["files"]
 
         def field(name: str) -> NDArray[Any]:
@@ -162,6 +193,7 @@ class Store:
         self._ids, self._supervised = field("ids"), field("supervised")
         self.lengths = np.asarray(field("lengths"))
         self._files, self._rows, self._parts = field("files"), field("rows"), field("parts")
+        self._chosen, self._margins = field("chosen"), field("margins")
         self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -173,15 +205,20 @@ class Store:
         return int((self._parts == 1).sum())
 
     def name(self, index: int) -> str:
-        """File and row of a sample."""
-        part = int(self._parts[index])
-        return f"{self._names[self._files[index]]}:{self._rows[index]}{f' (answer {part})' if part else ''}"
+        """File and row of a document, and which part of the row."""
+        part, chosen = int(self._parts[index]), int(self._chosen[index])
+        which = (
+            f" (answer {part})" if part else "" if chosen < 0 or self.width == 1 else " (chosen)" if chosen else " (rejected)"
+        )
+        return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
 
     def sample(self, index: int, first: int, last: int) -> Sample:
-        """Tokens `first` to `last` of a sample."""
+        """Tokens `first` to `last` of a document."""
         at = self.starts[index]
         part = slice(at + first, at + last)
-        return Sample(self.name(index), self._ids[part].tolist(), self._supervised[part].tolist())
+        chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
+        ids, supervised = self._ids[part].tolist(), self._supervised[part].tolist()
+        return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
 
     def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
         """Whether something is left to learn of tokens `first` to `last` of each sample; a first token is no target."""

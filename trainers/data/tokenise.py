@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,7 +28,7 @@ import xxhash
 from ...engine.errors import DataError
 from ...engine.topology import agree, exchange
 from ..config import DataConfig
-from .encode import encode_row
+from .encode import WIDTH, Kind, encode_row
 from .sources import Chunk, Source, open_source
 from .store import FORMAT, Encoded, Store, StoreWriter, is_complete, is_undamaged
 
@@ -40,7 +41,9 @@ NEWS_SECONDS = 15.0
 """Ranks that wait hear from those that tokenise at least so often: they must not run into their timeout."""
 
 
-def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool) -> list[Store]:
+def load_stores(
+    names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool, kind: Kind = "completions"
+) -> list[Store]:
     """The tokenised samples of each source. Collective over all processes of the job.
 
     Args:
@@ -48,6 +51,7 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
         tokenizer: the model's.
         data: settings.
         training: of which of the two.
+        kind: what the trainer learns from.
 
     Raises:
         DataError: names the file, the row and what is wrong with it, on the rank that found it.
@@ -65,7 +69,7 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
         tokenizer.backend_tokenizer.no_padding()
         try:
             sources = [open_source(name, training=training) for name in names]
-            shared = shared_key(tokenizer, data)
+            shared = shared_key(tokenizer, data, kind)
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
         except (DataError, OSError) as e:
             error = e
@@ -73,7 +77,8 @@ def load_stores(names: Sequence[str], tokenizer: Any, data: DataConfig, *, train
     folders = exchange(folders)[0]
     # The first rank goes first; where the cache is no shared folder, the other machines' first ranks follow.
     for mine in (rank == 0, local_rank == 0 and rank != 0):
-        work = _build(names, sources, folders, tokenizer, data, training) if mine else (None for _ in ())
+        encoder = Encoder(tokenizer, data, kind)
+        work = _build(names, sources, folders, encoder, training) if mine else (None for _ in ())
         with closing(work):
             _together(work)
     return _open(folders)
@@ -87,7 +92,7 @@ def cache_folder(data: DataConfig) -> Path:
     return Path(base).expanduser() / "drivetrain"
 
 
-def shared_key(tokenizer: Any, data: DataConfig) -> str:
+def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
     """What a store depends on beside its source: the tokenizer, the template, the settings, and the versions of both sides."""
     said = {
         "format": FORMAT,
@@ -95,7 +100,7 @@ def shared_key(tokenizer: Any, data: DataConfig) -> str:
         "vocabulary": tokenizer.backend_tokenizer.to_str(),
         "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
-        "settings": [data.format, data.turns, data.chat_template_kwargs],
+        "settings": [kind, data.format, data.turns, data.chat_template_kwargs],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
 
@@ -133,7 +138,7 @@ def _together(work: Generator[None, None, None]) -> None:
 
 
 def _build(
-    names: Sequence[str], sources: list[Source], folders: Sequence[Path], tokenizer: Any, data: DataConfig, training: bool
+    names: Sequence[str], sources: list[Source], folders: Sequence[Path], encoder: "Encoder", training: bool
 ) -> Generator[None, None, None]:
     """Make the stores that are missing; pauses after every chunk."""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
@@ -150,7 +155,7 @@ def _build(
                 f"the folder for tokenised data, {folder.parent}, cannot be made: {e.strerror}; set data.cache_dir"
             ) from e
         try:
-            yield from _write(source, writer, tokenizer, data)
+            yield from _write(source, writer, encoder)
         except OSError as e:
             raise DataError(f"tokenised data cannot be written to {folder.parent}: {e.strerror}; set data.cache_dir") from e
         finally:
@@ -158,35 +163,71 @@ def _build(
             writer.abandon()
 
 
-def _write(source: Source, writer: StoreWriter, tokenizer: Any, data: DataConfig) -> Iterator[None]:
+def _write(source: Source, writer: StoreWriter, encoder: "Encoder") -> Iterator[None]:
     files: dict[str, int] = {}
     start = time.monotonic()
     with Bar(f"tokenising {source.name}") as bar:
-        for chunk, encoded in _encoded(source.chunks(), tokenizer, data):
+        for chunk, encoded in _encoded(source.chunks(), encoder):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
-            writer.add(encoded)
+            writer.add(encoded, chunk.file)
             bar.advance(chunk.share, writer.samples)
             yield
-    writer.commit(list(files))
-    log.info(
-        "tokenised %s: %d samples, %d tokens, %.1f s", source.name, writer.samples, writer.tokens, time.monotonic() - start
-    )
+    width = WIDTH[encoder.kind]
+    writer.commit(list(files), width=width, compared=encoder.kind != "completions")
+    count, seconds = writer.samples // width, time.monotonic() - start
+    log.info("tokenised %s: %d samples, %d tokens, %.1f s", source.name, count, writer.tokens, seconds)
 
 
-def _encoded(chunks: Iterator[Chunk], tokenizer: Any, data: DataConfig) -> Iterator[tuple[Chunk, Encoded]]:
+@dataclass(frozen=True)
+class Encoder:
+    """What turns rows into samples; it travels to the processes that do.
+
+    Args:
+        tokenizer: the model's.
+        data: settings.
+        kind: what the trainer learns from.
+    """
+
+    tokenizer: Any
+    data: DataConfig
+    kind: Kind = "completions"
+
+    def chunk(self, chunk: Chunk) -> Encoded:
+        """All samples of a chunk.
+
+        Raises:
+            DataError: names the row.
+        """
+        found, equal = [], []
+        for number, row in chunk.parsed():
+            name = f"{chunk.file}:{number}"
+            try:
+                samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
+            except DataError:
+                raise
+            except Exception as e:  # of the tokenizer or of a template, which may raise anything
+                raise DataError(f"{name}: {_why(row, e)}") from e
+            if not samples:
+                equal.append(number)
+            numbered = self.kind == "completions" and len(samples) > 1
+            found += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
+        return Encoded.of(found, equal)
+
+
+def _encoded(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, Encoded]]:
     """Chunks in order, tokenised here or in processes."""
     first = list(islice(chunks, FEW_CHUNKS + 1))
-    workers = data.workers
+    workers = encoder.data.workers
     if workers is None:
         workers = 0 if len(first) <= FEW_CHUNKS else min(MOST_WORKERS, os.cpu_count() or 1)
     every = chain(first, chunks)
     if workers == 0:
         for chunk in every:
-            yield chunk, encode_chunk(tokenizer, chunk, data)
+            yield chunk, encoder.chunk(chunk)
         return
     # Spawned, not forked: threads of this process, gloo's and the tokenizer's own, would be missing in a fork that needs them.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer, data)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
         ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
         try:
             for chunk in every:
@@ -202,25 +243,6 @@ def _encoded(chunks: Iterator[Chunk], tokenizer: Any, data: DataConfig) -> Itera
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encode_chunk(tokenizer: Any, chunk: Chunk, data: DataConfig) -> Encoded:
-    """All samples of a chunk.
-
-    Raises:
-        DataError: names the row.
-    """
-    found = []
-    for number, row in chunk.parsed():
-        name = f"{chunk.file}:{number}"
-        try:
-            samples = encode_row(tokenizer, row, name, data)
-        except DataError:
-            raise
-        except Exception as e:  # of the tokenizer or of a template, which may raise anything
-            raise DataError(f"{name}: {_why(row, e)}") from e
-        found += [(0, number, part if len(samples) > 1 else 0, sample) for part, sample in enumerate(samples, 1)]
-    return Encoded.of(found)
-
-
 def _why(row: Any, error: Exception) -> str:
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
@@ -229,12 +251,12 @@ def _why(row: Any, error: Exception) -> str:
     return f"it cannot be tokenised: {type(error).__name__}: {error}"
 
 
-_worker: tuple[Any, DataConfig]
+_worker: Encoder
 
 
-def _start_worker(tokenizer: Any, data: DataConfig) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _worker
-    _worker = (tokenizer, data)
+    _worker = encoder
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 
@@ -247,8 +269,7 @@ def _follow_parent() -> None:
 
 
 def _work(chunk: Chunk) -> Encoded:
-    tokenizer, data = _worker
-    return encode_chunk(tokenizer, chunk, data)
+    return _worker.chunk(chunk)
 
 
 class Bar:

@@ -1,0 +1,271 @@
+"""Losses over preferences: the formulas by hand, what a batch must say, and another program's recorded numbers."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.batch import PackedBatch
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.objective import LossSums, TokenOutputs
+from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
+from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.data.loader import Loader, Order
+from drivetrain.trainers.method import Method, RewardMethod
+from drivetrain.trainers.preference import PreferenceMethod
+from drivetrain.trainers.prepare import load_data
+from drivetrain.workers.losses import preference
+from drivetrain.workers.losses.preference import KTOLoss, PreferenceLoss
+from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
+from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
+from engines import build
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (preference.sigmoid_loss(numbers(2.0), 0.5), -math.log(sigma(1.0))),
+        (preference.sigmoid_loss(numbers(2.0), 0.5, 0.1), -0.9 * math.log(sigma(1.0)) - 0.1 * math.log(sigma(-1.0))),
+        (preference.ipo_loss(numbers(2.0), 0.5), (2.0 - 1.0) ** 2),
+        (preference.hinge_loss(numbers(1.0), 0.5), 0.5),
+        (preference.hinge_loss(numbers(3.0), 0.5), 0.0),
+        (preference.simpo_loss(numbers(1.0), 2.0, 0.5), -math.log(sigma(1.5))),
+        (preference.cpo_loss(numbers(1.0), 2.0), -math.log(sigma(2.0))),
+        (
+            preference.orpo_loss(numbers(math.log(0.5)), numbers(math.log(0.2)), 0.3),
+            -0.3 * math.log(sigma(math.log(1.0) - math.log(0.25))),
+        ),
+        (preference.kto_loss(numbers(1.5), torch.tensor([True]), numbers(0.5), 2.0, 3.0, 1.0), 3.0 * (1 - sigma(2.0))),
+        (preference.kto_loss(numbers(1.5), torch.tensor([False]), numbers(0.5), 2.0, 3.0, 0.7), 0.7 * (1 - sigma(-2.0))),
+        (bradley_terry_loss(numbers(1.0), numbers(-0.5), 0.25), -math.log(sigma(1.25))),
+        (centering_loss(numbers(1.0), numbers(-0.25)), 0.5625),
+    ],
+)
+def test_formulas_by_hand(got: Tensor, wanted: float) -> None:
+    assert got.item() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("log_prob", [-1e-9, -0.1, -0.69, -0.7, -30.0])
+def test_odds_keep_their_digits_at_both_ends(log_prob: float) -> None:
+    x = numbers(log_prob).requires_grad_()
+    odds = preference.log_odds(x)
+    assert odds.item() == pytest.approx(log_prob - math.log(-math.expm1(log_prob)), rel=1e-12)
+    (slope,) = torch.autograd.grad(odds, x)
+    assert slope.item() == pytest.approx(1 / -math.expm1(log_prob), rel=1e-9)
+
+
+def pairs_batch(**changes: Any) -> PackedBatch:
+    """Three pairs, one of them with the rejected side first."""
+    documents = [[5, 6, 7], [5, 6], [1, 2, 3, 4], [1, 2], [9, 8, 7], [9, 8, 7, 6, 5]]
+    fields = {CHOSEN: [1, 0, 0, 1, 1, 0], MARGIN: [0.5, 0.5, 0.1, 0.1, 0, 0], REFERENCE: [-3, -1, -4, -2, -2, -6]}
+    made = {"sequence_fields": fields, "group_ids": [4, 4, 7, 7, 1, 1], **changes}
+    return from_lists(documents, **made)
+
+
+def evaluated(loss: Any, batch: PackedBatch) -> tuple[LossSums, Tensor]:
+    mask = loss.tokens(batch)
+    values = torch.linspace(-2.0, -0.1, batch.num_tokens, dtype=torch.float64) * mask
+    values.requires_grad_()
+    name = loss.request.names[0]
+    return loss(TokenOutputs(mask=mask, **{name: values}), batch), values
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"])
+def test_a_cut_of_the_batch_and_the_order_of_its_sides_change_nothing(kind: Any) -> None:
+    loss, batch = PreferenceLoss(kind=kind, sft_weight=0.5), pairs_batch()
+    whole, values = evaluated(loss, batch)
+    whole = LossSums(terms={name: value.detach() for name, value in whole.terms.items()})
+    sums: dict[str, float] = dict.fromkeys(whole.terms, 0.0)
+    for part in ([0, 1, 4, 5], [2, 3]):
+        cut, index = batch.select(part), batch.token_index(part)
+        outputs = TokenOutputs(mask=loss.tokens(cut), log_probs=values.detach()[index])
+        for name, value in loss(outputs, cut).terms.items():
+            sums[name] += float(value)
+    assert sums == {name: pytest.approx(float(value), rel=1e-12) for name, value in whole.terms.items()}
+    turned = batch.select([1, 0, 3, 2, 5, 4])
+    outputs = TokenOutputs(mask=loss.tokens(turned), log_probs=values.detach()[batch.token_index([1, 0, 3, 2, 5, 4])])
+    assert float(loss(outputs, turned).terms["preference"]) == pytest.approx(float(whole.terms["preference"]), rel=1e-12)
+    assert loss.weights(batch) == {"preference": 3.0, "sft": 2.0 + 1.0 + 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_ids": None}, "needs group_ids"),
+        ({"sequence_fields": {REFERENCE: [0.0] * 6}}, "'chosen'; this batch lacks"),
+        ({"sequence_fields": {CHOSEN: [1, 1, 0, 1, 1, 0]}}, "every group must be a pair"),
+        ({"group_ids": [4, 4, 7, 7, 1, 2]}, "every group must be a pair"),
+        ({"sequence_fields": {CHOSEN: [1, 0, 0, 1, 1, 0]}}, "needs the sequence field 'reference_log_probs'"),
+    ],
+)
+def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        PreferenceLoss().weights(pairs_batch(**change))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PreferenceLoss(beta=0.0), "beta=0.0"),
+        (lambda: PreferenceLoss(kind="ipo", label_smoothing=0.1), "label_smoothing=0.1 with loss=ipo"),
+        (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
+        (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
+        (lambda: PreferenceLoss(sft_weight=-1.0), "sft_weight=-1.0"),
+        (lambda: PreferenceLoss(kind="dpo"), "there are sigmoid"),  # type: ignore[arg-type]
+        (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight=0.0"),
+        (lambda: RewardLoss(centering=-0.1), "centering=-0.1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_sum_over_sequences_keeps_to_their_borders() -> None:
+    batch = from_lists([[1, 2], [3], [4, 5, 6]])
+    assert sequence_sums(torch.arange(6.0), batch).tolist() == [1.0, 2.0, 12.0]
+    empty = from_lists([])
+    assert sequence_sums(torch.empty(0), empty).tolist() == []
+
+
+def test_the_reward_is_read_at_the_last_token_alone() -> None:
+    loss, batch = RewardLoss(centering=0.1), pairs_batch()
+    assert loss.tokens(batch).nonzero()[:, 0].tolist() == [2, 4, 8, 10, 13, 18]
+    sums, values = evaluated(loss, batch)
+    (gradient,) = torch.autograd.grad(sum(sums.terms.values()), values)  # type: ignore[arg-type]
+    assert gradient.nonzero()[:, 0].tolist() == [2, 4, 8, 10, 13, 18]
+
+
+# ---- another program's numbers ------------------------------------------------------------------------------------------
+
+
+def recorded_case() -> Any:
+    spec = importlib.util.spec_from_file_location("recorded_case", RECORDED / "case.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASE = recorded_case()
+TRL = json.loads((RECORDED / "trl_numbers.json").read_text())["numbers"]
+NAMES = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "reward_accuracy": "rewards/accuracies",
+    "log_probs_chosen": "logps/chosen",
+    "log_probs_rejected": "logps/rejected",
+    "nll_chosen": "nll_loss",
+    "kl_baseline": "kl",
+}
+REWARD_NAMES = {"reward_accuracy": "accuracy", "reward_margin": "margin", "reward_mean": "mean_reward"}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("case")
+    CASE.write_models(folder, make_tokenizer())
+    CASE.write_data(folder)
+    return folder
+
+
+def first_step(method: Method, config: Any) -> Any:
+    """A step over all rows, through the trainer's own reading of data and its reference."""
+    tokenizer, samples, _ = load_data(config, method.kind)
+    method.check()
+    with build_engine(config) as engine:
+        method.open(engine, tokenizer, samples, None)
+        try:
+            order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
+            (drawn,) = Loader(samples, order, batch_size=len(CASE.PAIRS)).once()
+            return engine.train_batch(method.batch(engine, drawn), method.loss)
+        finally:
+            method.close()
+
+
+class build_engine:  # a context
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __enter__(self) -> Any:
+        model = self._config.model
+        self._engine = build(model.path, model={"head": model.head})
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+LOSSES = {
+    "sigmoid": {},
+    "ipo": {"loss": "ipo"},
+    "hinge": {"loss": "hinge"},
+    "sigmoid_normalized": {"length_normalize": True},
+    "cpo": {"loss": "cpo"},
+    "cpo_smoothed": {"loss": "cpo", "label_smoothing": 0.2},
+    "simpo": {"loss": "simpo", "gamma": 0.5},
+    "orpo": {"loss": "orpo"},
+    "kto": {"loss": "kto", "undesirable_weight": 1.5},
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", LOSSES)
+def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
+    settings: dict[str, Any] = LOSSES[name]
+    needs = settings.get("loss", "sigmoid") in ("sigmoid", "ipo", "hinge", "kto")
+    data = case / ("unpaired.jsonl" if name == "kto" else "pairs.jsonl")
+    config = DPOConfig(
+        model=ModelConfig(path=str(case / "policy")),
+        data=DataConfig(train=(str(data),), batch_size=8, cache_dir=str(tmp_path)),
+        dpo=PreferenceConfig(beta=CASE.BETA, **settings),
+        reference=ReferenceConfig(path=str(case / "reference")) if needs else ReferenceConfig(),
+    )
+    got, wanted = first_step(PreferenceMethod(config), config), TRL[name]
+    told = wanted["metrics"]
+    if name == "orpo":
+        # TRL's likelihood term is that of prompt and answer; the paper's, and ours, that of the answer. The other term is equal.
+        assert got.terms["preference"] == pytest.approx(-CASE.BETA * told["log_odds_ratio"], rel=1e-5)
+    else:
+        assert got.loss == pytest.approx(wanted["loss"], rel=1e-5)
+        assert got.grad_norm == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    for mine, theirs in NAMES.items():
+        # Without a reference TRL's log-probabilities are those of a token where the loss divides by length.
+        other = theirs.startswith("logps") and name in ("simpo", "orpo")
+        if theirs in told and mine in got.metrics and not other and not (theirs == "nll_loss" and name != "cpo"):
+            assert got.metrics[mine] == pytest.approx(told[theirs], rel=1e-5), mine
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ["reward", "reward_margin", "reward_centered"])
+def test_trl_trains_the_same_reward_model(case: Path, tmp_path: Path, name: str) -> None:
+    data = case / ("margins.jsonl" if name == "reward_margin" else "pairs.jsonl")
+    config = RMConfig(
+        model=ModelConfig(path=str(case / "reward"), head="value"),
+        data=DataConfig(train=(str(data),), batch_size=8, cache_dir=str(tmp_path)),
+        rm=RewardConfig(centering=0.1 if name == "reward_centered" else 0.0),
+    )
+    got, wanted = first_step(RewardMethod(config), config), TRL[name]
+    assert got.loss == pytest.approx(wanted["loss"], rel=1e-5)
+    assert got.grad_norm == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    for mine, theirs in REWARD_NAMES.items():
+        assert got.metrics[mine] == pytest.approx(wanted["metrics"][theirs], rel=1e-5), mine

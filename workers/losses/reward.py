@@ -1,0 +1,96 @@
+"""The loss of a reward model: which of two answers is better.
+
+Axes: T tokens, N sequences, P pairs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...engine.batch import PackedBatch
+from ...engine.errors import ConfigError
+from ...engine.objective import LossSums, OutputRequest, TokenOutputs
+from .sequences import MARGIN, last_tokens, pairs_of
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """-log s(r_chosen - r_rejected - m).
+
+    Args:
+        chosen: `[P]`, rewards.
+        rejected: `[P]`.
+        margin: `[P]`, by how much the chosen one is known to be better.
+
+    Source: Bradley & Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
+    arXiv:2307.09288, equation 2.
+    """
+    return -F.logsigmoid(chosen - rejected - margin)
+
+
+def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """(r_chosen + r_rejected)^2, which draws rewards to a mean of 0.
+
+    Args:
+        chosen: `[P]`, rewards.
+        rejected: `[P]`.
+
+    Source: Eisenstein et al. 2023, arXiv:2312.09244, equation 2.
+    """
+    return (chosen + rejected) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLoss:
+    """Pairwise loss of a value head's number at each sequence's last token, averaged over the pairs of the global batch.
+
+    The sequence field `margin`, if the batch has one, is subtracted from the chosen side's lead.
+
+    Args:
+        centering: weight of `centering_loss`; 0 leaves it out.
+
+    Raises:
+        ConfigError: it is negative.
+    """
+
+    centering: float = 0.0
+    request: OutputRequest = OutputRequest(values=True)
+    linear: bool = False
+
+    def __post_init__(self) -> None:
+        if self.centering < 0:
+            raise ConfigError(f"centering={self.centering}; it must be 0 or more")
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """The last token of each sequence."""
+        mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
+        mask[last_tokens(batch)] = True
+        return mask
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        """The number of pairs."""
+        pairs = float(len(pairs_of(batch).chosen))
+        return {"reward": pairs, **({"centering": pairs} if self.centering else {})}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Sums over the pairs of a micro-batch."""
+        assert outputs.values is not None
+        pairs = pairs_of(batch)
+        rewards = outputs.values[last_tokens(batch)]
+        chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
+        given = batch.sequence_fields.get(MARGIN)
+        margin = 0.0 if given is None else given[pairs.chosen].to(rewards.dtype)
+        terms = {"reward": bradley_terry_loss(chosen, rejected, margin).sum()}
+        if self.centering:
+            terms["centering"] = self.centering * centering_loss(chosen, rejected).sum()
+        lead, count = (chosen - rejected).detach(), float(len(chosen))
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            "reward_accuracy": ((lead > 0).sum(), count),
+            "reward_margin": (lead.sum(), count),
+            "reward_chosen": (chosen.detach().sum(), count),
+            "reward_rejected": (rejected.detach().sum(), count),
+            "reward_mean": (rewards.detach().sum(), float(len(rewards))),
+        }
+        return LossSums(terms=terms, metrics=metrics)
