@@ -54,7 +54,9 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
                     against = float(log_prob(reference, document)[0])
             scale = 1 / count if normalize else 1.0
             numbers[side] = (value - against) * scale
-            rewards[side].append(beta * float(value - against if kind in ("sigmoid", "ipo", "hinge") else numbers[side]))
+            rewards[side].append(
+                beta * float(value.detach() - against if kind in ("sigmoid", "ipo", "hinge") else numbers[side].detach())
+            )
         d = numbers["chosen"] - numbers["rejected"]
         if kind in ("sigmoid", "cpo"):
             z = beta * d
@@ -71,15 +73,15 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
             loss = -beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
         losses.append(loss)
     total = torch.stack(losses).mean() + weight * torch.stack(nll).sum() / tokens
-    n = len(pairs)
+    n, likelihood = len(pairs), float(torch.stack(nll).sum().detach())
     leads = [a - b for a, b in zip(rewards["chosen"], rewards["rejected"], strict=True)]
     metrics = {
         "reward_accuracy": sum(lead > 0 for lead in leads) / n,
         "reward_margin": sum(leads) / n,
         "reward_chosen": sum(rewards["chosen"]) / n,
         "reward_rejected": sum(rewards["rejected"]) / n,
-        "log_probs_chosen": -float(torch.stack(nll).sum()) / n,
-        "nll_chosen": float(torch.stack(nll).sum()) / tokens,
+        "log_probs_chosen": -likelihood / n,
+        "nll_chosen": likelihood / tokens,
     }
     return total, metrics
 
@@ -111,7 +113,7 @@ def reward_loss(model: Any, pairs: list[Pair], centering: float) -> tuple[Tensor
     for pair in pairs:
         a, b = (model(input_ids=torch.tensor([getattr(pair, side)[0]])).logits[0, 0] for side in ("chosen", "rejected"))
         losses.append(torch.log1p(torch.exp(-(a - b - pair.margin))) + centering * (a + b) ** 2)
-        leads.append(float(a - b))
+        leads.append(float((a - b).detach()))
     n = len(pairs)
     return torch.stack(losses).mean(), {"reward_accuracy": sum(x > 0 for x in leads) / n, "reward_margin": sum(leads) / n}
 
@@ -133,4 +135,4 @@ class Trained:
             for g in grads:
                 g.mul_(1.0 / (norm + 1e-6))
         self.optimizer.step()
-        return float(loss), norm
+        return float(loss.detach()), norm

@@ -188,7 +188,9 @@ class Store:
         self._names: list[str] = meta["files"]
 
         def field(name: str) -> NDArray[Any]:
-            return np.memmap(folder / name, dtype=FIELDS[name], mode="r")
+            # Nothing is left of a source whose pairs all have equal sides, and nothing cannot be mapped.
+            empty = not (folder / name).stat().st_size
+            return np.empty(0, FIELDS[name]) if empty else np.memmap(folder / name, dtype=FIELDS[name], mode="r")
 
         self._ids, self._supervised = field("ids"), field("supervised")
         self.lengths = np.asarray(field("lengths"))

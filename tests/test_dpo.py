@@ -1,0 +1,346 @@
+"""The DPO and reward-model trainers against one document at a time in float64, in one process and in layouts."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.objective import StepResult
+from drivetrain.engine.registry import engine_class
+from drivetrain.trainers import dpo, rm
+from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
+from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.data.encode import encode_row
+from drivetrain.trainers.data.loader import Loader, Order
+from drivetrain.trainers.method import Method, RewardMethod
+from drivetrain.trainers.preference import PreferenceMethod
+from drivetrain.trainers.prepare import load_data
+from harness import run_ranks
+from runs import make_task, records
+
+TOKENIZER = make_tokenizer()
+SIZE, STEPS, LR = 6, 3, 1e-3
+OPTIM = OptimConfig(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+
+
+def write_pairs(folder: Path, count: int = 24) -> Path:
+    """A model, another one to compare with, and pairs of answers."""
+    make_task(folder)
+    random = torch.Generator().manual_seed(0)
+
+    def digits(most: int) -> str:
+        n = int(torch.randint(1, most, (1,), generator=random))
+        return "".join(str(int(d)) for d in torch.randint(0, 10, (n,), generator=random))
+
+    with open(folder / "pairs.jsonl", "w") as file:
+        for i in range(count):
+            row = {
+                "prompt": f"{digits(9)}+{digits(3)}=",
+                "chosen": digits(8),
+                "rejected": digits(4) + "+",
+                "margin": i % 3 / 4,
+            }
+            file.write(json.dumps(row) + "\n")
+    torch.manual_seed(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder / "other")
+    TOKENIZER.save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def document(sample: Any) -> Document:
+    return list(sample.ids), list(sample.supervised).index(True)
+
+
+def pairs_of(folder: Path) -> list[Pair]:
+    found = []
+    for line in (folder / "pairs.jsonl").read_text().splitlines():
+        chosen, rejected = encode_row(TOKENIZER, json.loads(line), "row", DataConfig(), "pairs")
+        found.append(Pair(document(chosen), document(rejected), chosen.margin))
+    return found
+
+
+def words(folder: Path, run: str, *more: str) -> list[str]:
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train=[{folder / 'pairs.jsonl'}]",
+        f"data.batch_size={SIZE}",
+        "data.shuffle=false",
+        "engine.micro_batch.max_tokens=64",
+        f"optim.lr={LR}",
+        "optim.betas=[0.9,0.999]",
+        f"trainer.output_dir={folder / run}",
+        f"trainer.max_steps={STEPS}",
+        "trainer.loggers=[jsonl]",
+        *more,
+    ]
+
+
+def plain(folder: Path, name: str = "model") -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def expected(folder: Path, kind: str, reference: str = "other", **options: Any) -> list[tuple[float, float, dict[str, float]]]:
+    """Loss, gradient norm and metrics of each step."""
+    trained, frozen, pairs = Trained(folder / "model", LR), plain(folder, reference), pairs_of(folder)
+    found = []
+    for step in range(STEPS):
+        some = pairs[step * SIZE : (step + 1) * SIZE]
+        if kind == "kto":
+            answers = [(side, liked) for p in some for side, liked in ((p.chosen, True), (p.rejected, False))]
+            half = len(answers) // 2
+            loss, metrics = kto_loss(trained.model, frozen, answers[:half], 0.1, 1.0, 1.5), {}
+            assert half == SIZE
+        else:
+            loss, metrics = pair_loss(kind, trained.model, frozen, some, **options)
+        found.append((*trained.step(loss), metrics))
+    return found
+
+
+def near(got: list[Any], wanted: list[tuple[float, float, dict[str, float]]], loss: float = 2e-6, norm: float = 2e-5) -> None:
+    for g, (value, size, metrics) in zip(got, wanted, strict=True):
+        record = g if isinstance(g, dict) else {"loss": g.loss, "grad_norm": g.grad_norm, **g.metrics}
+        assert record["loss"] == pytest.approx(value, rel=loss, abs=1e-7), (record, value)
+        assert record["grad_norm"] == pytest.approx(size, rel=norm), (record, size)
+        for name, number in metrics.items():
+            assert record[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "sigmoid, smoothed": {"label_smoothing": 0.1},
+    "sigmoid, by length": {"length_normalize": True},
+    "sigmoid, RPO": {"sft_weight": 0.7},
+    "ipo": {"beta": 0.5},
+    "hinge": {"beta": 0.4},
+    "simpo": {"beta": 2.0, "gamma": 0.7},
+    "orpo": {},
+    "cpo": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_loss_equals_float64_document_by_document(pairs_task: Path, case: str) -> None:
+    kind, options = case.partition(",")[0], CASES[case]
+    settings = [f"dpo.{name}={str(value).lower()}" for name, value in options.items()]
+    against = [f"reference.path={pairs_task / 'other'}"] if kind in ("sigmoid", "ipo", "hinge") else []
+    run = words(
+        pairs_task,
+        case.replace(", ", "-").replace(" ", "-"),
+        f"dpo.loss={kind}",
+        *against,
+        *settings,
+        "trainer.export_hf=false",
+    )
+    assert dpo.main(run) == 0
+    folder = next(w.partition("=")[2] for w in run if w.startswith("trainer.output_dir="))
+    near(records(Path(folder)), expected(pairs_task, kind, **options))
+
+
+def test_a_wrong_reference_is_seen(pairs_task: Path) -> None:
+    """The control: compared with another model, the numbers are others."""
+    assert dpo.main(words(pairs_task, "control", "trainer.export_hf=false")) == 0
+    with pytest.raises(AssertionError):
+        near(records(pairs_task / "control"), expected(pairs_task, "sigmoid"))
+    wanted = expected(pairs_task, "sigmoid", reference="model")
+    # Against itself every margin is 0 but for rounding, and how many are above it is chance.
+    del wanted[0][2]["reward_accuracy"]
+    near(records(pairs_task / "control"), wanted)
+
+
+def test_kto_equals_float64(pairs_task: Path) -> None:
+    data = pairs_task / "single.jsonl"
+    with open(data, "w") as file:
+        for p in (json.loads(line) for line in (pairs_task / "pairs.jsonl").read_text().splitlines()):
+            for side in ("chosen", "rejected"):
+                file.write(json.dumps({"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}) + "\n")
+    run = ["dpo.loss=kto", "dpo.undesirable_weight=1.5", f"reference.path={pairs_task / 'other'}", f"data.train=[{data}]"]
+    assert dpo.main(words(pairs_task, "kto", *run, "trainer.export_hf=false")) == 0
+    trained, frozen = Trained(pairs_task / "model", LR), plain(pairs_task, "other")
+    answers = [(d, liked) for p in pairs_of(pairs_task) for d, liked in ((p.chosen, True), (p.rejected, False))]
+    wanted = []
+    for step in range(STEPS):
+        loss = kto_loss(trained.model, frozen, answers[step * SIZE : (step + 1) * SIZE], 0.1, 1.0, 1.5)
+        wanted.append((*trained.step(loss), {}))
+    near(records(pairs_task / "kto"), wanted)
+
+
+def test_a_cached_reference_gives_the_same_and_is_computed_once(pairs_task: Path, caplog: pytest.LogCaptureFixture) -> None:
+    common = [f"reference.path={pairs_task / 'other'}", "reference.mode=cached", f"data.cache_dir={pairs_task / 'cache'}"]
+    held_out = [f"data.eval=[{pairs_task / 'pairs.jsonl'}]", "trainer.best_metric=reward_margin", "trainer.eval_every=1"]
+    assert dpo.main(words(pairs_task, "cached", *common, *held_out, "trainer.export_hf=false")) == 0
+    near([r for r in records(pairs_task / "cached") if "split" not in r], expected(pairs_task, "sigmoid"))
+    assert "were computed before" not in caplog.text
+    evaluated = [r for r in records(pairs_task / "cached") if r.get("split") == "eval"]
+    assert len(evaluated) == STEPS
+    assert evaluated[-1]["reward_margin"] > evaluated[0]["reward_margin"]
+    files = list((pairs_task / "cache").glob("reference-*.npy"))
+    assert len(files) == 1
+    stamp = files[0].stat().st_mtime_ns
+    assert dpo.main(words(pairs_task, "again", *common, "trainer.export_hf=false")) == 0
+    assert "were computed before" in caplog.text
+    assert files[0].stat().st_mtime_ns == stamp
+    near(records(pairs_task / "again"), expected(pairs_task, "sigmoid"))
+    # Another reference is not taken for this one; nor is a damaged file.
+    files[0].write_bytes(files[0].read_bytes()[:200])
+    assert dpo.main(words(pairs_task, "third", *common, "trainer.max_steps=1", "trainer.export_hf=false")) == 0
+    near(records(pairs_task / "third"), expected(pairs_task, "sigmoid")[:1])
+    assert dpo.main(words(pairs_task, "fourth", *common[1:], "trainer.max_steps=1", "trainer.export_hf=false")) == 0
+    assert len(list((pairs_task / "cache").glob("reference-*.npy"))) == 2
+
+
+def test_under_adapters_the_base_is_the_reference(pairs_task: Path) -> None:
+    run = words(pairs_task, "lora", "model.lora.rank=4", "trainer.save_every=2")
+    assert dpo.main(run) == 0
+    got = records(pairs_task / "lora")
+    # Before the first update policy and base are one model: log 2, exactly a coin's toss.
+    assert got[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert got[0]["reward_margin"] == pytest.approx(0.0, abs=1e-6)
+    assert got[-1]["loss"] < got[0]["loss"]
+    # A frozen copy of the same base gives the same numbers.
+    assert (
+        dpo.main(words(pairs_task, "lora-model", "model.lora.rank=4", "reference.mode=model", "trainer.export_hf=false")) == 0
+    )
+    for a, b in zip(got, records(pairs_task / "lora-model"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (pytest.approx(b["loss"], rel=1e-6), pytest.approx(b["grad_norm"], rel=1e-5))
+
+
+def test_a_resumed_dpo_run_equals_the_uninterrupted_one(pairs_task: Path) -> None:
+    common = ["trainer.save_every=1", "data.shuffle=true", "trainer.export_hf=false"]
+    assert dpo.main(words(pairs_task, "whole", *common)) == 0
+    assert dpo.main(words(pairs_task, "parts", *common, "trainer.max_steps=2")) == 0
+    assert dpo.main(words(pairs_task, "parts", *common)) == 0
+    for a, b in zip(records(pairs_task / "parts"), records(pairs_task / "whole"), strict=True):
+        assert all(a[k] == b[k] for k in ("loss", "grad_norm", "reward_margin"))
+
+
+def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs_task: Path) -> None:
+    run = words(
+        pairs_task,
+        "rm",
+        "rm.centering=0.05",
+        "trainer.best_metric=reward_accuracy",
+        f"data.eval=[{pairs_task / 'pairs.jsonl'}]",
+    )
+    assert rm.main(run) == 0
+    got = [r for r in records(pairs_task / "rm") if "split" not in r]
+    # The same new head: as the trainer drew it.
+    start = [*run, f"trainer.output_dir={pairs_task / 'rm-start'}", "optim.lr=0", "trainer.max_steps=1"]
+    start = [w for w in start if not w.startswith(("optim.lr=1", "data.eval", "trainer.best"))]
+    assert rm.main([w for w in start if w != f"trainer.output_dir={pairs_task / 'rm'}"]) == 0
+    trained, pairs = Trained(pairs_task / "rm-start" / "hf", LR, AutoModelForSequenceClassification), pairs_of(pairs_task)
+    wanted = []
+    for step in range(STEPS):
+        loss, metrics = reward_loss(trained.model, pairs[step * SIZE : (step + 1) * SIZE], 0.05)
+        wanted.append((*trained.step(loss), metrics))
+    near(got, wanted)
+    # Equal scores of the export, in plain transformers, padded too.
+    model: Any = AutoModelForSequenceClassification.from_pretrained(pairs_task / "rm" / "hf", dtype=torch.float64).eval()
+    texts = [p.chosen[0] for p in pairs]
+    inputs = TOKENIZER.pad({"input_ids": texts}, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        alone = [float(trained.model(input_ids=torch.tensor([t])).logits[0, 0]) for t in texts]
+    assert scores.tolist() == pytest.approx(alone, abs=2e-5)
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------------------
+
+
+def engine_steps(method: Method, engine: Any, samples: Any) -> list[StepResult]:
+    order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
+    batches = Loader(samples, order, batch_size=SIZE).once()
+    found = []
+    for _ in range(STEPS):
+        found.append(engine.train_batch(method.batch(engine, next(batches)), method.loss))
+    return found
+
+
+def layout_steps(
+    folder: str, cache: str, backend: str, parallel: dict[str, Any], reference: dict[str, Any], kind: str
+) -> list[StepResult]:
+    """Steps of one layout, on every rank."""
+    root = Path(folder)
+    common = {
+        "data": DataConfig(
+            train=(str(root / ("single.jsonl" if kind == "kto" else "pairs.jsonl")),), batch_size=SIZE, cache_dir=cache
+        ),
+        "engine": EngineConfig(
+            backend=backend, parallel=ParallelConfig(**parallel), micro_batch=MicroBatchConfig(max_tokens=64)
+        ),
+        "optim": OPTIM,
+    }
+    method: Method
+    if kind == "reward":
+        reward = RMConfig(model=ModelConfig(path=str(root / "rm-start" / "hf"), head="value"), **common)
+        config: Any = reward
+        method = RewardMethod(reward)
+    else:
+        config = DPOConfig(
+            model=ModelConfig(path=str(root / "model")),
+            dpo=PreferenceConfig(loss=kind, undesirable_weight=1.5),  # type: ignore[arg-type]
+            reference=ReferenceConfig(
+                path=str(root / "other"), **{k: ParallelConfig(**v) if k == "parallel" else v for k, v in reference.items()}
+            ),
+            **common,
+        )
+        method = PreferenceMethod(config)
+    method.check()
+    tokenizer, samples, _ = load_data(config, method.kind)
+    engine = engine_class(backend)(model=config.model, engine=config.engine, optim=config.optim)
+    method.open(engine, tokenizer, samples, None)
+    engine.initialize()
+    try:
+        return engine_steps(method, engine, samples)
+    finally:
+        method.close()
+        engine.close()
+
+
+LAYOUTS: list[tuple[str, str, int, dict[str, Any], dict[str, Any]]] = [
+    ("sigmoid", "fsdp", 2, {}, {}),
+    ("sigmoid", "fsdp", 2, {"cp": 2}, {"backend": "fsdp", "parallel": {}}),
+    ("sigmoid", "mcore", 2, {"tp": 2}, {"backend": "fsdp", "parallel": {"cp": 2}}),
+    ("sigmoid", "fsdp", 4, {"cp": 2}, {"backend": "mcore", "parallel": {"tp": 2, "pp": 2}}),
+    ("sigmoid", "mcore", 2, {"pp": 2}, {"mode": "cached"}),
+    ("kto", "fsdp", 2, {}, {"backend": "mcore", "parallel": {"tp": 2}}),
+    ("reward", "mcore", 2, {"tp": 2, "tp_sequence": True}, {}),
+    ("reward", "fsdp", 2, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "backend", "nproc", "parallel", "reference"), LAYOUTS)
+def test_layouts_equal_float64(
+    pairs_task: Path, tmp_path: Path, kind: str, backend: str, nproc: int, parallel: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    found = run_ranks(layout_steps, nproc, str(pairs_task), str(tmp_path), backend, parallel, reference, kind)
+    if kind == "sigmoid":
+        wanted = expected(pairs_task, "sigmoid")
+    else:
+        # What one process gives, which the tests above compare with float64.
+        (alone,) = run_ranks(layout_steps, 1, str(pairs_task), str(tmp_path / "alone"), "fsdp", {}, {}, kind)
+        wanted = [(r.loss, r.grad_norm, dict(r.metrics)) for r in alone]
+    for results in found:
+        near(results, wanted)
+
+
+def test_a_reference_that_cannot_be_built_is_told_on_every_rank(pairs_task: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(
+            layout_steps, 2, str(pairs_task), str(tmp_path), "fsdp", {}, {"backend": "mcore", "parallel": {"tp": 3}}, "sigmoid"
+        )
+    assert str(caught.value).count("the reference cannot be built: engine.parallel") == 2
