@@ -167,6 +167,10 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
         load(tmp_path / "none", rows[1:2])
 
 
+def all_of(samples: Samples) -> list[tuple[Sample, ...]]:
+    return [samples[i] for i in range(len(samples))]
+
+
 LONG = [row("1=", "2" * 10, "3"), row("4444444444=", "5", "66"), row("7=", "8", "9")]
 
 
@@ -174,15 +178,20 @@ LONG = [row("1=", "2" * 10, "3"), row("4444444444=", "5", "66"), row("7=", "8", 
 def test_long_pairs_are_refused_skipped_or_cut_as_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pairs.jsonl:1 \(chosen\) has 13 tokens, more than data.max_length=8; a pair"):
         load(tmp_path, LONG, max_length=8)
-    assert [s[0].name.rpartition(":")[2] for s in load(tmp_path, LONG, max_length=8, too_long="skip")] == ["3 (chosen)"]
+    assert [s[0].name.rpartition(":")[2] for s in all_of(load(tmp_path, LONG, max_length=8, too_long="skip"))] == [
+        "3 (chosen)"
+    ]
     right = load(tmp_path, LONG, max_length=12, too_long="truncate_right")
-    assert [[TOKENIZER.decode(d.ids) for d in s] for s in right][:2] == [
+    assert [[TOKENIZER.decode(d.ids) for d in s] for s in all_of(right)][:2] == [
         ["1=2222222222", "1=3<end>"],
         ["4444444444=5", "4444444444=6"],
     ]
     # Both sides lose the same part of the prompt; a pair of which a side would lose its answer is left out.
     left = load(tmp_path, LONG, max_length=8, too_long="truncate_left")
-    assert [[TOKENIZER.decode(d.ids) for d in s] for s in left] == [["4444=5<end>", "4444=66<end>"], ["7=8<end>", "7=9<end>"]]
+    assert [[TOKENIZER.decode(d.ids) for d in s] for s in all_of(left)] == [
+        ["4444=5<end>", "4444=66<end>"],
+        ["7=8<end>", "7=9<end>"],
+    ]
     # Without a length it is the micro-batch that both sides share.
     with pytest.raises(
         DataError, match=r"more than engine.micro_batch.max_tokens=16; a pair stands in one micro-batch, 8 tokens"

@@ -215,7 +215,7 @@ class build_engine:  # a context
         self._engine.close()
 
 
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "ipo": {"loss": "ipo"},
     "hinge": {"loss": "hinge"},
@@ -231,7 +231,7 @@ LOSSES = {
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", LOSSES)
 def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
-    settings: dict[str, Any] = LOSSES[name]
+    settings = LOSSES[name]
     needs = settings.get("loss", "sigmoid") in ("sigmoid", "ipo", "hinge", "kto")
     data = case / ("unpaired.jsonl" if name == "kto" else "pairs.jsonl")
     config = DPOConfig(

@@ -66,22 +66,21 @@ def fill(model: Any, seed: int) -> Any:
 
 def write_models(folder: Path, tokenizer: Any) -> None:
     """`policy`, `reference` (another model) and `reward` under a folder."""
-    import torch
     from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
     settings = config(tokenizer)
     for name, seed in (("policy", 0), ("reference", 1)):
-        fill(Qwen3ForCausalLM(settings).to(torch.float32), seed).save_pretrained(folder / name)
+        fill(Qwen3ForCausalLM(settings).float(), seed).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     settings = config(tokenizer)
     settings.num_labels = 1
-    fill(Qwen3ForSequenceClassification(settings).to(torch.float32), 2).save_pretrained(folder / "reward")
+    fill(Qwen3ForSequenceClassification(settings).float(), 2).save_pretrained(folder / "reward")
     tokenizer.save_pretrained(folder / "reward")
 
 
 def write_data(folder: Path) -> None:
     """`pairs.jsonl`, `margins.jsonl` and `unpaired.jsonl`."""
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "pairs": PAIRS,
         "margins": [{**p, "margin": m} for p, m in zip(PAIRS, MARGINS, strict=True)],
         "unpaired": unpaired(),
