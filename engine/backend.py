@@ -13,7 +13,7 @@ from .capabilities import Capabilities
 from .checkpoint.pieces import Piece
 from .config import OptimConfig, ParallelConfig
 from .flops import ModelShape
-from .residency import Part, Where
+from .residency import Part
 from .step import MicroBatch, Task
 from .topology import Topology
 
@@ -87,8 +87,8 @@ class Backend(ABC):
         """Dropout and the like on or off."""
 
     @abstractmethod
-    def _move(self, part: Part, where: Where) -> None:
-        """Move parameters, gradients or optimizer state between device and host."""
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        """What a part's memory is made of, as views into it: the memory can leave the device and come back."""
 
     @abstractmethod
     def _pieces(self) -> Iterator[Piece]:

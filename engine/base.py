@@ -62,7 +62,7 @@ class BaseEngine(Backend):
         """Optimizer steps made, skipped ones left out."""
         self._ranks = ranks
         self._mode: Mode | None = None
-        self._residency = Residency(self._move)
+        self._residency = Residency(self._tensors)
         self._finite = True
         self._was_deterministic: bool | None = None
         self._files: Mapping[str, bytes] | None = None
@@ -122,6 +122,7 @@ class BaseEngine(Backend):
             torch.use_deterministic_algorithms(self._was_deterministic)
             self._was_deterministic = None
         self._free()
+        self._residency.close()
         if hasattr(self, "topology"):
             self.topology.close()
             del self.topology
@@ -158,15 +159,11 @@ class BaseEngine(Backend):
                 self._set_training(False)
 
     def to(self, place: str, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move state to `device` or `host`. A mode brings it to the device and back.
+        """Move state to `device`, `host` or `disk` (a folder of TMPDIR). A mode brings it to the device and back.
 
         Raises:
-            ConfigError: an unknown place, or gradients apart from their parameters, where torch keeps them.
+            ConfigError: an unknown place, or no room on the disk.
         """
-        if params != grads:
-            raise ConfigError(
-                f"to({place!r}, params={params}, grads={grads}): gradients are where their parameters are; give both the same"
-            )
         chosen = {"params": params, "grads": grads, "optimizer": optimizer}
         self._residency.to(place, tuple(part for part in PARTS if chosen[part]))
 
@@ -320,7 +317,11 @@ class BaseEngine(Backend):
             "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
             "extra": dict(extra or {}),
         }
-        return take_snapshot(step, self._pieces(), state, self._model_files, copies)
+        if copies is None and any(self._residency.where(part) != "device" for part in PARTS):
+            # What is written later is a view of live memory, which goes back to rest before that.
+            copies = HostCopies()
+        with self._residency.on_device(PARTS):
+            return take_snapshot(step, self._pieces(), state, self._model_files, copies)
 
     @property
     def model_fingerprint(self) -> str:
@@ -366,11 +367,12 @@ class BaseEngine(Backend):
                 shows only while reading.
         """
         optimizer = None if self.optim_config is None else self.optim_config.name
-        manifest = load_state(
-            open_store(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer, verify=verify
-        )
-        self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
-        self.zero_grad()
+        with self._residency.on_device(PARTS):
+            manifest = load_state(
+                open_store(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer, verify=verify
+            )
+            self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
+            self.zero_grad()
         self.step = manifest.data["schedule"]["step"]
         same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
         return RestoredState(

@@ -1,18 +1,30 @@
-"""Where an engine's parameters, gradients and optimizer state are: on the device, or resting on the host."""
+"""Where an engine's parameters, gradients and optimizer state are: on the device, or resting on the host or on disk.
 
+What rests is the memory, not the tensors: a storage is copied away and made empty, and filled again when it is needed. So
+every view of it, in a model, in an optimizer, in a flat buffer, is what it was, on any backend.
+"""
+
+import ctypes
 import resource
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from .checkpoint.pieces import host_bytes
 from .errors import ConfigError
 
 Part = Literal["params", "grads", "optimizer"]
-Where = Literal["device", "host"]
+Place = Literal["device", "host", "disk"]
 PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
+PLACES: tuple[Place, ...] = ("device", "host", "disk")
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -23,18 +35,30 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Resting:
+    """A storage that is elsewhere."""
+
+    storage: torch.UntypedStorage
+    size: int
+    copy: Tensor | Path
+
+
 class Residency:
-    """Keeps count of where each part is, and moves parts through the backend.
+    """Keeps count of where each part is, and moves parts.
 
     Args:
-        move: moves one part; called only when the part is elsewhere.
+        tensors: of a part, sharing the memory that is to be moved; asked whenever the part leaves the device.
     """
 
-    def __init__(self, move: Callable[[Part, Where], None]) -> None:
-        self._move = move
-        self._where: dict[Part, Where] = dict.fromkeys(PARTS, "device")
+    def __init__(self, tensors: Callable[[Part], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
+        self._where: dict[Part, Place] = dict.fromkeys(PARTS, "device")
+        self._resting: dict[Part, list[_Resting]] = {part: [] for part in PARTS}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = 0
 
-    def where(self, part: Part) -> Where:
+    def where(self, part: Part) -> Place:
         """Where a part is."""
         return self._where[part]
 
@@ -42,14 +66,17 @@ class Residency:
         """Bring parts to a place.
 
         Raises:
-            ConfigError: the place is not one of `device` and `host`.
+            ConfigError: there is no such place, or the disk has no room; everything is on the device then.
         """
-        if place not in ("device", "host"):
-            raise ConfigError(f"to({place!r}): state can be on 'device' or 'host'")
-        target: Where = "host" if place == "host" else "device"
+        target = next((p for p in PLACES if p == place), None)
+        if target is None:
+            raise ConfigError(f"to({place!r}): state can be on {', '.join(map(repr, PLACES))}")
         for part in parts:
             if self._where[part] != target:
-                self._move(part, target)
+                self._wake(part)
+                if target != "device":
+                    self._rest(part, target)
+                    _trim()
                 self._where[part] = target
 
     @contextmanager
@@ -62,3 +89,80 @@ class Residency:
         finally:
             for part in parts:
                 self.to(before[part], (part,))
+
+    def close(self) -> None:
+        """Forget what rests, and remove its files."""
+        self._resting = {part: [] for part in PARTS}
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _rest(self, part: Part, place: Place) -> None:
+        # Megatron's optimizer updates the parameters in place where they are float32: that memory is theirs, and is moved once.
+        others = {
+            _key(t) for other in PARTS if other != part and part == "optimizer" for t in map(_local, self._tensors(other))
+        }
+        seen: set[int] = set()
+        for tensor in map(_local, self._tensors(part)):
+            storage, key = tensor.untyped_storage(), _key(tensor)
+            size = storage.nbytes()
+            if key in seen or key in others or not size or (place == "host" and tensor.device.type == "cpu"):
+                continue
+            seen.add(key)
+            try:
+                copy = self._copy(_bytes(storage), place)
+            except OSError as e:
+                self._wake(part)
+                raise ConfigError(
+                    f"to({place!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with room, or use 'host'"
+                ) from e
+            storage.resize_(0)
+            self._resting[part].append(_Resting(storage=storage, size=size, copy=copy))
+
+    def _copy(self, data: Tensor, place: Place) -> Tensor | Path:
+        if place == "host":
+            held = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            held.copy_(data)
+            return held
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-resting-")
+        self._files += 1
+        path = Path(self._folder.name) / str(self._files)
+        with open(path, "wb") as file:
+            file.write(host_bytes(data))
+        return path
+
+    def _wake(self, part: Part) -> None:
+        while self._resting[part]:
+            resting = self._resting[part][-1]
+            resting.storage.resize_(resting.size)
+            data = _bytes(resting.storage)
+            if isinstance(resting.copy, Path):
+                held = torch.from_file(str(resting.copy), shared=False, size=resting.size, dtype=torch.uint8)
+                data.copy_(held)
+                del held
+                resting.copy.unlink()
+            else:
+                data.copy_(resting.copy)
+            self._resting[part].pop()
+        self._where[part] = "device"
+
+
+def _trim() -> None:
+    """Give freed memory of the host back to the system: glibc keeps blocks for itself once larger ones have been freed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The whole memory of a storage, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -84,7 +84,8 @@ def cut_pieces(kind: str, segments: Iterable[Segment], box: Box, data: Tensor, *
 def raw(tensor: Tensor) -> Any:
     """A tensor of the host as an array of `RAW` numbers that shares its memory."""
     size = tensor.dtype.itemsize
-    return tensor.detach().view(_SAME_SIZE[size]).numpy().view(RAW[size])
+    # Not `Tensor.numpy`: it forbids for good that the memory is given back, as it is where state rests on disk.
+    return np.from_dlpack(tensor.detach().view(_SAME_SIZE[size])).view(RAW[size])
 
 
 def as_tensor(array: Any, dtype: str) -> Tensor:

@@ -25,7 +25,7 @@ from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
-from ..residency import Part, Where
+from ..residency import Part
 from ..step import MicroBatch, Task
 from ..topology import Topology, init_distributed
 from .build import Built, build, check_config
@@ -158,17 +158,15 @@ class FSDPEngine(BaseEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _move(self, part: Part, where: Where) -> None:
-        target = self.topology.device if where == "device" else torch.device("cpu")
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part == "optimizer":
-            if self._optimizer is not None:
-                self._optimizer.to(target)
+            for name in self._optimizer.counts if self._optimizer is not None else ():
+                yield from self._optimizer.moments(name).values()  # type: ignore[union-attr]
             return
-        # Under offload FSDP keeps parameters on the host at all times; gradients move with their parameters.
-        if part == "params" and self.config.offload.params == "none":
-            self._root.to(target)
-            if self._optimizer is not None:
-                self._optimizer.rebind()
+        for parameter in self._root.parameters():
+            tensor = parameter if part == "params" else parameter.grad
+            if tensor is not None:
+                yield tensor
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model alone."""

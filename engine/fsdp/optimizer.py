@@ -102,12 +102,6 @@ class ShardOptimizer:
             for kind in self._moments:
                 state[kind] = state[kind].to(device, non_blocking=device.type == "cuda")
 
-    def rebind(self) -> None:
-        """Follow the shards to the memory they were moved to."""
-        parameters = dict(self._root.named_parameters())
-        for name, view in self._views.items():
-            view.data = _local(parameters[name])
-
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

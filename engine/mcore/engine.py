@@ -18,7 +18,7 @@ from ..bridge.family import find_family
 from ..capabilities import Capabilities
 from ..checkpoint.pieces import Piece
 from ..config import OptimConfig, ParallelConfig
-from ..errors import CapabilityError, ConfigError, ModelError
+from ..errors import CapabilityError, ModelError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform, read_config
 from ..hf.files import save_model_files
@@ -27,7 +27,7 @@ from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, OutputRequest
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice
-from ..residency import Part, Where
+from ..residency import Part
 from ..step import MicroBatch, Task
 from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
@@ -36,7 +36,7 @@ from .lora import adapters_disabled
 from .model import build_chunks
 from .modules import PackedParams
 from .moe import keep_scores, take_scores
-from .optimizer import ShardedOptimizer
+from .optimizer import MOMENTS, ShardedOptimizer
 from .options import MCoreOptions
 from .state import ModelState, add_adapters, held_parameters, shapes_of
 from .twin import Twin
@@ -280,9 +280,19 @@ class MCoreEngine(BaseEngine):
         for chunk in self._chunks:
             chunk.train(training)
 
-    def _move(self, part: Part, where: Where) -> None:
-        if self.topology.device.type != "cpu":
-            raise ConfigError("engine.backend=mcore cannot move its state from the device yet; leave it there")
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        if part == "params":
+            for chunk in self._chunks:
+                yield from chunk.parameters()
+        elif self._optimizer is None:
+            return
+        elif part == "grads":
+            for buffer in self._buffers():
+                yield buffer.grad_data
+        else:
+            for shard in self._optimizer.shards.values():
+                yield shard.main
+                yield from (shard.state[kind] for kind in MOMENTS)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model alone."""
@@ -312,13 +322,14 @@ class MCoreEngine(BaseEngine):
     @contextmanager
     def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """See `BaseEngine.named_weights`."""
-        stream = self._model_state.stream(self._plans[adapters])
-        try:
-            yield stream
-        finally:
-            # A rank that stopped early, or failed, still takes part in what the others are waiting in.
-            for _ in stream:
-                pass
+        with self._residency.on_device(("params",)):
+            stream = self._model_state.stream(self._plans[adapters])
+            try:
+                yield stream
+            finally:
+                # A rank that stopped early, or failed, still takes part in what the others are waiting in.
+                for _ in stream:
+                    pass
 
     def _free(self) -> None:
         self._optimizer = None

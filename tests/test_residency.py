@@ -1,0 +1,104 @@
+"""State that rests on disk: on either engine, with everything that needs it while it does."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.config import OffloadConfig, ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.objective import OutputRequest
+from engines import build, share, steps, weights
+from harness import run_ranks
+
+
+def rank_rest(folder: str, backend: str, parallel: dict[str, Any]) -> None:
+    layout = ParallelConfig(**parallel)
+    engine, twin = (build(folder, backend=backend, parallel=layout) for _ in range(2))
+    first = steps(engine, 1)
+    assert first == steps(twin, 1)
+    engine.to("disk")
+    held = [t for part in ("params", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    assert held
+    assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
+    # A step, an inference, an export and a checkpoint wake what they need, and it rests again.
+    assert steps(engine, 2) == steps(twin, 2)
+    assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
+    batch = share(engine, tiny_documents(4, seed=9))
+    request = OutputRequest(log_probs=True)
+    assert torch.equal(engine.infer_batch(batch, request)["log_probs"], twin.infer_batch(batch, request)["log_probs"])
+    mine, theirs = weights(engine), weights(twin)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    root = Path(folder).parent / f"{backend}-{engine.topology.size}"
+    saved = engine.save_checkpoint(root, 3)
+    twin.close()
+    again = build(folder, backend=backend, parallel=layout)
+    again.to("disk", optimizer=False)
+    again.load_checkpoint(saved)
+    again.to("device")
+    engine.to("device", params=False)
+    assert steps(engine, 1) == steps(again, 1)
+    folder_at = Path(engine._residency._folder.name)  # type: ignore[union-attr]
+    engine.close()
+    again.close()
+    assert not folder_at.exists()
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize(
+    ("backend", "nproc", "parallel"), [("fsdp", 2, {}), ("mcore", 2, {"tp": 2}), ("mcore", 2, {}), ("fsdp", 1, {})]
+)
+def test_an_engine_rests_on_disk_and_loses_nothing(tmp_path: Path, backend: str, nproc: int, parallel: dict[str, Any]) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    run_ranks(rank_rest, nproc, str(folder), backend, parallel)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    engine = build(save_tiny_model(tmp_path / "model", "llama", **sizes))
+    steps(engine, 1)
+    gc.collect()
+    before = anonymous()
+    size = sum(p.numel() for p in engine._root.parameters()) * 4  # type: ignore[attr-defined]
+    assert size > 80e6
+    engine.to("disk")
+    # Parameters, gradients and two moments.
+    assert before - anonymous() > 3.5 * size
+    engine.to("device")
+    assert anonymous() > before - 0.2 * size
+    engine.close()
+
+
+def anonymous() -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    engine, twin = build(folder, offload=OffloadConfig(params="host")), build(folder)
+    written = []
+
+    def fails(self: Any, data: Any, place: str) -> Path:
+        written.append(place)
+        if len(written) == 5:
+            raise OSError(28, "No space left on device")
+        return copy(self, data, place)  # type: ignore[arg-type,return-value]
+
+    from drivetrain.engine.residency import Residency
+
+    copy = Residency._copy
+    monkeypatch.setattr(Residency, "_copy", fails)
+    with pytest.raises(ConfigError, match=r"to\('disk'\): No space left on device .*set TMPDIR"):
+        engine.to("disk")
+    assert engine._residency.where("params") == "device"
+    assert steps(engine, 1) == steps(twin, 1)
+    engine.close()
