@@ -11,6 +11,7 @@ from drivetrain.engine.config import OffloadConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.objective import OutputRequest
+from drivetrain.engine.residency import Residency, _trim
 from engines import build, share, steps, weights
 from harness import run_ranks
 
@@ -65,6 +66,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     engine = build(save_tiny_model(tmp_path / "model", "llama", **sizes))
     steps(engine, 1)
     gc.collect()
+    _trim()
     before = anonymous()
     size = sum(p.numel() for p in engine._root.parameters()) * 4  # type: ignore[attr-defined]
     assert size > 80e6
@@ -92,8 +94,6 @@ def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytes
         if len(written) == 5:
             raise OSError(28, "No space left on device")
         return copy(self, data, place)  # type: ignore[arg-type,return-value]
-
-    from drivetrain.engine.residency import Residency
 
     copy = Residency._copy
     monkeypatch.setattr(Residency, "_copy", fails)
