@@ -1,0 +1,159 @@
+"""The workers' door: every form that callers hold, there and back, to the number."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+from drivetrain.engine.batch import IGNORE
+from drivetrain.engine.errors import BatchError
+from drivetrain.workers.padding import open_door
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5).filter(
+    lambda r: any(n for _, n in r)
+)
+
+
+def tokens_of(row: int, count: int, start: int) -> list[int]:
+    return [100 * (row + 1) + start + i for i in range(count)]
+
+
+def padded(lengths: list[tuple[int, int]], extra: int = 0) -> dict[str, Tensor]:
+    """Prompts padded on the left, responses on the right; a field that says of each response token which it is."""
+    p, r = max(a for a, _ in lengths) + extra, max(b for _, b in lengths) + extra
+    ids, mask = torch.zeros(len(lengths), p + r, dtype=torch.int64), torch.zeros(len(lengths), p + r, dtype=torch.int64)
+    field = torch.full((len(lengths), r), float("nan"))
+    for row, (a, b) in enumerate(lengths):
+        ids[row, p - a : p + b] = torch.tensor(tokens_of(row, a + b, 0))
+        mask[row, p - a : p + b] = 1
+        field[row, :b] = torch.tensor([float(t) for t in tokens_of(row, b, a)])
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "responses": ids[:, p:],
+        "advantages": field,
+        "scores": torch.arange(len(lengths)) * 1.0,
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, extra=st.integers(0, 2))
+def test_padded_rows_and_back(lengths: list[tuple[int, int]], extra: int) -> None:
+    data = padded(lengths, extra)
+    door = open_door(data)
+    batch = door.batch
+    assert batch.lengths == [a + b for a, b in lengths]
+    assert batch.position_ids.tolist() == [i for a, b in lengths for i in range(a + b)]
+    # A number of a response token stands where that token is the label.
+    said = batch.token_fields["advantages"]
+    learned = batch.labels != IGNORE
+    assert torch.equal(said[learned], batch.labels[learned].float())
+    assert int(learned.sum()) == sum(b for _, b in lengths)
+    assert not said[~learned].any()
+    assert batch.sequence_fields["scores"].tolist() == data["scores"].tolist()
+    back = door.answer({"mine": said, "rows": torch.arange(len(lengths)) * 2.0})
+    wanted = torch.nan_to_num(data["advantages"], nan=0.0)
+    assert torch.equal(back["mine"], wanted)
+    assert back["rows"].tolist() == [2.0 * i for i in range(len(lengths))]
+
+
+def jagged(values: list[list[float]], dtype: torch.dtype = torch.int64) -> Any:
+    return torch.nested.nested_tensor([torch.tensor(v, dtype=dtype) for v in values], layout=torch.jagged)
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=LENGTHS)
+def test_the_forms_agree(lengths: list[tuple[int, int]]) -> None:
+    data = padded(lengths)
+    ids: list[list[float]] = [list(tokens_of(i, a + b, 0)) for i, (a, b) in enumerate(lengths)]
+    answers = [row[a:] for row, (a, _) in zip(ids, lengths, strict=True)]
+    nested = TensorDict(
+        {
+            "input_ids": jagged(ids),
+            "responses": jagged(answers),
+            "advantages": torch.nested.nested_tensor_from_jagged(
+                jagged(answers, torch.float32).values(), jagged(answers).offsets()
+            ),
+            "scores": data["scores"],
+        },
+        batch_size=[len(lengths)],
+    )
+    one, other = open_door(data), open_door(nested)
+    assert torch.equal(one.batch.input_ids, other.batch.input_ids)
+    assert torch.equal(one.batch.labels, other.batch.labels)
+    assert torch.equal(one.batch.token_fields["advantages"], other.batch.token_fields["advantages"])
+    assert one.batch.bounds == other.batch.bounds
+    back = other.answer({"mine": other.batch.token_fields["advantages"]})
+    assert isinstance(back, TensorDict)
+    assert back["mine"].offsets().tolist() == nested["responses"].offsets().tolist()
+    assert back["mine"].values().tolist() == [x for row in answers for x in row]
+    # A packed batch goes through as it is.
+    packed = open_door(one.batch)
+    assert packed.batch is one.batch
+    assert packed.answer({"x": one.batch.labels})["x"] is one.batch.labels
+    # The same rows in a TensorDict of padded tensors come back as one.
+    dense = open_door(TensorDict(data, batch_size=[len(lengths)]))
+    again = dense.answer({"mine": dense.batch.token_fields["advantages"]})
+    assert isinstance(again, TensorDict)
+    assert torch.equal(again["mine"], torch.nan_to_num(data["advantages"], nan=0.0))
+
+
+def test_a_mask_over_all_columns_and_answers_of_several_turns() -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 0, 1, 2, 3, 4]])
+    attention = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
+    own = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]])
+    door = open_door({"input_ids": ids, "attention_mask": attention, "response_mask": own})
+    assert [x for x in door.batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
+    back = door.answer({"labels": door.batch.labels.float()})["labels"]
+    assert back.tolist() == [[0, 0, 7, 0, 9, 0], [0, 0, 0, 2, 3, 4]]
+    # As wide as the responses it says which of their tokens are the policy's; all of them still have log-probabilities.
+    inside = open_door({"input_ids": ids, "attention_mask": attention, "response_mask": own[:, 3:]})
+    assert [x for x in inside.batch.labels.tolist() if x != IGNORE] == [8, 9, 2, 3, 4]
+    assert inside.batch.token_fields["response_mask"].tolist() == [0, 0, 0, 1, 0, 1, 1, 1, 0]
+    nested = TensorDict(
+        {"input_ids": jagged([[5, 6, 7, 8, 9], [1, 2, 3, 4]]), "response_mask": jagged([[0, 0, 1, 0, 1], [0, 1, 1, 1]])},
+        batch_size=[2],
+    )
+    assert [x for x in open_door(nested).batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
+
+
+GOOD = padded([(2, 3), (1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": torch.zeros(2)}, r"advantages is \[2\]; it must be \[2, 3\]"),
+        ({"advantages": torch.zeros(2, 5)}, r"advantages is \[2, 5\]; it must be \[2, 3\]"),
+        ({"attention_mask": None}, "need attention_mask"),
+        ({"responses": None}, r"need responses \[B, R\]"),
+        ({"responses": torch.zeros(2, 9)}, "R <= L"),
+        ({"responses": GOOD["input_ids"]}, "there is no prompt"),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \[2, 4\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])}, "has a hole"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]])}, "row 1 has no prompt"),
+        ({"input_ids": None}, "this is a dict with"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    data = {k: v for k, v in {**GOOD, **change}.items() if v is not None}
+    with pytest.raises(BatchError, match=message):
+        open_door(data)
+
+
+def test_jagged_fields_of_other_borders_are_refused() -> None:
+    rows: dict[str, Any] = {"input_ids": jagged([[1, 2, 3], [4, 5]]), "responses": jagged([[3], [5]])}
+    with pytest.raises(BatchError, match="advantages has other borders"):
+        open_door(TensorDict({**rows, "advantages": jagged([[1], [1, 2]], torch.float32)}, batch_size=[2]))
+    with pytest.raises(BatchError, match="it must be jagged like them"):
+        open_door(TensorDict({**rows, "advantages": torch.zeros(2)}, batch_size=[2]))
+    with pytest.raises(BatchError, match="do not fit"):
+        open_door(TensorDict({**rows, "responses": jagged([[3], [4, 5, 6]])}, batch_size=[2]))
+    with pytest.raises(BatchError, match="row 1 has no prompt"):
+        open_door(TensorDict({**rows, "responses": jagged([[3], [4, 5]])}, batch_size=[2]))
+    with pytest.raises(BatchError, match="a batch is a PackedBatch"):
+        open_door([1, 2])

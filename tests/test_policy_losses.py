@@ -1,0 +1,269 @@
+"""Losses of RL and advantages, against formulas written out by hand in plain Python."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.batch import PackedBatch
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.objective import LossSums, TokenOutputs
+from drivetrain.workers.advantages import gae, grpo, reinforce_plus_plus, rloo, spread, token_rewards, whiten
+from drivetrain.workers.losses.policy import PolicyLoss, clipped_objective, importance_weights, kl_estimate
+from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_clip_by_hand() -> None:
+    ratio, advantages = t(1.0, 1.5, 1.5, 0.5, 0.5, 9.0), t(2.0, 2.0, -2.0, 2.0, -2.0, -2.0)
+    got = clipped_objective(ratio, advantages, 0.2, 0.3, 3.0)
+    assert got.tolist() == pytest.approx([-2.0, -2.6, 3.0, -1.0, 1.6, 6.0])
+    assert clipped_objective(ratio, advantages, 0.2, 0.3)[-1].item() == pytest.approx(18.0)
+
+
+def test_kl_estimators_by_hand_and_their_mean() -> None:
+    p, q = t(math.log(0.6)), t(math.log(0.2))
+    assert kl_estimate(p, q, "k1").item() == pytest.approx(math.log(3))
+    assert kl_estimate(p, q, "k2").item() == pytest.approx(math.log(3) ** 2 / 2)
+    assert kl_estimate(p, q, "k3").item() == pytest.approx(1 / 3 - 1 + math.log(3))
+    # k1 and k3 are unbiased: over all tokens of a distribution their mean is the divergence.
+    p, q = t(0.5, 0.3, 0.2).log(), t(0.2, 0.3, 0.5).log()
+    exact = (p.exp() * (p - q)).sum()
+    for name in ("k1", "k3"):
+        assert (p.exp() * kl_estimate(p, q, name)).sum().item() == pytest.approx(exact.item())  # type: ignore[arg-type]
+
+
+def test_importance_weights_by_hand() -> None:
+    assert importance_weights(t(-1.0, -1.0), t(-1.5, -4.0), 2.0).tolist() == pytest.approx([math.exp(0.5), 2.0])
+
+
+# Three answers of 2, 1 and 3 tokens behind prompts of 1, 2 and 1; numbers for each of their tokens.
+NEW = [[-1.0, -0.5], [-2.0], [-0.2, -1.5, -0.7]]
+OLD = [[-1.2, -0.5], [-1.0], [-0.9, -1.4, -0.4]]
+REF = [[-1.1, -0.6], [-1.5], [-0.5, -1.0, -0.9]]
+ADV = [[1.0, 1.0], [-0.5], [2.0, -1.0, 0.5]]
+PROMPTS = [1, 2, 1]
+
+
+def placed(rows: list[list[float]]) -> list[list[float]]:
+    """Numbers where they are predicted."""
+    return [[0.0] * (p - 1) + row + [0.0] for p, row in zip(PROMPTS, rows, strict=True)]
+
+
+def answers(**fields: list[list[float]]) -> PackedBatch:
+    documents = [list(range(3, 3 + p + len(row))) for p, row in zip(PROMPTS, NEW, strict=True)]
+    supervised = [[i >= p for i in range(p + len(row))] for p, row in zip(PROMPTS, NEW, strict=True)]
+    flat = {k: torch.tensor([x for row in placed(v) for x in row], dtype=torch.float64) for k, v in fields.items()}
+    return from_lists(documents, supervised=supervised).with_fields(**flat)
+
+
+def batch() -> PackedBatch:
+    return answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF)
+
+
+def run(loss: Any, b: PackedBatch, entropy: float = 0.0) -> tuple[LossSums, Tensor]:
+    mask = loss.tokens(b)
+    values = torch.tensor([x for row in placed(NEW) for x in row], dtype=torch.float64).requires_grad_()
+    name = "values" if isinstance(loss, ValueLoss) else "log_probs"
+    extra = {"entropy": torch.full_like(values, entropy)} if loss.request.entropy else {}
+    masked = values * mask
+    return loss(TokenOutputs(mask=mask, **{name: masked}, **extra), b), values
+
+
+def clip(r: float, a: float) -> float:
+    worst = max(-a * r, -a * min(max(r, 0.8), 1.2))
+    return min(worst, -a * 3.0) if a < 0 else worst
+
+
+def by_hand(ratio: str = "token") -> list[list[float]]:
+    found = []
+    for new, old, adv in zip(NEW, OLD, ADV, strict=True):
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        if ratio != "token":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        found.append([clip(math.exp(x), a) for x, a in zip(logs, adv, strict=True)])
+    return found
+
+
+AGGREGATED = {
+    "token-mean": lambda rows: sum(sum(r) for r in rows) / sum(len(r) for r in rows),
+    "seq-mean-token-sum": lambda rows: sum(sum(r) for r in rows) / len(rows),
+    "seq-mean-token-mean": lambda rows: sum(sum(r) / len(r) for r in rows) / len(rows),
+    "seq-mean-token-sum-norm": lambda rows: sum(sum(r) / 8 for r in rows) / len(rows),
+}
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence-token"])
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+def test_the_policy_loss_by_hand(ratio: Any, aggregation: Any) -> None:
+    norm = 8 if aggregation == "seq-mean-token-sum-norm" else None
+    loss = PolicyLoss(ratio=ratio, aggregation=aggregation, length_norm=norm)
+    sums, _ = run(loss, batch())
+    got = float(sums.terms["policy"].detach()) / loss.weights(batch())["policy"]
+    assert got == pytest.approx(AGGREGATED[aggregation](by_hand(ratio)), rel=1e-12)
+
+
+def test_every_token_counts_once_however_the_batch_is_cut() -> None:
+    loss = PolicyLoss(aggregation="seq-mean-token-mean", entropy_coef=0.1, kl_coef=0.3)
+    whole, values = run(loss, batch(), entropy=0.7)
+    found = dict.fromkeys(whole.terms, 0.0)
+    for part in ([1], [0, 2]):
+        cut, index = batch().select(part), batch().token_index(part)
+        mask = loss.tokens(cut)
+        outputs = TokenOutputs(
+            mask=mask, log_probs=values.detach()[index] * mask, entropy=torch.full((len(index),), 0.7, dtype=torch.float64)
+        )
+        for name, value in loss(outputs, cut).terms.items():
+            found[name] += float(value)
+    assert found == {name: pytest.approx(float(value.detach()), rel=1e-12) for name, value in whole.terms.items()}
+
+
+def test_entropy_and_distance_to_the_reference_are_terms_of_their_own() -> None:
+    loss = PolicyLoss(entropy_coef=0.1, kl_coef=0.3, kl_estimator="k3")
+    sums, _ = run(loss, batch(), entropy=0.7)
+    assert loss.weights(batch()) == {"policy": 6.0, "entropy": 6.0, "kl": 6.0}
+    kl = [math.exp(r - n) - 1 - (r - n) for new, ref in zip(NEW, REF, strict=True) for n, r in zip(new, ref, strict=True)]
+    assert float(sums.terms["kl"].detach()) == pytest.approx(0.3 * sum(kl))
+    assert float(sums.terms["entropy"]) == pytest.approx(-0.1 * 0.7 * 6)
+
+
+def test_gradients_of_the_sequence_ratios() -> None:
+    """GSPO-token has GSPO's value and, with one advantage for an answer, its gradient."""
+    b = answers(old_log_probs=OLD, advantages=[[0.5] * len(r) for r in NEW])
+    found = []
+    for ratio in ("sequence", "sequence-token", "token"):
+        sums, values = run(PolicyLoss(ratio=ratio), b)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(sums.terms["policy"], values)
+        found.append(gradient)
+    assert torch.allclose(found[0], found[1], rtol=1e-12)
+    assert not torch.allclose(found[0], found[2], rtol=1e-3)
+
+
+def test_tokens_that_the_policy_did_not_write_count_nothing() -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, response_mask=[[1, 0], [1], [0, 1, 1]])
+    loss = PolicyLoss()
+    sums, values = run(loss, b)
+    rows = by_hand()
+    assert loss.weights(b) == {"policy": 4.0}
+    assert float(sums.terms["policy"].detach()) == pytest.approx(rows[0][0] + rows[1][0] + rows[2][1] + rows[2][2])
+    (gradient,) = torch.autograd.grad(sums.terms["policy"], values)
+    assert int((gradient != 0).sum()) <= 4
+    weighed = b.with_fields(importance_weights=torch.full((b.num_tokens,), 0.5, dtype=torch.float64))
+    assert float(run(loss, weighed)[0].terms["policy"].detach()) == pytest.approx(0.5 * float(sums.terms["policy"].detach()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"old_log_probs": OLD}, "needs the token field 'advantages'; the batch has old_log_probs"),
+        ({"advantages": ADV}, "needs the token field 'old_log_probs'"),
+    ],
+)
+def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        PolicyLoss().weights(answers(**fields))
+    with pytest.raises(BatchError, match="'reference_log_probs'"):
+        PolicyLoss(kl_coef=0.1).weights(answers(old_log_probs=OLD, advantages=ADV))
+    with pytest.raises(BatchError, match=r"advantages' is \(10, 2\); it must be \[10\]"):
+        PolicyLoss().weights(batch().with_fields(advantages=torch.zeros(10, 2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolicyLoss(clip_low=-0.1), "clip_low=-0.1"),
+        (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0"),
+        (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; there are token-mean"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
+        (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
+        (lambda: PolicyLoss(temperature=0.0), "temperature=0.0"),
+        (lambda: ValueLoss(clip=0.0), "clip=0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_value_loss_by_hand() -> None:
+    got = clipped_value_loss(t(1.0, 3.0, 3.0), t(1.0, 1.0, 1.0), t(2.0, 4.0, 0.0), 0.5)
+    assert got.tolist() == pytest.approx([0.5, 0.5 * 2.5**2, 0.5 * 9.0])
+    b = answers(returns=ADV, values=OLD)
+    sums, _ = run(ValueLoss(clip=0.5), b)
+    wanted = 0.0
+    for new, old, ret in zip(NEW, OLD, ADV, strict=True):
+        for v, o, r in zip(new, old, ret, strict=True):
+            near = o + min(max(v - o, -0.5), 0.5)
+            wanted += 0.5 * max((v - r) ** 2, (near - r) ** 2)
+    assert float(sums.terms["value"].detach()) == pytest.approx(wanted)
+    assert ValueLoss().weights(b) == {"value": 6.0}
+    with pytest.raises(BatchError, match="'values'"):
+        ValueLoss().weights(answers(returns=ADV))
+    ValueLoss(clip=None).weights(answers(returns=ADV))
+
+
+# ---- advantages ---------------------------------------------------------------------------------------------------------
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = torch.tensor([[0.0, 1.0, 0.0]]).double(), torch.tensor([[0.5, 0.2, 9.0]]).double()
+    mask = torch.tensor([[1, 1, 0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    last = 1.0 - 0.2
+    first = 0.0 + 0.9 * 0.2 - 0.5 + 0.9 * 0.8 * last
+    assert advantages.tolist() == [pytest.approx([first, last, 0.0])]
+    assert returns.tolist() == [pytest.approx([first + 0.5, last + 0.2, 0.0])]
+    # A masked token inside is stepped over.
+    wide = gae(
+        torch.tensor([[0.0, 7.0, 1.0]]).double(), torch.tensor([[0.5, 9.0, 0.2]]).double(), torch.tensor([[1, 0, 1]]), 0.9, 0.8
+    )
+    assert wide[0].tolist() == [pytest.approx([first, 0.0, last])]
+
+
+def test_rewards_by_token_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    got = token_rewards(t(2.0, -1.0), mask, kl=torch.ones(2, 3).double(), kl_coef=0.1)
+    assert got.tolist() == [pytest.approx([-0.1, 1.9, 0.0]), pytest.approx([-0.1, 0.0, -1.1])]
+
+
+def test_groups_by_hand() -> None:
+    rewards, groups = t(1.0, 0.0, 0.0, 5.0, 3.0, 7.0), torch.tensor([4, 4, 4, 1, 1, 9])
+    deviation = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
+    got = grpo(rewards, groups).tolist()
+    assert got[:3] == pytest.approx([x / (deviation + 1e-6) for x in (2 / 3, -1 / 3, -1 / 3)])
+    assert got[3:] == pytest.approx([1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6), 0.0])
+    assert grpo(rewards, groups, scale=False).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0, 0.0])
+    assert rloo(rewards, groups).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0, 0.0])
+
+
+def test_reinforce_plus_plus_and_whitening_by_hand() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).double(), torch.tensor([[1, 1], [1, 0]])
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[0.5, 1.0], [2.0, 0.0]]
+    flat = [0.5, 1.0, 2.0]
+    mean = sum(flat) / 3
+    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / 2)
+    assert advantages[mask > 0].tolist() == pytest.approx([(x - mean) / scale for x in flat], rel=1e-6)
+    assert whiten(rewards, mask)[1, 1] == 0.0
+    assert spread(t(3.0, 4.0), mask).tolist() == [[3.0, 3.0], [4.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: gae(torch.zeros(2, 3), torch.zeros(2, 2), m),
+        lambda m: token_rewards(torch.zeros(3), m),
+        lambda m: spread(torch.zeros(3), m),
+        lambda m: grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64)),
+        lambda m: rloo(torch.zeros(2), torch.zeros(3, dtype=torch.int64)),
+    ],
+)
+def test_wrong_shapes_are_refused(call: Any) -> None:
+    with pytest.raises(BatchError, match="it must be"):
+        call(torch.ones(2, 2))

@@ -1,0 +1,79 @@
+"""The loss of a critic.
+
+Axes: T tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...engine.batch import PackedBatch
+from ...engine.errors import ConfigError
+from ...engine.objective import LossSums, OutputRequest, TokenOutputs
+from .policy import response_tokens, token_field
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error, of the value or of one that moved no further than the clip, whichever is worse.
+
+    Args:
+        values: `[T]`, of the critic.
+        old_values: `[T]`, before the update.
+        returns: `[T]`, what they should be.
+        clip: how far a value is followed; None follows it anywhere.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438; clipping as in OpenAI's baselines, ppo2.
+    """
+    errors = (values - returns) ** 2
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        errors = torch.maximum(errors, (near - returns) ** 2)
+    return 0.5 * errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """The clipped value loss, averaged over the tokens of the answers. Token fields: `returns`, and `values` with a clip.
+
+    Args:
+        clip: see `clipped_value_loss`.
+
+    Raises:
+        ConfigError: it is not more than 0.
+    """
+
+    clip: float | None = 0.5
+    request: OutputRequest = OutputRequest(values=True)
+    linear: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"clip={self.clip}; it must be more than 0, or None")
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """The tokens of the answers."""
+        return response_tokens(batch)
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        """The number of tokens."""
+        for name in ("returns", *(["values"] if self.clip is not None else [])):
+            token_field(batch, name)
+        return {"value": float(response_tokens(batch).sum())}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Sums over the answers of a micro-batch."""
+        assert outputs.values is not None
+        values, returns = outputs.values, token_field(batch, "returns").to(outputs.values.dtype)
+        old = token_field(batch, "values").to(values.dtype) if self.clip is not None else values.detach()
+        losses = torch.where(outputs.mask, clipped_value_loss(values, old, returns, self.clip), torch.zeros_like(values))
+        tokens, found = outputs.mask.sum(), values.detach()
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            "values": (found[outputs.mask].sum(), tokens),
+            "returns": (returns[outputs.mask].sum(), tokens),
+            "value_error": (((found - returns)[outputs.mask] ** 2).sum(), tokens),
+        }
+        if self.clip is not None:
+            metrics["value_clip_fraction"] = (((found - old).abs() > self.clip)[outputs.mask].sum(), tokens)
+        return LossSums(terms={"value": losses.sum()}, metrics=metrics)

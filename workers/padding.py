@@ -1,0 +1,259 @@
+"""The workers' door: what RL frameworks hold in, a PackedBatch through, the caller's own form out.
+
+    padded                                   packed (T = 9, no padding)
+    prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2 B3 ...
+    . a1 a2 | A1 A2 A3                       numbers of a response token stand where it is predicted:
+    . . b1  | B1 B2 .                        at the token before it
+
+Three forms are taken, each with whatever fields the caller has:
+
+- padded tensors (a mapping or a TensorDict): `input_ids` and `attention_mask` `[B, L]`, padded on either side, and the responses
+  as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns (`response_mask` `[B, L]`). Fields
+  `[B, R]` belong to response tokens, fields `[B]` to rows.
+- a TensorDict of jagged tensors: `input_ids` `[B, j]` and the responses as `responses` or `response_mask` `[B, j']`, the last j'
+  tokens of each row, or a mask of all tokens. Fields with the responses' borders belong to their tokens.
+- a PackedBatch, whose labels say what the responses are.
+
+Axes: B rows, L padded length, R padded length of responses, T tokens.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.batch import PackedBatch
+from ..engine.batch_convert import from_padded, from_tensordict
+from ..engine.errors import BatchError
+
+SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "labels", "group_ids")
+"""Names that are no fields of their own."""
+TOKEN_FIELDS = (
+    "response_mask",
+    "old_log_probs",
+    "reference_log_probs",
+    "rollout_log_probs",
+    "importance_weights",
+    "advantages",
+    "returns",
+    "values",
+)
+"""Fields that must belong to response tokens; a field of another name does where its shape says so."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Door(ABC):
+    """One caller's batch.
+
+    Args:
+        batch: packed; labels at the tokens that predict a response's.
+    """
+
+    batch: PackedBatch
+
+    @abstractmethod
+    def tokens(self, values: Tensor) -> Tensor:
+        """Numbers of response tokens `[T]`, in the caller's form; padding is 0."""
+
+    def answer(self, fields: Mapping[str, Tensor]) -> Any:
+        """Fields by name, `[T]` of tokens or `[N]` of sequences, as the caller holds such."""
+        per_token = self.batch.num_tokens
+        found = {name: self.tokens(v) if len(v) == per_token else v for name, v in fields.items()}
+        return self._wrap(found)
+
+    def _wrap(self, fields: dict[str, Tensor]) -> Any:
+        return fields
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedDoor(Door):
+    """The caller holds a PackedBatch."""
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """As they are."""
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedDoor(Door):
+    """The caller holds padded tensors.
+
+    Args:
+        where: `[B, R]` bool, response tokens.
+        at: `[K]` int64, the packed position that predicts each of them, row by row.
+        tensordict: the caller holds a TensorDict.
+    """
+
+    where: Tensor
+    at: Tensor
+    tensordict: bool
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """`[B, R]`."""
+        padded = values.new_zeros(self.where.shape)
+        padded[self.where] = values[self.at]
+        return padded
+
+    def _wrap(self, fields: dict[str, Tensor]) -> Any:
+        return _tensordict(fields, len(self.where)) if self.tensordict else fields
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JaggedDoor(Door):
+    """The caller holds jagged tensors.
+
+    Args:
+        offsets: `[B + 1]` int64, borders of the answers in the caller's form.
+        at: `[K]` int64, the packed position that predicts each token of theirs.
+        real: `[K]` bool, whether there is one: a first token has nothing before it.
+    """
+
+    offsets: Tensor
+    at: Tensor
+    real: Tensor
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """`[B, j']` nested."""
+        found = torch.where(self.real, values[self.at], torch.zeros_like(values[:1]))
+        return torch.nested.nested_tensor_from_jagged(found, self.offsets)
+
+    def _wrap(self, fields: dict[str, Tensor]) -> Any:
+        return _tensordict(fields, len(self.offsets) - 1)
+
+
+def open_door(data: Any) -> Door:
+    """Take a caller's batch.
+
+    Args:
+        data: one of the forms of this module.
+
+    Raises:
+        BatchError: it is none of them, or a field has another shape than its batch.
+    """
+    if isinstance(data, PackedBatch):
+        return PackedDoor(batch=data)
+    keys = list(data.keys()) if hasattr(data, "keys") else []
+    if "input_ids" not in keys:
+        raise BatchError(
+            f"a batch is a PackedBatch, or has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; this is a "
+            f"{type(data).__name__}{f' with {keys}' if keys else ''}"
+        )
+    if data["input_ids"].is_nested:
+        return _open_jagged(data, keys)
+    return _open_padded(data, keys)
+
+
+def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
+    ids = data["input_ids"]
+    if "attention_mask" not in keys:
+        raise BatchError("padded input_ids need attention_mask [B, L], or padding could not be told from tokens")
+    shown = data["response_mask"] if "response_mask" in keys else data["responses"] if "responses" in keys else None
+    if shown is None:
+        raise BatchError("padded input_ids need responses [B, R], the last R columns, or response_mask [B, R] or [B, L]")
+    if ids.dim() != 2 or shown.dim() != 2 or len(shown) != len(ids) or shown.shape[1] > ids.shape[1]:
+        raise BatchError(
+            f"input_ids is {list(ids.shape)} and the responses are {list(shown.shape)}; they must be [B, L] and [B, R], R <= L"
+        )
+    mask = data["attention_mask"].bool()
+    if mask.shape != ids.shape:
+        raise BatchError(f"attention_mask is {list(mask.shape)}; it must be {list(ids.shape)}, as input_ids")
+    width = shown.shape[1]
+    begin = ids.shape[1] - width
+    where = mask[:, begin:].clone()
+    if not begin:
+        if "response_mask" not in keys:
+            raise BatchError(
+                f"responses is as wide as input_ids ({width}): there is no prompt; give response_mask [B, L] to tell it"
+            )
+        where &= shown.bool()
+    supervised = torch.zeros_like(mask)
+    supervised[:, begin:] = where
+    # A response's first token is predicted by the prompt's last.
+    starts = mask.long().cumsum(1) == 1
+    lonely = (supervised & starts & mask).any(1).nonzero()[:, 0].tolist()
+    if lonely:
+        raise BatchError(f"row {lonely[0]} has no prompt: its response's first token has nothing that predicts it")
+    packed = from_padded(ids, mask, supervised=supervised, group_ids=data["group_ids"] if "group_ids" in keys else None)
+    place = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
+    at = place[:, begin:][where] - 1
+    tokens: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for name in keys:
+        value = data[name]
+        if name in SHAPES or not isinstance(value, Tensor):
+            continue
+        if value.shape == where.shape:
+            tokens[name] = value.new_zeros(packed.num_tokens).index_put((at,), value[where])
+        elif name in TOKEN_FIELDS:
+            raise BatchError(
+                f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number for each response token"
+            )
+        elif value.shape[:1] == ids.shape[:1] and value.dim() == 1:
+            rows[name] = value
+    batch = packed.with_fields(**tokens).with_sequence_fields(**rows)
+    return PaddedDoor(batch=batch, where=where, at=at, tensordict=_is_tensordict(data))
+
+
+def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
+    ids: Any = data["input_ids"]
+    borders = ids.offsets()
+    shown: Any = data["response_mask"] if "response_mask" in keys else data["responses"] if "responses" in keys else None
+    if shown is None or not shown.is_nested:
+        raise BatchError(
+            "jagged input_ids need jagged responses [B, j'], the last tokens of each row, or a jagged response_mask"
+        )
+    offsets = shown.offsets()
+    lengths, answers = borders.diff(), offsets.diff()
+    if len(offsets) != len(borders) or bool((answers > lengths).any()):
+        raise BatchError(f"the responses' lengths {answers.tolist()[:8]} do not fit those of input_ids {lengths.tolist()[:8]}")
+    whole = torch.equal(offsets, borders)
+    first = borders[1:] - answers
+    row = torch.repeat_interleave(torch.arange(len(answers), device=first.device), answers)
+    token = first[row] + torch.arange(len(row), device=first.device) - offsets[:-1][row]
+    real = token > borders[:-1][row]
+    if whole:
+        real &= shown.values().bool() if "response_mask" in keys else real
+    elif not bool(real.all()):
+        raise BatchError(f"row {int(row[~real][0])} has no prompt: its response's first token has nothing that predicts it")
+    at = (token - 1).clamp(min=0)
+    supervised = torch.zeros(len(ids.values()), dtype=torch.bool, device=first.device)
+    supervised[token[real]] = True
+    from tensordict import TensorDict
+
+    plain: dict[str, Any] = {"input_ids": ids, "loss_mask": torch.nested.nested_tensor_from_jagged(supervised, borders)}
+    if "group_ids" in keys:
+        plain["group_ids"] = data["group_ids"]
+    packed = from_tensordict(TensorDict(plain, batch_size=[len(answers)]))
+    tokens: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for name in keys:
+        value: Any = data[name]
+        if name in SHAPES or not isinstance(value, Tensor):
+            continue
+        if value.is_nested:
+            if not torch.equal(value.offsets(), offsets):
+                if name in TOKEN_FIELDS:
+                    raise BatchError(f"{name} has other borders than the responses: {value.offsets().tolist()[:8]}")
+                continue
+            flat = value.values()
+            tokens[name] = flat.new_zeros(packed.num_tokens).index_put((at[real],), flat[real])
+        elif name in TOKEN_FIELDS:
+            raise BatchError(f"{name} is {list(value.shape)}; beside jagged responses it must be jagged like them")
+        elif value.dim() == 1:
+            rows[name] = value
+    return JaggedDoor(batch=packed.with_fields(**tokens).with_sequence_fields(**rows), offsets=offsets, at=at, real=real)
+
+
+def _is_tensordict(data: Any) -> bool:
+    # Who holds one has imported it.
+    return "tensordict" in sys.modules and isinstance(data, sys.modules["tensordict"].TensorDictBase)
+
+
+def _tensordict(fields: dict[str, Tensor], rows: int) -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict(fields, batch_size=[rows])  # type: ignore[arg-type]
