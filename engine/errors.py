@@ -60,5 +60,13 @@ def disk_error(what: str, error: OSError) -> CheckpointError:
     )
 
 
+class WorkerError(DrivetrainError):
+    """A process of a worker group failed; the message holds its traceback."""
+
+
+class WorkerLostError(WorkerError):
+    """A process of a worker group died; the group must be rebuilt."""
+
+
 class RemoteError(DrivetrainError):
     """Another rank failed; the message carries that rank's number and its error."""

@@ -62,7 +62,7 @@ def test_an_engine_rests_on_disk_and_loses_nothing(tmp_path: Path, backend: str,
 
 @pytest.mark.usefixtures("process_group")
 def test_memory_is_given_back(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     engine = build(save_tiny_model(tmp_path / "model", "llama", **sizes))
     steps(engine, 1)
     gc.collect()

@@ -60,10 +60,12 @@ class Door(ABC):
         """Numbers of response tokens `[T]`, in the caller's form; padding is 0."""
 
     def answer(self, fields: Mapping[str, Tensor]) -> Any:
-        """Fields by name, `[T]` of tokens or `[N]` of sequences, as the caller holds such."""
-        per_token = self.batch.num_tokens
-        found = {name: self.tokens(v) if len(v) == per_token else v for name, v in fields.items()}
-        return self._wrap(found)
+        """Numbers of tokens `[T]` by name, as the caller holds such."""
+        return self._wrap({name: self.tokens(values) for name, values in fields.items()})
+
+    def answer_rows(self, fields: Mapping[str, Tensor]) -> Any:
+        """Numbers of sequences `[N]` by name, as the caller holds such."""
+        return self._wrap(dict(fields))
 
     def _wrap(self, fields: dict[str, Tensor]) -> Any:
         return fields
@@ -232,7 +234,7 @@ def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
     rows: dict[str, Tensor] = {}
     for name in keys:
         value: Any = data[name]
-        if name in SHAPES or not isinstance(value, Tensor):
+        if name in SHAPES or not hasattr(value, "is_nested"):
             continue
         if value.is_nested:
             if not torch.equal(value.offsets(), offsets):

@@ -16,6 +16,7 @@ from ..checkpoint.rng import seed_all
 from ..checkpoint.storage import LocalStore
 from ..checkpoint.tensorfile import TensorFiles
 from ..errors import CheckpointError, ModelError
+from ..model_path import resolve_folder
 from .lora import init_adapter
 from .model import HFModel
 from .names import hf_name
@@ -51,6 +52,11 @@ class WeightFolder:
             if Path(file).name != file or not (folder / file).is_file():
                 raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
         self._where = {canonical(key): (file, key) for key, file in stored.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, canonical."""
+        return list(self._where)
 
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
         """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
@@ -104,6 +110,15 @@ class WeightFolder:
             read_part(self._files, file, key, Box((start, *(0 for _ in shape[1:])), tuple(part.shape)), part)
             total += part.sum(0)
         return total / shape[0]
+
+
+def stored_names(path: str) -> frozenset[str]:
+    """Names of the tensors that a model's folder holds, as it calls them.
+
+    Raises:
+        ModelError: no safetensors files.
+    """
+    return frozenset(WeightFolder(resolve_folder(path), str).names)
 
 
 def _finite(tensor: Tensor) -> bool:

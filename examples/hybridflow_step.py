@@ -1,0 +1,141 @@
+"""One PPO step and one GRPO step on recorded rollouts, by a single controller: actor, critic, reference and reward.
+
+    python examples/hybridflow_step.py                                   Ray, two processes, all roles on both
+    python examples/hybridflow_step.py --backend mcore
+    torchrun --nproc-per-node 2 examples/hybridflow_step.py --group local       the same numbers without Ray
+
+Without --model a tiny one is made. Prints one JSON object: losses and gradient norms of every optimizer step.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.workers.actor import ActorConfig, ActorWorker
+from drivetrain.workers.advantages import gae, grpo, spread, token_rewards, whiten
+from drivetrain.workers.critic import CriticConfig, CriticWorker
+from drivetrain.workers.dispatch import MiniBatches
+from drivetrain.workers.group import LocalWorkerGroup, WorkerGroup
+from drivetrain.workers.host import Role
+from drivetrain.workers.losses.policy import PolicyLoss, kl_estimate
+from drivetrain.workers.losses.value import ValueLoss
+from drivetrain.workers.ray_group import RayWorkerGroup
+from drivetrain.workers.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.reward import RewardWorker
+from drivetrain.workers.worker import WorkerConfig
+
+ROLLOUTS = Path(__file__).parent / "rollouts.json"
+KL_COEF, GAMMA, LAM = 0.05, 1.0, 0.95
+STEPS = MiniBatches(size=4, epochs=2, shuffle=True, seed=1)
+PPO = PolicyLoss(clip_low=0.2, entropy_coef=0.01)
+GRPO = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-mean-token-mean")
+
+
+def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, Role]:
+    """The four roles, all on one pool and in one layout."""
+    engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
+    optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
+    policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
+    return {
+        "actor": Role(worker=ActorWorker, config=ActorConfig(model=policy, engine=engine, optim=optim, loss=PPO)),
+        "critic": Role(
+            worker=CriticWorker, config=CriticConfig(model=reward, engine=engine, optim=optim, loss=ValueLoss(clip=0.2))
+        ),
+        "reference": Role(
+            worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), engine=engine)
+        ),
+        "reward": Role(worker=RewardWorker, config=WorkerConfig(model=reward, engine=engine)),
+    }
+
+
+def read_rollouts(path: Path) -> dict[str, Tensor]:
+    """Recorded answers as RL frameworks hold them: prompts padded on the left, responses on the right."""
+    rows = json.loads(path.read_text())
+    p, r = max(len(row["prompt"]) for row in rows), max(len(row["response"]) for row in rows)
+    ids, mask = torch.zeros(len(rows), p + r, dtype=torch.int64), torch.zeros(len(rows), p + r, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        begin, end = p - len(row["prompt"]), p + len(row["response"])
+        ids[i, begin:end] = torch.tensor([*row["prompt"], *row["response"]])
+        mask[i, begin:end] = 1
+    uids = torch.tensor([row["group"] for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "responses": ids[:, p:], "uids": uids}
+
+
+def ppo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """KL-penalised rewards, GAE, then mini-batches for actor and critic."""
+    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
+    old = group["actor"].compute_log_probs(data)["log_probs"]
+    reference = group["reference"].compute_log_probs(data)["reference_log_probs"]
+    values = group["critic"].compute_values(data)["values"]
+    rewards = token_rewards(group["reward"].compute_rewards(data)["rewards"], mask, kl_estimate(old, reference, "k1"), KL_COEF)
+    advantages, returns = gae(rewards, values, mask, GAMMA, LAM)
+    batch = {**data, "old_log_probs": old, "advantages": whiten(advantages, mask), "returns": returns, "values": values}
+    return {
+        "actor": group["actor"].update(batch, mini_batches=STEPS),
+        "critic": group["critic"].update(batch, mini_batches=STEPS),
+    }
+
+
+def grpo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Advantages within the answers to a prompt, the distance to the reference in the loss."""
+    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
+    batch = {
+        **data,
+        "old_log_probs": group["actor"].compute_log_probs(data)["log_probs"],
+        "reference_log_probs": group["reference"].compute_log_probs(data)["reference_log_probs"],
+        "advantages": spread(grpo(group["reward"].compute_rewards(data)["rewards"], data["uids"]), mask),
+    }
+    return {"actor": group["actor"].update(batch, mini_batches=STEPS, loss=GRPO)}
+
+
+def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
+    """Both steps; of every optimizer step its loss and its gradient norm."""
+    data = read_rollouts(rollouts)
+    found: dict[str, Any] = {}
+    for name, step in (("ppo", ppo_step), ("grpo", grpo_step)):
+        for role, results in step(group, data).items():
+            found[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    return found
+
+
+def make_models(folder: Path) -> Path:
+    """Tiny models that know digits: a policy, a reference that differs from it, a reward model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from drivetrain.trainers.data.demo import write_model
+
+    for name, seed in (("policy", 0), ("reference", 1)):
+        write_model(folder / name, seed)
+    config = AutoModelForCausalLM.from_pretrained(folder / "policy").config
+    config.num_labels = 1
+    torch.manual_seed(2)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder / "reward")
+    return folder
+
+
+def main() -> None:
+    """Run, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="fsdp", help="fsdp or mcore")
+    parser.add_argument("--group", choices=("ray", "local"), default="ray")
+    parser.add_argument("--processes", type=int, default=2, help="of Ray's pool; torchrun counts its own")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, on mcore")
+    parser.add_argument("--model", type=Path, default=None, help="folder with policy, reference and reward")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        roles = roles_on(args.backend, args.model or make_models(Path(folder)), ParallelConfig(tp=args.tp))
+        group = LocalWorkerGroup(roles) if args.group == "local" else RayWorkerGroup(roles, pools={"main": args.processes})
+        with group:
+            found = run(group)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Groups of workers: a controller calls a role's method once, with the global batch, and gets the global answer.
+
+The batch is dealt over data-parallel ranks, balanced by cost; each output rank's answer is put back in order, in the caller's
+form. Here is what all groups share, and the group whose processes are all controllers: SPMD under torchrun.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from ..engine.batch import PackedBatch
+from ..engine.batch_convert import from_lists
+from ..engine.errors import ConfigError
+from ..engine.topology import agree, exchange, init_distributed
+from .dispatch import Deal, MiniBatches, deal_shares, deal_steps, dispatch_of, gather
+from .host import Call, Facts, Host, Role
+from .padding import open_door
+
+
+class RoleHandle:
+    """A role as a controller sees it: its worker's methods, called with global batches.
+
+    Args:
+        group: that it belongs to.
+        name: of the role.
+    """
+
+    def __init__(self, group: "WorkerGroup", name: str) -> None:
+        self._group, self._name = group, name
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        dispatch_of(self._group.roles[self._name].worker, method)
+        return lambda *args, **options: self._group.call(self._name, method, *args, **options)
+
+
+class WorkerGroup(ABC):
+    """Workers of several roles.
+
+    Args:
+        roles: by name.
+    """
+
+    def __init__(self, roles: Mapping[str, Role]) -> None:
+        if not roles:
+            raise ConfigError("a worker group needs at least one role")
+        self.roles = dict(roles)
+
+    def __getitem__(self, name: str) -> RoleHandle:
+        """A role.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if name not in self.roles:
+            raise ConfigError(f"there is no role {name!r}; there are {', '.join(self.roles)}")
+        return RoleHandle(self, name)
+
+    def call(self, role: str, method: str, *args: Any, mini_batches: MiniBatches | None = None, **options: Any) -> Any:
+        """Call a method of a role's workers.
+
+        Args:
+            role: name.
+            method: one that is marked by `dispatch.dispatched`.
+            args: of the method; the global batch first, in a form of `workers.padding`, where the method takes one.
+            mini_batches: of an update; one step on all of the batch by default.
+            options: of the method.
+
+        Returns:
+            numbers in the caller's form; of an update the steps' results; otherwise what the first process returned.
+
+        Raises:
+            WorkerError: a process failed.
+        """
+        dispatch = dispatch_of(self.roles[role].worker, method)
+        if mini_batches is not None and dispatch.split != "steps":
+            raise ConfigError(f"mini_batches is for updates; {role}.{method} makes none")
+        if dispatch.split == "same":
+            return self._run(Call(role=role, method=method, args=args, options=options), None)[0]
+        if not args:
+            raise ConfigError(f"{role}.{method} needs a batch")
+        if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
+            # Prompts, of which nothing is known but their tokens.
+            args = (from_lists(args[0]), *args[1:])
+        door = open_door(args[0])
+        batch, facts = door.batch, self._facts(role)
+        size, ratio = facts[0].dp_size, facts[0].ratio
+        deal: Deal
+        if dispatch.split == "shares":
+            deal = deal_shares(batch, size, ratio)
+        else:
+            deal = deal_steps(batch, size, ratio, mini_batches or MiniBatches())
+        replies = self._run(Call(role=role, method=method, deal=deal, args=args[1:], options=options), batch)
+        if dispatch.split == "steps":
+            return replies[0]
+        answers: list[Any] = [None] * size
+        for fact, reply in zip(facts, replies, strict=True):
+            if fact.answers:
+                answers[fact.dp_rank] = reply
+        if dispatch.returns == "objects":
+            placed = {
+                row: one for own, some in zip(deal.rows, answers, strict=True) for row, one in zip(own, some, strict=True)
+            }
+            return [placed[row] for row in range(batch.num_sequences)]
+        found = gather(batch, deal.rows, answers, dispatch.returns)
+        return door.answer(found) if dispatch.returns == "tokens" else door.answer_rows(found)
+
+    @abstractmethod
+    def _facts(self, role: str) -> Sequence[Facts]:
+        """Of each process of the role's pool, in rank order."""
+
+    @abstractmethod
+    def _run(self, call: Call, batch: PackedBatch | None) -> list[Any]:
+        """Run on every process of the role's pool; the replies in rank order, None from those that do not answer."""
+
+    @abstractmethod
+    def sync_weights(self, source: str, target: str) -> None:
+        """Give one role's weights to another, which takes them by `load_weights`: from an actor to its rollout.
+
+        Args:
+            source: role with `weights`.
+            target: role with `load_weights`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all workers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """Roles in the processes that torchrun started, all of which call the group alike; or in one process.
+
+    Args:
+        roles: by name; all on one pool.
+    """
+
+    def __init__(self, roles: Mapping[str, Role]) -> None:
+        super().__init__(roles)
+        pools = sorted({role.pool for role in roles.values()})
+        if len(pools) > 1:
+            raise ConfigError(
+                f"a local group has one pool, its own processes; the roles are on {', '.join(pools)}: use RayWorkerGroup"
+            )
+        init_distributed()
+        self._host = Host()
+        self._told: dict[str, list[Facts]] = {}
+        try:
+            for name, role in roles.items():
+                self._told[name] = exchange(self._host.build(name, role))
+        except BaseException:
+            self._host.close()
+            raise
+
+    def _facts(self, role: str) -> Sequence[Facts]:
+        return self._told[role]
+
+    def _run(self, call: Call, batch: PackedBatch | None) -> list[Any]:
+        facts = self._told[call.role][dist.get_rank()]
+        error: Exception | None = None
+        found: Any = None
+        try:
+            found = self._host.call(call, facts, batch)
+        except Exception as e:
+            if self._host.collective(call.role):
+                # An engine's errors are everybody's already; of any other the peers are inside a collective, and wait for more
+                # than a message: this process must end, and its launcher ends them.
+                raise
+            error = e
+        if not self._host.collective(call.role):
+            agree(error)
+        shared = call.deal is not None and call.deal.steps is None
+        # An update's result, and what all are called alike with, is the same on every rank or each rank's own.
+        return exchange(found if facts.answers else None) if shared else [found]
+
+    def sync_weights(self, source: str, target: str) -> None:
+        """Within each process."""
+        self._host.copy_weights(source, target)
+
+    def close(self) -> None:
+        """Free all workers."""
+        self._host.close()

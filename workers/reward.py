@@ -1,0 +1,134 @@
+"""The reward: a model that scores whole answers, or a function of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ..engine.batch import IGNORE
+from ..engine.config import ModelConfig
+from ..engine.errors import BatchError, ConfigError
+from ..engine.hf.weights import stored_names
+from ..engine.objective import OutputRequest
+from ..engine.tokenizer import load_tokenizer
+from .dispatch import dispatched
+from .losses.sequences import last_tokens
+from .padding import open_door
+from .worker import Worker
+
+
+class RewardWorker(Worker):
+    """A reward model: a value head's number at the last token.
+
+    Args:
+        config: of the role; the model has `head=value`.
+        ranks: of its engine.
+    """
+
+    head: ClassVar[str] = "value"
+
+    def check(self) -> None:
+        """As every worker; and the model must come with its head: a new one would score by chance."""
+        super().check()
+        model = self.config.model
+        if model.init == "weights" and "score.weight" not in stored_names(model.path):
+            raise ConfigError(
+                f"model.path={model.path} has no reward head (score.weight): its scores would be chance; give a model that drivetrain rm "
+                "exported, or another sequence classifier of one label"
+            )
+
+    @dispatched("shares", returns="rows")
+    def compute_rewards(self, data: Any) -> Any:
+        """`rewards` `[B]` of the rows."""
+        door = open_door(data)
+        mask = torch.zeros(door.batch.num_tokens, dtype=torch.bool, device=door.batch.device)
+        last = last_tokens(door.batch)
+        mask[last] = True
+        values = self.engine.infer_batch(door.batch, OutputRequest(values=True), tokens=mask)["values"]
+        return door.answer_rows({"rewards": values[last]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a reward function looks at.
+
+    Args:
+        prompt: token ids.
+        response: token ids.
+        prompt_text: decoded, where the worker has a tokenizer.
+        response_text: decoded, special tokens left out.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    prompt_text: str = ""
+    response_text: str = ""
+
+
+RewardFunction = Callable[[Sequence[Answer]], Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionRewardConfig:
+    """A reward that is computed.
+
+    Args:
+        function: from answers to their rewards; a group of processes needs one that pickle finds, defined in a module.
+        tokenizer: model folder whose tokenizer decodes the answers; None leaves texts out.
+    """
+
+    function: RewardFunction
+    tokenizer: str | None = None
+
+
+class FunctionRewardWorker:
+    """A plain Python reward function as a worker.
+
+    Args:
+        config: of the role.
+        ranks: unused: it has no engine.
+    """
+
+    def __init__(self, config: FunctionRewardConfig, ranks: Sequence[int] | None = None) -> None:
+        self.config = config
+        self._tokenizer: Any = None
+
+    def initialize(self) -> Self:
+        """Load the tokenizer."""
+        if self.config.tokenizer is not None:
+            self._tokenizer = load_tokenizer(ModelConfig(path=self.config.tokenizer))
+        return self
+
+    @dispatched("shares", returns="rows")
+    def compute_rewards(self, data: Any) -> Any:
+        """`rewards` `[B]` of the rows.
+
+        Raises:
+            BatchError: the function returned another number of rewards.
+        """
+        door = open_door(data)
+        batch = door.batch
+        answers = []
+        for begin, end in zip(batch.bounds, batch.bounds[1:], strict=False):
+            learned = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
+            border = learned[0] + 1 if learned else end - begin
+            ids = batch.input_ids[begin:end].tolist()
+            answers.append(self._answer(ids[:border], ids[border:]))
+        rewards = [float(r) for r in self.config.function(answers)]
+        if len(rewards) != len(answers):
+            raise BatchError(f"the reward function returned {len(rewards)} rewards for {len(answers)} answers")
+        return door.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
+
+    def _answer(self, prompt: list[int], response: list[int]) -> Answer:
+        if self._tokenizer is None:
+            return Answer(prompt=prompt, response=response)
+        return Answer(
+            prompt=prompt,
+            response=response,
+            prompt_text=self._tokenizer.decode(prompt),
+            response_text=self._tokenizer.decode(response, skip_special_tokens=True),
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""

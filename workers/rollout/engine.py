@@ -1,0 +1,132 @@
+"""The interface of an inference engine, what it is asked for and what it answers. Imports no engine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...engine.config import ModelConfig
+from ...engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are drawn.
+
+    Args:
+        max_tokens: of an answer, at most.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_p: least probability mass that is sampled from.
+        top_k: likeliest tokens that are sampled from; 0: all.
+        samples: answers to each prompt.
+        stop_tokens: that end an answer, beside those of the model's generation config.
+        seed: of the sampling; None: torch's own state.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    samples: int = 1
+    stop_tokens: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least {least}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p}; it is a probability above 0")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"samples={self.samples} with temperature=0: all of them would be the same; sample, or ask for one"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One answer.
+
+    Args:
+        prompt: token ids.
+        response: token ids, with the one that ended it.
+        log_probs: of each token of the response, at the sampling's temperature (1 where it is 0), before top_p and top_k.
+        finished: a stop token ended it, not its length.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+class RolloutEngine(Protocol):
+    """What answers prompts. One for each process; it knows the whole model."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
+        """`options.samples` answers to each prompt, in order."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights, under Hugging Face names as on disk: all of the model's, tied ones once."""
+        ...
+
+    def to(self, place: str) -> None:
+        """Rest on `host`, or come back to the `device`."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """A role that answers.
+
+    Args:
+        model: which model; of its settings path, added_tokens and trust_remote_code count.
+        engine: makes the inference engine from these settings; None: transformers.
+        dtype: of the weights: float32 or bfloat16.
+        batch_tokens: tokens of a batch, prompts and the longest possible answers together.
+        continuous: batch answers continuously, by transformers' own scheduler: finished ones make room at once. Worth its start-up
+            on a GPU, for many answers of different lengths.
+        pad: token id of padding; None: the tokenizer's, or 0.
+    """
+
+    model: ModelConfig
+    engine: "Callable[[RolloutConfig], RolloutEngine] | None" = None
+    dtype: str = "float32"
+    batch_tokens: int = 16384
+    continuous: bool = False
+    pad: int | None = None
+
+
+def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]:
+    """Answers as RL frameworks hold them: prompts padded on the left, responses on the right.
+
+    Args:
+        generations: B answers.
+        pad: token id of padding.
+
+    Returns:
+        `input_ids` and `attention_mask` `[B, P + R]`, `responses`, `response_mask` and `rollout_log_probs` `[B, R]`.
+    """
+    rows, p = len(generations), max(len(g.prompt) for g in generations)
+    r = max(len(g.response) for g in generations)
+    ids, mask = torch.full((rows, p + r), pad, dtype=torch.int64), torch.zeros(rows, p + r, dtype=torch.int64)
+    log_probs = torch.zeros(rows, r)
+    for row, g in enumerate(generations):
+        begin, end = p - len(g.prompt), p + len(g.response)
+        ids[row, begin:end] = torch.tensor([*g.prompt, *g.response])
+        mask[row, begin:end] = 1
+        log_probs[row, : len(g.response)] = torch.tensor(g.log_probs)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "responses": ids[:, p:],
+        "response_mask": mask[:, p:],
+        "rollout_log_probs": log_probs,
+    }

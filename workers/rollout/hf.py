@@ -1,0 +1,221 @@
+"""Answers by transformers' own generation.
+
+Axes: B rows, V vocabulary.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.layout import DiskLayout
+from ...engine.model_path import resolve_folder
+from .engine import Generation, RolloutConfig, SamplingOptions
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps each drawn token's log-probability, one step's logits at a time: it sees a step's logits and, at the next, what was
+    drawn from them."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._before: Tensor | None = None
+        self.drawn: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.settle(input_ids)
+        self._before = (scores.float() / self._temperature).log_softmax(-1)
+        return scores
+
+    def settle(self, input_ids: Tensor) -> None:
+        """Take what was drawn last."""
+        if self._before is not None:
+            self.drawn.append(self._before.gather(1, input_ids[:, -1:])[:, 0].cpu())
+            self._before = None
+
+
+class TransformersRollout:
+    """A plain transformers model that generates.
+
+    Args:
+        config: of the role.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        folder = resolve_folder(config.model.path)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, config.dtype), trust_remote_code=config.model.trust_remote_code
+            )
+        except (OSError, ValueError) as e:
+            raise ModelError(f"model.path={config.model.path} cannot be loaded for rollout: {e}") from e
+        self._model = model.to(self._device).eval()
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
+        """See `RolloutEngine.generate`. Prompts of like length share a batch.
+
+        Raises:
+            ConfigError: a prompt is empty, or does not fit `batch_tokens` with its answers.
+        """
+        for i, prompt in enumerate(prompts):
+            need = (len(prompt) + options.max_tokens) * options.samples
+            if not prompt or need > self._config.batch_tokens:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens; with {options.samples} answers of at most {options.max_tokens} it needs room for {need} "
+                    f"(batch_tokens={self._config.batch_tokens}), and at least one token"
+                )
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        settings = self._settings(options)
+        found: list[list[Generation]] = [[] for _ in prompts]
+        if self._config.continuous:
+            self._continuous(prompts, options, settings, found)
+            return found
+        for batch in self._batches(prompts, options):
+            for i, answers in zip(batch, self._static([prompts[i] for i in batch], options, settings), strict=True):
+                found[i] = answers
+        return found
+
+    def _settings(self, options: SamplingOptions) -> GenerationConfig:
+        settings = copy.deepcopy(self._model.generation_config)
+        stops = settings.eos_token_id
+        stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+        pad = self._config.pad if self._config.pad is not None else settings.pad_token_id
+        settings.update(
+            max_new_tokens=options.max_tokens,
+            max_length=None,
+            num_return_sequences=options.samples,
+            eos_token_id=sorted({*stops, *options.stop_tokens}) or None,
+            pad_token_id=0 if pad is None else pad,
+            do_sample=options.temperature > 0,
+            temperature=options.temperature if options.temperature > 0 else 1.0,
+            top_p=options.top_p if options.temperature > 0 else 1.0,
+            top_k=options.top_k if options.temperature > 0 else 50,
+        )
+        return settings
+
+    def _batches(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> Iterator[list[int]]:
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        batch: list[int] = []
+        for i in order:
+            # The longest is the batch's first: all others are padded to it.
+            longest = len(prompts[batch[0]]) if batch else len(prompts[i])
+            if batch and (len(batch) + 1) * options.samples * (longest + options.max_tokens) > self._config.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _static(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, settings: GenerationConfig
+    ) -> list[list[Generation]]:
+        width = max(len(p) for p in prompts)
+        ids = torch.full((len(prompts), width), int(settings.pad_token_id or 0), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
+            mask[row, width - len(prompt) :] = 1
+        recorder = _Recorder(options.temperature or 1.0)
+        out = self._model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([recorder]),
+        )
+        recorder.settle(out)
+        responses, log_probs = out[:, width:].tolist(), torch.stack(recorder.drawn, 1).tolist()
+        stops = settings.eos_token_id or []
+        rows = [
+            self._answer(prompts[row // options.samples], response, told, stops)
+            for row, (response, told) in enumerate(zip(responses, log_probs, strict=True))
+        ]
+        return [rows[i : i + options.samples] for i in range(0, len(rows), options.samples)]
+
+    def _answer(self, prompt: Sequence[int], response: list[int], log_probs: list[float], stops: Any) -> Generation:
+        ended = next((i + 1 for i, token in enumerate(response) if token in stops), None)
+        length = len(response) if ended is None else ended
+        return Generation(
+            prompt=list(prompt), response=response[:length], log_probs=log_probs[:length], finished=ended is not None
+        )
+
+    def _continuous(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        settings: GenerationConfig,
+        found: list[list[Generation]],
+    ) -> None:
+        settings.num_return_sequences = 1
+        asked = [i for i in range(len(prompts)) for _ in range(options.samples)]
+        outs = self._model.generate_batch(
+            inputs=[list(prompts[i]) for i in asked],
+            generation_config=settings,
+            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
+        )
+        # Requests are named by their number, and come back in the order in which they ended.
+        for name, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2])):
+            if out.error:
+                raise ModelError(f"rollout: request {name} failed: {out.error}")
+        ordered = [out for _, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2]))]
+        for i, out in zip(asked, ordered, strict=True):
+            found[i].append(
+                self._answer(prompts[i], list(out.generated_tokens), list(out.logprobs), settings.eos_token_id or [])
+            )
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_weights`.
+
+        Raises:
+            ModelError: a tensor belongs to no parameter or has another shape, or parameters are left without.
+        """
+        layout = DiskLayout(self._model)
+        places: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=True))
+        for name, parameter in parameters.items():
+            for segment in layout.segments(name, parameter.shape):
+                part = parameter[segment.box.within((0,) * parameter.dim())]
+                places.setdefault(segment.name, []).append((part, tuple(segment.shape)))
+        unknown, tied = [], set(self._model.all_tied_weights_keys)
+        for name, tensor in weights:
+            found = places.pop(name, None)
+            if found is None:
+                if name not in tied:
+                    unknown.append(name)
+                continue
+            for part, shape in found:
+                if tuple(tensor.shape) != shape:
+                    raise ModelError(
+                        f"{name} is {list(tensor.shape)}, the rollout model's is {list(shape)}; they are not one model"
+                    )
+                part.copy_(tensor.to(part.device).view(part.shape))
+        if unknown or places:
+            raise ModelError(
+                f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors belong nowhere ({', '.join(unknown[:3]) or 'none'}), "
+                f"{len(places)} parameters got none ({', '.join(list(places)[:3]) or 'none'})"
+            )
+
+    def to(self, place: str) -> None:
+        """See `RolloutEngine.to`.
+
+        Raises:
+            ConfigError: there is no such place.
+        """
+        if place not in ("device", "host"):
+            raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host'")
+        self._model.to(self._device if place == "device" else torch.device("cpu"))
+
+    def close(self) -> None:
+        """Free the model."""
+        del self._model

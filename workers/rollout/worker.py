@@ -1,0 +1,69 @@
+"""The rollout role: answers prompts with the policy's weights."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from ...engine.batch import PackedBatch
+from ...engine.batch_convert import to_lists
+from ...engine.errors import ConfigError
+from ..dispatch import dispatched
+from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions
+
+
+class RolloutWorker:
+    """An inference engine in every process, each of which answers a share of the prompts.
+
+    Args:
+        config: of the role.
+        ranks: unused: processes answer alone.
+    """
+
+    def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
+        if config.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={config.dtype}; a rollout's weights are float32 or bfloat16")
+        self.config = config
+        self._engine: RolloutEngine | None = None
+
+    def initialize(self) -> Self:
+        """Load the model."""
+        if self.config.engine is not None:
+            self._engine = self.config.engine(self.config)
+        else:
+            from .hf import TransformersRollout
+
+            self._engine = TransformersRollout(self.config)
+        return self
+
+    @dispatched("shares", returns="objects")
+    def generate(self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
+        """`options.samples` answers to each prompt, in order.
+
+        Args:
+            prompts: token ids; this process's share.
+            options: of the sampling. Which answers are sampled depends on the seed and on how prompts are dealt.
+        """
+        rows = to_lists(prompts) if isinstance(prompts, PackedBatch) else prompts
+        return self._started.generate([[int(t) for t in row] for row in rows], options)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take an actor's weights, as its `weights()` streams them."""
+        self._started.load_weights(weights)
+
+    @dispatched("same")
+    def to(self, place: str) -> None:
+        """Rest on `host`, or come back to the `device`."""
+        self._started.to(place)
+
+    @property
+    def _started(self) -> Any:
+        if self._engine is None:
+            raise ConfigError("this rollout worker is not initialised; call initialize() first")
+        return self._engine
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

@@ -1,0 +1,121 @@
+"""What every worker on an engine has: its life, where its state is, its checkpoints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..engine.backend import Adapters
+from ..engine.base import BaseEngine
+from ..engine.config import EngineConfig, ModelConfig, OptimConfig
+from ..engine.errors import BatchError, ConfigError
+from ..engine.objective import Loss, OutputRequest, StepResult
+from ..engine.registry import engine_class
+from .dispatch import dispatched
+from .padding import open_door
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """A role's model, and the engine that runs it.
+
+    Args:
+        model: which model.
+        engine: layout, precision, budgets.
+        optim: of a role that learns.
+        total_steps: of the whole run; needed by schedules that end.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optim: OptimConfig | None = None
+    total_steps: int | None = None
+
+
+class Worker:
+    """A role on an engine. Every method is collective over the worker's ranks, and takes this rank's data-parallel share.
+
+    Args:
+        config: of the role.
+        ranks: the global ranks that make up its engine; all by default.
+    """
+
+    head: ClassVar[str] = "lm"
+    learns: ClassVar[bool] = False
+
+    def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
+        role = type(self).__name__
+        if config.model.head != self.head:
+            raise ConfigError(f"model.head={config.model.head}: {role} needs model.head={self.head}")
+        if self.learns != (config.optim is not None):
+            says = "learns, and needs optim" if self.learns else "never learns; leave optim out"
+            raise ConfigError(f"optim={config.optim}: {role} {says}")
+        self.config = config
+        self.engine: BaseEngine = engine_class(config.engine.backend)(
+            model=config.model, engine=config.engine, optim=config.optim, total_steps=config.total_steps, ranks=ranks
+        )
+
+    def check(self) -> None:
+        """Refuse what can be told from the settings; reads no weight. Not collective.
+
+        Raises:
+            DrivetrainError: names the setting.
+        """
+        self.engine.check()
+
+    def initialize(self) -> Self:
+        """Build the model; an error of one rank is raised on all."""
+        self.check()
+        self.engine.initialize()
+        return self
+
+    @dispatched("same")
+    def to(self, place: str) -> None:
+        """Let the state rest on `host` or `disk`, or bring it back to the `device`. A method brings what it needs and lets it
+        rest again."""
+        self.engine.to(place)
+
+    @dispatched("same")
+    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
+        """Write `root/step-XXXXXXXX`; the folder. See `BaseEngine.save_checkpoint`."""
+        return self.engine.save_checkpoint(root, step, extra)
+
+    @dispatched("same")
+    def load_checkpoint(self, folder: Path | str) -> int:
+        """Take over a checkpoint of any engine and layout; its step."""
+        return self.engine.load_checkpoint(folder).step
+
+    def weights(self, *, adapters: Adapters = "folded") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """Stream full tensors under Hugging Face names, one at a time, on every rank; see `BaseEngine.named_weights`."""
+        return self.engine.named_weights(adapters=adapters)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
+        door = open_door(data)
+        found = self.engine.infer_batch(door.batch, request, tokens=door.batch.labels != -100)
+        return door.answer({names[name]: value for name, value in found.items()})
+
+    def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
+        """An optimizer step for each part of the share.
+
+        Raises:
+            BatchError: there is nothing to learn from.
+        """
+        batch = open_door(data).batch
+        parts = [list(range(batch.num_sequences))] if steps is None else steps
+        if not parts:
+            raise BatchError("an update of no steps; give a batch with sequences in it")
+        with self.engine.train_mode():
+            return [self.engine.train_batch(batch.select(part), loss) for part in parts]
+
+
+def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors where another process can take them."""
+    return {name: value.detach().to(torch.device("cpu")) for name, value in values.items()}
