@@ -111,9 +111,9 @@ def expected(models: Path, rows: list[Any], steps: list[list[int]]) -> dict[str,
             peers = [s for s, row in zip(scores, rows, strict=True) if row["group"] == rows[i]["group"]]
             mean = sum(peers) / len(peers)
             spread = math.sqrt(sum((s - mean) ** 2 for s in peers) / (len(peers) - 1)) + 1e-6
-            a = torch.full_like(old[i], (scores[i] - mean) / spread)
+            better = torch.full_like(old[i], (scores[i] - mean) / spread)
             now, _ = logs(actor.model, rows[i])
             kl = (ref[i] - now).exp() - 1 - (ref[i] - now)
-            means.append((clipped((now - old[i]).exp(), a, 0.2, 0.28) + 0.04 * kl).mean())
+            means.append((clipped((now - old[i]).exp(), better, 0.2, 0.28) + 0.04 * kl).mean())
         found["grpo actor"].append(actor.step(torch.stack(means).mean()))
     return found

@@ -302,7 +302,12 @@ class RayWorkerGroup(WorkerGroup):
         if not (failed or lost or pending or echoes):
             return [found[ref] for ref in refs]
         said = [f"rank {rank} of pool {pool!r} died during {what}: {text}" for rank, text in sorted(lost.items())]
-        said += [f"rank {rank} of pool {pool!r} failed in {what}:\n{text}" for rank, text in sorted(failed.items())]
+        if lost:
+            # What its peers saw of it: a connection that broke.
+            said += [f"rank {rank} then failed too: {text.splitlines()[-1]}" for rank, text in sorted(failed.items())]
+        for text in [] if lost else dict.fromkeys(failed[rank] for rank in sorted(failed)):
+            ranks = ", ".join(str(rank) for rank in sorted(failed) if failed[rank] == text)
+            said.append(f"rank {ranks} of pool {pool!r} failed in {what}:\n{text}")
         said = said or [f"{what} failed:\n{echoes[0]}"]
         if not (lost or pending):
             raise WorkerError("\n".join(said))

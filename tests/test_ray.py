@@ -1,0 +1,193 @@
+"""Ray worker groups: the numbers of the SPMD run, and what happens when a process fails, dies or finds no room."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from hybridflow import EXAMPLES, example, expected
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.batch_convert import from_lists
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
+from drivetrain.workers.actor import ActorConfig, ActorWorker
+from drivetrain.workers.dispatch import dispatched
+from drivetrain.workers.host import Role
+from drivetrain.workers.ray_group import RayWorkerGroup
+from drivetrain.workers.reward import FunctionRewardConfig, FunctionRewardWorker
+from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.worker import RolloutWorker
+
+EXAMPLE = example()
+ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
+TESTS = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    # Two processes whatever the machine, and functions of this file found by the processes.
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = EXAMPLE.make_models(tmp_path_factory.mktemp("models"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def float64(models: Path) -> dict[str, list[tuple[float, float]]]:
+    return expected(models, ROWS, EXAMPLE.STEPS.steps(list(range(len(ROWS)))))
+
+
+@pytest.mark.parametrize(("backend", "parallel"), [("fsdp", {}), ("mcore", {"tp": 2})])
+def test_all_roles_on_two_actors_give_the_numbers_of_plain_float64(
+    models: Path, float64: dict[str, Any], backend: str, parallel: dict[str, Any]
+) -> None:
+    with RayWorkerGroup(EXAMPLE.roles_on(backend, models, ParallelConfig(**parallel)), pools={"main": 2}) as group:
+        got = EXAMPLE.run(group)
+    for name, steps in float64.items():
+        for record, (loss, norm) in zip(got[name], steps, strict=True):
+            assert record["loss"] == pytest.approx(loss, rel=5e-6, abs=1e-6), name
+            assert record["grad_norm"] == pytest.approx(norm, rel=5e-5), name
+
+
+def actor_role(models: Path, pool: str = "main") -> Role:
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
+    model = ModelConfig(path=str(models / "policy"))
+    return Role(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3)), pool=pool)
+
+
+def batch_of(group: RayWorkerGroup) -> dict[str, Any]:
+    data: dict[str, Any] = EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json")
+    old = group["actor"].compute_log_probs(data)["log_probs"]
+    return {**data, "old_log_probs": old, "advantages": torch.linspace(-1, 1, old.numel()).view_as(old)}
+
+
+def fails_on_nine(answers: Any) -> list[float]:
+    if any(9 in a.prompt for a in answers):
+        raise ValueError("a nine")
+    return [1.0 for _ in answers]
+
+
+def test_a_failure_comes_with_its_traceback_and_a_death_with_its_rank(models: Path, tmp_path: Path) -> None:
+    reward = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_nine))
+    group = RayWorkerGroup({"actor": actor_role(models), "reward": reward}, pools={"main": 2}, grace_s=5)
+    try:
+        # One process raises, the other answers: the group is whole, and goes on.
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError,
+            match=r"(?s)rank \d of pool 'main' failed in reward.compute_rewards.*in fails_on_nine.*ValueError: a nine",
+        ):
+            group["reward"].compute_rewards(from_lists([[9, 1], [2, 3]]))
+        assert time.monotonic() - began < 5
+        assert group["reward"].compute_rewards(from_lists([[8, 1], [2, 3]]))["rewards"].tolist() == [1.0, 1.0]
+        # What the batch lacks is refused by every process, and nothing is lost.
+        data = batch_of(group)
+        with pytest.raises(WorkerError, match="needs the token field 'advantages'"):
+            group["actor"].update({k: v for k, v in data.items() if k != "advantages"})
+        (first,) = group["actor"].update(data)
+        folder = group["actor"].save_checkpoint(str(tmp_path), 1)
+        (second,) = group["actor"].update(data)
+        # A process is killed: the other waits for it inside a collective, and is ended.
+        ray.kill(group._pools["main"][1])
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError, match=r"(?s)rank 1 of pool 'main' died during actor.update.*rebuild\(\) starts"):
+            group["actor"].update(data)
+        assert time.monotonic() - began < 20
+        with pytest.raises(WorkerLostError, match=r"cannot be used: rank 1 of pool 'main' died"):
+            group["actor"].update(data)
+        # From the checkpoint it makes the step that it made before.
+        group.rebuild({"actor": folder})
+        (again,) = group["actor"].update(data)
+        assert (again.loss, again.grad_norm) == (second.loss, second.grad_norm)
+        assert again.loss != first.loss
+    finally:
+        group.close()
+
+
+class Stuck:
+    """A worker of which one process raises where the others wait for it."""
+
+    def __init__(self, config: Any) -> None:
+        self.engine = None
+
+    def initialize(self) -> None:
+        del self.engine
+
+    def close(self) -> None:
+        pass
+
+    @dispatched("same")
+    def meet(self) -> str:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("not me")
+        torch.distributed.barrier()
+        return "met"
+
+
+def test_who_waits_for_a_failed_process_is_ended(models: Path) -> None:
+    with RayWorkerGroup({"stuck": Role(worker=Stuck, config=None)}, pools={"main": 2}, grace_s=2) as group:
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError,
+            match=r"(?s)rank 1 of pool 'main' failed in stuck.meet.*not me.*ranks \[0\] waited for it and were ended",
+        ):
+            group["stuck"].meet()
+        assert time.monotonic() - began < 8
+        with pytest.raises(WorkerLostError, match="cannot be used: rank 1 of pool 'main' failed"):
+            group["stuck"].meet()
+
+
+def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.workers import ray_group
+
+    monkeypatch.setattr(ray_group, "PART_BYTES", 100_000)
+    rollout = Role(
+        worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(models / "reference"))), pool="answers"
+    )
+    options, prompts = SamplingOptions(max_tokens=4, temperature=0.0), [r["prompt"] for r in ROWS[::3]]
+    with RayWorkerGroup({"actor": actor_role(models), "rollout": rollout}, pools={"main": 1, "answers": 1}) as group:
+        group.sync_weights("actor", "rollout")
+        answers = group["rollout"].generate(prompts, options)
+        model: Any = AutoModelForCausalLM.from_pretrained(models / "policy", dtype=torch.float32)
+        for prompt, (answer,) in zip(prompts, answers, strict=True):
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0].tolist()
+            assert answer.response == out[len(prompt) :]
+
+
+def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), the Ray cluster has 2; make the pools smaller"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 5})
+    with pytest.raises(ConfigError, match=r"need 2 GPUs \(2 processes of 1\), the Ray cluster has 0"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 2}, gpus=1)
+    with pytest.raises(ConfigError, match=r"role 'actor' is on pool 'main'; there are other"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"other": 1})
+    with pytest.raises(ConfigError, match="has 0 processes"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 0})
+    assert time.monotonic() - began < 3
+
+
+def test_a_role_that_cannot_be_built_is_told_and_leaves_nothing(models: Path) -> None:
+    config = ActorConfig(model=ModelConfig(path=str(models / "none")), optim=OptimConfig())
+    for _ in range(2):
+        # The second time too: the first one's room was given back.
+        with pytest.raises(WorkerError, match=r"(?s)rank 0, 1 of pool 'main' failed in building actor.*ModelError"):
+            RayWorkerGroup({"actor": Role(worker=ActorWorker, config=config)}, pools={"main": 2}, cpus=1)
+
+
+def test_ray_missing_says_which_extra(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'drivetrain\[ray\]'"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 1})

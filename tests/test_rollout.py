@@ -1,0 +1,176 @@
+"""Rollout by transformers: plain generation's own answers, their log-probabilities, an actor's weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError, ModelError
+from drivetrain.workers.actor import ActorConfig, ActorWorker
+from drivetrain.workers.group import LocalWorkerGroup
+from drivetrain.workers.host import Role
+from drivetrain.workers.padding import open_door
+from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions, to_padded
+from drivetrain.workers.rollout.worker import RolloutWorker
+from engines import build, steps
+from harness import run_ranks
+
+PROMPTS = [[5, 6, 7], [9], [5, 6, 7, 8, 9, 10, 11], [200, 100], [3, 3, 3, 3]]
+GREEDY = SamplingOptions(max_tokens=7, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("rollout") / "model", "qwen3")
+
+
+def worker(folder: Path, **more: Any) -> RolloutWorker:
+    return RolloutWorker(RolloutConfig(model=ModelConfig(path=str(folder)), **more)).initialize()
+
+
+def plain_answers(model: Any, count: int = 7) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()
+        found.append(out[len(prompt) :])
+    return found
+
+
+def told(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    with torch.no_grad():
+        z = (model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    found: list[float] = z.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+    return found
+
+
+def test_greedy_answers_are_those_of_plain_generate(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # In one batch, and in several.
+    for room in (16384, 24):
+        answers = worker(folder, batch_tokens=room).generate(PROMPTS, GREEDY)
+        assert [a[0].response for a in answers] == plain_answers(model)
+        assert [a[0].prompt for a in answers] == PROMPTS
+        for (a,) in answers:
+            assert a.log_probs == pytest.approx(told(model, a.prompt, a.response), abs=2e-5)
+            assert not a.finished
+    # A stop token ends an answer, is part of it, and nothing follows it.
+    first = plain_answers(model)[0]
+    (stopped,) = worker(folder).generate(PROMPTS[:1], replace(GREEDY, stop_tokens=(first[2],)))[0]
+    assert stopped.response == first[: first.index(first[2]) + 1]
+    assert len(stopped.log_probs) == len(stopped.response)
+    assert stopped.finished
+
+
+def test_sampled_answers_say_how_likely_they_were(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = SamplingOptions(max_tokens=5, temperature=1.7, samples=3, top_k=40, seed=4)
+    answers = worker(folder).generate(PROMPTS, options)
+    assert [len(a) for a in answers] == [3] * 5
+    for some in answers:
+        assert len({tuple(a.response) for a in some}) > 1
+        for a in some:
+            assert a.log_probs == pytest.approx(told(model, a.prompt, a.response, 1.7), abs=2e-5)
+    again = worker(folder).generate(PROMPTS, options)
+    assert [[a.response for a in some] for some in again] == [[a.response for a in some] for some in answers]
+    other = worker(folder).generate(PROMPTS, replace(options, seed=5))
+    assert [[a.response for a in some] for some in other] != [[a.response for a in some] for some in answers]
+
+
+def test_continuous_batching_gives_the_same(folder: Path) -> None:
+    static, continuous = (worker(folder, continuous=c).generate(PROMPTS, GREEDY) for c in (False, True))
+    for (a,), (b,) in zip(static, continuous, strict=True):
+        assert a.response == b.response
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2"])
+def test_it_takes_an_actors_weights(tmp_path: Path, family: str) -> None:
+    """After training the rollout answers as a plain model of the exported weights does: tied and fused tensors too."""
+    path = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=family != "qwen3_moe")
+    engine = build(path, optim=OptimConfig(lr=3e-2))
+    steps(engine, 3)
+    rollout = worker(path)
+    before = [a[0].response for a in rollout.generate(PROMPTS, GREEDY)]
+    with engine.named_weights() as stream:
+        rollout.load_weights(stream)
+    from drivetrain.engine.export import export_hf
+
+    model: Any = AutoModelForCausalLM.from_pretrained(export_hf(engine, tmp_path / "hf"), dtype=torch.float32).eval()
+    after = [a[0].response for a in rollout.generate(PROMPTS, GREEDY)]
+    assert after == plain_answers(model)
+    assert after != before
+    engine.close()
+
+
+def test_weights_of_another_model_are_refused(folder: Path) -> None:
+    rollout = worker(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = dict(model.state_dict())
+    with pytest.raises(ModelError, match=r"1 tensors belong nowhere \(other\), 0 parameters got none"):
+        rollout.load_weights({**whole, "other": torch.zeros(1)}.items())
+    del whole["model.norm.weight"]
+    with pytest.raises(ModelError, match=r"1 parameters got none \(model.norm.weight\)"):
+        rollout.load_weights(whole.items())
+    with pytest.raises(ModelError, match="they are not one model"):
+        rollout.load_weights({"model.norm.weight": torch.zeros(3)}.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SamplingOptions(max_tokens=0), "max_tokens=0"),
+        (lambda: SamplingOptions(top_p=0.0), "top_p=0.0"),
+        (lambda: SamplingOptions(temperature=0.0, samples=2), "all of them would be the same"),
+        (lambda: RolloutWorker(RolloutConfig(model=ModelConfig(), dtype="float16")), "dtype=float16"),
+        (lambda: RolloutWorker(RolloutConfig(model=ModelConfig())).generate([[1]], GREEDY), "not initialised"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_prompts_that_do_not_fit_are_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prompt 2 has 7 tokens; with 1 answers of at most 7 it needs room for 14 \(batch_tokens=12\)"
+    ):
+        worker(folder, batch_tokens=12).generate(PROMPTS, GREEDY)
+    with pytest.raises(ConfigError, match="prompt 0 has 0 tokens"):
+        worker(folder).generate([[]], GREEDY)
+
+
+def rank_group(folder: str) -> Any:
+    """Actor and rollout in every process: answer, learn, sync, answer."""
+    model = ModelConfig(path=folder)
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128))
+    roles = {
+        "actor": Role(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=3e-2))),
+        "rollout": Role(worker=RolloutWorker, config=RolloutConfig(model=model)),
+    }
+    with LocalWorkerGroup(roles) as group:
+        first = group["rollout"].generate(PROMPTS, GREEDY)
+        data: Any = to_padded([a for some in first for a in some])
+        log_probs = group["actor"].compute_log_probs(data)["log_probs"]
+        assert torch.allclose(log_probs, data["rollout_log_probs"], atol=2e-5)
+        data |= {"old_log_probs": log_probs, "advantages": torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)}
+        group["actor"].update(data)
+        group.sync_weights("actor", "rollout")
+        group["rollout"].to("host")
+        group["rollout"].to("device")
+        second = group["rollout"].generate(PROMPTS, GREEDY)
+        fresh = group["actor"].compute_log_probs(open_door(to_padded([a for some in second for a in some])).batch)
+        assert fresh["log_probs"].any()
+        return [[a.response for a in some] for some in first], [[a.response for a in some] for some in second]
+
+
+def test_a_group_answers_learns_and_answers_anew(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for first, second in run_ranks(rank_group, 2, str(folder)):
+        assert [a[0] for a in first] == plain_answers(model)
+        assert second != first
