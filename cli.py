@@ -11,7 +11,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
     "dpo": "learning from preferences: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; as sft",
     "rm": "training a reward model; as sft",
-    "demo": "train, export and question a tiny model on an embedded task",
+    "demo": "train, export and question a tiny model on an embedded task; demo dpo, demo rm: on preferences",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
     "merge": "write a checkpoint, of any engine and layout, as a Hugging Face folder",
     "inspect": "say what a checkpoint is, without reading its tensors",

@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore head load checkpoint startup balance gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference head load checkpoint startup balance gpu] [--steps 16]
 """
 
 import argparse
@@ -24,6 +24,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "tp"],
             [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "dp"],
         ],
+        "preference": [["-m", "benchmarks.preference", "--task", task, "--steps", str(steps)] for task in ("dpo", "rm")],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],

@@ -1,4 +1,5 @@
-"""`drivetrain demo`: the whole way on the embedded task, in a few minutes on two CPU cores.
+"""`drivetrain demo`: the whole way on the embedded task, in a few minutes on two CPU cores; `demo dpo` and `demo rm`: learning from
+preferences, in one.
 
 Makes data and an untrained model, trains it with two processes on each engine, shows that their losses agree, merges their
 checkpoints, and lets the merged models answer held-out questions in plain transformers, in a process of their own. Ends with a
@@ -7,7 +8,6 @@ short comparison of both engines with plain Hugging Face. Leaves `summary.json`.
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 from ..engine.registry import is_installed
+from .demo_pairs import run_pairs
+from .demo_tools import measured, python
 from .parity import SHORT
 
 ENOUGH = 0.9
@@ -26,17 +28,20 @@ SHOWN = 5
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when the trained model answers well enough."""
     parser = argparse.ArgumentParser(prog="drivetrain demo", description=(__doc__ or "").strip())
-    parser.add_argument("--output", default="runs/demo", help="folder of the demo")
+    parser.add_argument("task", nargs="?", choices=("sft", "dpo", "rm"), default="sft", help="what is trained")
+    parser.add_argument("--output", default=None, help="folder of the demo; runs/demo, runs/demo-dpo or runs/demo-rm")
     parser.add_argument("--nproc", type=int, default=None, help="processes; two, or one where there is a single GPU")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; as the recipe says by default")
     args = parser.parse_args(argv)
-    root, start = Path(args.output), time.monotonic()
+    root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{args.task}")), time.monotonic()
+    if args.task != "sft":
+        return run_pairs(args.task, root, args.nproc, args.steps)
 
     run = ["-m", "drivetrain.trainers.demo_steps"]
-    nproc = args.nproc or int(_measured(*run, "processes"))
+    nproc = args.nproc or int(measured(*run, "processes"))
     print("1/5  data and an untrained model", flush=True)
-    _python(*run, "make", str(root))
-    before = _measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
+    python(*run, "make", str(root))
+    before = measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
 
     engines = ["fsdp", *(["mcore"] if is_installed("mcore") else [])]
@@ -62,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             f"trainer.output_dir={run_folder}",
             *([f"trainer.max_steps={args.steps}"] if args.steps else []),
         ]
-        _python(
+        python(
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
             *("-m", "drivetrain.trainers.sft", *settings),
         )
@@ -70,10 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         losses[backend] = [r["loss"] for r in records if r.get("split") != "eval"]
         print("     its last checkpoint, merged, is the model that was exported", flush=True)
         tool = ("-m", "drivetrain.cli")
-        _python(*tool, "merge", str(run_folder), str(run_folder / "merged"))
-        _python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
+        python(*tool, "merge", str(run_folder), str(run_folder / "merged"))
+        python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
         print("     the merged model answers held-out questions, in plain transformers", flush=True)
-        after[backend] = _measured(*run, "answer", str(run_folder / "merged"), str(root / "data" / "eval.jsonl"), "4")
+        after[backend] = measured(*run, "answer", str(run_folder / "merged"), str(root / "data" / "eval.jsonl"), "4")
     if "mcore" not in engines:
         print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is left out")
     apart = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]
@@ -113,19 +118,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: accuracy {min(after.values()):.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1
     return parity.returncode
-
-
-def _python(*words: str) -> None:
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
-    subprocess.run([sys.executable, *words], check=True, env=environment)
-
-
-def _measured(*words: str) -> float:
-    done = subprocess.run([sys.executable, *words], check=True, text=True, stdout=subprocess.PIPE)
-    *shown, last = done.stdout.strip().splitlines()
-    for line in shown:
-        print(f"   {line}")
-    return float(last)
 
 
 if __name__ == "__main__":

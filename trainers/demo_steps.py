@@ -1,9 +1,11 @@
-"""Steps of the demo that need torch, each in a fresh process: `processes`, `make ROOT`, `answer MODEL DATA SHOWN`."""
+"""Steps of the demos that need torch, each in a fresh process: `processes`, `make ROOT`, `make-pairs ROOT`,
+`answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN`, `judge-rm MODEL DATA SHOWN`."""
 
 import sys
 from pathlib import Path
 
 from .data.demo import accuracy, write_data, write_model
+from .data.demo_pairs import preference_accuracy, write_pairs
 
 SEED = 0
 
@@ -16,6 +18,12 @@ def main(argv: list[str]) -> None:
     if argv[0] == "make":
         write_data(Path(argv[1]) / "data", SEED)
         write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0] == "make-pairs":
+        write_pairs(Path(argv[1]) / "data", SEED)
+        write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0].startswith("judge-"):
+        logging.set_verbosity_error()
+        print(preference_accuracy(Path(argv[1]), Path(argv[2]), reward=argv[0] == "judge-rm", show=int(argv[3])))
     elif argv[0] == "processes":
         import torch
 

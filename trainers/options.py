@@ -74,7 +74,7 @@ def _type_name(hint: Any) -> str:
 def help_text(cls: type, usage: str) -> str:
     """What `--help` prints."""
     lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
-    lines.append(f"Built-in recipes: {', '.join(sorted(p.stem for p in RECIPES.glob('*.yaml')))}")
+    lines.append(f"Built-in recipes: {', '.join(recipes_of(cls))}")
     lines.append("")
     rows = [k for k in keys(cls) if k.name != "engine.options"]
     for backend in backends():
@@ -86,6 +86,11 @@ def help_text(cls: type, usage: str) -> str:
         choices = f" ({key.type})" if " | " in key.type and "None" not in key.type else ""
         lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
     return "\n".join(lines)
+
+
+def recipes_of(cls: type) -> list[str]:
+    """Names of the built-in recipes of a trainer, by its config class."""
+    return sorted(p.stem for p in RECIPES.glob(f"{cls.__name__.removesuffix('Config').lower()}*.yaml"))
 
 
 def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:

@@ -1,0 +1,177 @@
+"""A DPO or reward-model step against a bare loop on the same packed pairs: seconds of CPU, side by side in one run.
+
+    python -m benchmarks.preference --task dpo | rm
+
+The documents of the step benchmark as 8 pairs. The engine's side is the trainer's own: data dealt, the frozen reference asked,
+the step made. Bare, engine and bare again take turns on every batch; the ratio is the median over batches of bare's time over the
+engine's, and the spread that of the two bare loops.
+"""
+
+import argparse
+import copy
+import json
+import resource
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from benchmarks.bare import BareLoop
+from benchmarks.step import TOKENS, documents, model_config
+from drivetrain.engine.batch import IGNORE, PackedBatch
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
+from drivetrain.engine.registry import engine_class
+from drivetrain.engine.topology import init_distributed
+from drivetrain.trainers.config import DPOConfig, RMConfig
+from drivetrain.trainers.data.loader import GlobalBatch
+from drivetrain.trainers.data.sample import Sample
+from drivetrain.trainers.method import Method, RewardMethod
+from drivetrain.trainers.preference import PreferenceMethod
+
+LR, BETA = 1e-4, 0.1
+
+
+class BareDPO(BareLoop):
+    """DPO on packed pairs, a frozen copy beside the policy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False)
+
+    def gradient(self, batch: PackedBatch, total: float) -> Tensor:
+        """The loss of the pairs; its gradient in the parameters."""
+        with torch.no_grad():
+            against = self.sums(self.reference, batch)
+        ratio = (self.sums(self.model, batch) - against).view(-1, 2)
+        loss = -F.logsigmoid(BETA * (ratio[:, 0] - ratio[:, 1])).sum() / total
+        loss.backward()
+        return loss
+
+    def sums(self, model: Any, batch: PackedBatch) -> Tensor:
+        """Log-probability of each document's supervised tokens."""
+        sizes = [end - start for start, end in pairwise(batch.bounds)]
+        mask = batch.labels != IGNORE
+        hidden = model.model(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, sizes=sizes
+        ).last_hidden_state[0]
+        logs = -F.cross_entropy(model.lm_head(hidden[mask]), batch.labels[mask], reduction="none")
+        which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[mask]
+        return logs.new_zeros(len(sizes)).index_add(0, which, logs)
+
+
+class BareRM(BareLoop):
+    """Bradley-Terry on packed pairs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model.lm_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
+
+    def gradient(self, batch: PackedBatch, total: float) -> Tensor:
+        """The loss of the pairs; its gradient in the parameters."""
+        sizes = [end - start for start, end in pairwise(batch.bounds)]
+        hidden = self.model.model(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, sizes=sizes
+        ).last_hidden_state[0]
+        rewards = self.model.lm_head(hidden[batch.cu_seqlens[1:].long() - 1])[:, 0].view(-1, 2)
+        loss = -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).sum() / total
+        loss.backward()
+        return loss
+
+
+def drawn(step: int) -> GlobalBatch:
+    """A step's documents as pairs."""
+    texts, supervised = documents(step)
+    samples = [Sample(str(i), t, s, i % 2 == 0) for i, (t, s) in enumerate(zip(texts, supervised, strict=True))]
+    return GlobalBatch(lengths=[len(t) for t in texts], read=lambda i: samples[i], width=2, compared=True)
+
+
+def method_of(task: str, folder: str) -> tuple[Method, Any]:
+    """The trainer's method, and its config."""
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=TOKENS))
+    optim = OptimConfig(lr=LR, betas=(0.9, 0.999))
+    if task == "dpo":
+        config = DPOConfig(model=ModelConfig(path=f"{folder}/lm"), engine=engine, optim=optim)
+        return PreferenceMethod(config), config
+    reward = RMConfig(model=ModelConfig(path=f"{folder}/rm", head="value"), engine=engine, optim=optim)
+    return RewardMethod(reward), reward
+
+
+def write_models(folder: str, bare: BareLoop, task: str) -> None:
+    """The bare loop's weights, as the trainer reads them."""
+    if task == "dpo":
+        bare.model.save_pretrained(f"{folder}/lm")
+        return
+    settings = copy.deepcopy(bare.config)
+    settings.num_labels = 1
+    model: Any = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    model.model.load_state_dict(bare.model.model.state_dict())
+    model.score.weight.data.copy_(bare.model.lm_head.weight.data)
+    model.save_pretrained(f"{folder}/rm")
+
+
+def main() -> None:
+    """Run and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=("dpo", "rm"), default="dpo")
+    parser.add_argument("--steps", type=int, default=16)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    init_distributed()
+    make = BareDPO if args.task == "dpo" else BareRM
+    bare, again = make(model_config(), "none", LR), make(model_config(), "none", LR)
+    with tempfile.TemporaryDirectory() as folder:
+        write_models(folder, bare, args.task)
+        method, config = method_of(args.task, folder)
+        engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
+        method.open(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model asks for no samples
+        engine.initialize()
+    rows, rounded = [], 0.0
+    for step in range(-2, args.steps):
+        pairs = drawn(step + 2)
+        batch = pairs.share(0, 1, 0.0).batch
+        seconds, losses, norms = [], [], []
+        for which in ("bare", "engine", "again"):
+            start = time.process_time()
+            if which == "engine":
+                result = engine.train_batch(method.batch(engine, pairs), method.loss)
+                losses.append(result.loss)
+                norms.append(result.grad_norm or 0.0)
+            else:
+                loop = bare if which == "bare" else again
+                losses.append(loop.step(batch, len(pairs) / 2))
+                norms.append(loop.norm)
+            seconds.append(time.process_time() - start)
+        rounded = max(rounded, abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-3)) if step < 0 else rounded
+        assert abs(losses[1] - losses[0]) < 1e-2 * abs(losses[0]) + 1e-3, f"the loops do not train the same model: {losses}"
+        if step >= 0:
+            rows.append(seconds)
+    print(
+        json.dumps(
+            {
+                "case": f"{args.task}, 8 pairs",
+                "steps": len(rows),
+                "bare_s": round(statistics.median(r[0] for r in rows), 3),
+                "engine_s": round(statistics.median(r[1] for r in rows), 3),
+                "ratio": round(statistics.median((r[0] + r[2]) / 2 / r[1] for r in rows), 3),
+                "bare_against_bare": round(statistics.median(r[0] / r[2] for r in rows), 3),
+                "spread": f"{min(r[0] / r[2] for r in rows):.3f} to {max(r[0] / r[2] for r in rows):.3f}",
+                "loss_off_first_steps": f"{rounded:.1e}",
+                "peak_gb_of_all_three": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+            }
+        ),
+        flush=True,
+    )
+    method.close()
+    engine.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
