@@ -16,7 +16,7 @@ from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.optim import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
 from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
-from drivetrain.trainers.options import RECIPES, changes, differences, keys, parse, to_yaml
+from drivetrain.trainers.options import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
 
 ROOT = Path(__file__).parent.parent
 USAGE = "usage"
@@ -87,11 +87,13 @@ def test_what_a_run_has_otherwise_is_told(tmp_path: Path) -> None:
 
 
 def test_every_recipe_parses_and_names_its_command() -> None:
-    found = sorted(RECIPES.glob("*.yaml"))
-    assert len(found) >= 3
-    for path in found:
-        parse(SFTConfig, [f"recipe={path.stem}"], USAGE)
-        assert f"recipe={path.stem}" in path.read_text().split("\n\n")[0]
+    offered = {cls: recipes_of(cls) for cls in (SFTConfig, DPOConfig, RMConfig)}
+    assert sorted(name for names in offered.values() for name in names) == sorted(p.stem for p in RECIPES.glob("*.yaml"))
+    for cls, names in offered.items():
+        assert len(names) >= 2
+        for name in names:
+            parse(cls, [f"recipe={name}"], USAGE)
+            assert f"recipe={name}" in (RECIPES / f"{name}.yaml").read_text().split("\n\n")[0]
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
