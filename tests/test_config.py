@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_light_modules_import_no_torch(module: str) -> None:
 
 def test_package_list_equals_the_disk() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    skip = {"tests", "docs", "benchmarks", "build", "dist", "site", "runs"}
+    skip = {"tests", "docs", "benchmarks", "examples", "build", "dist", "site", "runs"}
     on_disk = {"drivetrain"}
     for init in ROOT.rglob("__init__.py"):
         parts = init.parent.relative_to(ROOT).parts
@@ -184,9 +185,9 @@ def test_package_list_equals_the_disk() -> None:
     assert not [f for f in loose if not f.relative_to(ROOT).parts[0].startswith(".")]
 
 
-def test_faces_hand_out_their_names() -> None:
-    import drivetrain.engine as face
-
+@pytest.mark.parametrize("package", ["engine", "checkpoint_tools", "workers"])
+def test_faces_hand_out_their_names(package: str) -> None:
+    face = import_module(f"drivetrain.{package}")
     for name in dir(face):
         assert getattr(face, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -25,6 +25,7 @@ from harness import run_ranks
 from runs import make_task, records
 
 TOKENIZER = make_tokenizer()
+ROOT = Path(__file__).parent.parent
 SIZE, STEPS, LR = 6, 3, 1e-3
 OPTIM = OptimConfig(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
@@ -250,6 +251,89 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
         scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
         alone = [float(trained.model(input_ids=torch.tensor([t])).logits[0, 0]) for t in texts]
     assert scores.tolist() == pytest.approx(alone, abs=2e-5)
+    # And by the program of docs/rm.md, whose words this tokenizer does not know.
+    page = (ROOT / "docs" / "rm.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace("runs/mine", str(pairs_task / "rm"))
+    exec(compile(program, "docs/rm.md", "exec"), {})
+
+
+@pytest.mark.parametrize("command", [dpo, rm])
+def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: Any) -> None:
+    """With the reader's own paths put in, in one process."""
+    name = command.__name__.rpartition(".")[2]
+    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    line = next(line for line in readme.splitlines() if line.startswith("torchrun") and f"trainers.{name} " in line)
+    ours = {"MODEL": str(pairs_task / "model"), "PAIRS.jsonl": str(pairs_task / "pairs.jsonl"), "runs/": f"{tmp_path}/"}
+    for theirs, path in ours.items():
+        line = line.replace(theirs, path)
+    assert command.main([*line.split(f"trainers.{name} ")[1].split(), "trainer.max_steps=1"]) == 0
+    assert next(tmp_path.glob("*/hf/model.safetensors")).is_file()
+
+
+def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from drivetrain.trainers.demo import main
+
+    assert main(["rm", "--output", str(tmp_path), "--nproc", "1", "--steps", "60"]) == 0
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["accuracy_after"] > 0.9 > 0.7 > told["accuracy_before"]
+    assert "held-out accuracy" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "message"),
+    [
+        (dpo, ["dpo.loss=sigmoid", "dpo.beta=0"], "dpo.beta=0.0; it must be more than 0"),
+        (dpo, ["dpo.loss=simpo", "reference.path=MODEL"], "which has no reference"),
+        (dpo, ["reference.mode=base"], "reference.mode=base needs adapters"),
+        (
+            dpo,
+            ["model.lora.rank=2", "reference.mode=base", "reference.backend=mcore"],
+            "reference.backend=mcore with reference.mode=base",
+        ),
+        (dpo, ["reference.parallel.tp=2"], "reference.parallel is set, reference.backend is not"),
+        (dpo, ["reference.path=nowhere/at/all"], "the reference cannot be built: model.path=nowhere/at/all is no folder"),
+        (dpo, ["dpo.loss=kto", "reference.mode=cached"], "reference.mode=cached with dpo.loss=kto"),
+        (dpo, ["dpo.loss=kto", "data.batch_size=1"], "data.batch_size=1: kto compares"),
+        (dpo, ["data.format=messages"], "data.format=messages: DPO reads preference"),
+        (dpo, ["data.turns=apart"], "data.turns=apart: a side of a preference"),
+        (dpo, ["model.head=value"], "model.head=value: DPO trains a language-model head"),
+        (rm, ["model.head=lm"], "model.head=lm: reward modelling trains a value head"),
+        (rm, ["rm.centering=-1"], "rm.centering=-1.0; it must be 0 or more"),
+        (
+            rm,
+            ["trainer.generate=2", "data.eval=[PAIRS]"],
+            "trainer.generate=2: reward modelling trains a model that says nothing",
+        ),
+        (
+            rm,
+            ["trainer.best_metric=accuracy", "data.eval=[PAIRS]"],
+            "an evaluation measures loss, reward_accuracy, reward_margin",
+        ),
+        (dpo, ["engine.micro_batch.max_tokens=20"], "a pair stands in one micro-batch, 10 tokens for each side"),
+    ],
+)
+def test_bad_settings_are_told_before_weights_are_read(
+    pairs_task: Path, capfd: pytest.CaptureFixture[str], trainer: Any, settings: list[str], message: str
+) -> None:
+    changes = [
+        s.replace("MODEL", str(pairs_task / "model")).replace("PAIRS", str(pairs_task / "pairs.jsonl")) for s in settings
+    ]
+    assert trainer.main(words(pairs_task, "bad", *changes)) == 1
+    assert message in capfd.readouterr().err
+
+
+def test_a_reference_of_another_vocabulary_is_refused(
+    pairs_task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    other = tmp_path / "other"
+    plain(pairs_task).save_pretrained(other)
+    tokenizer = AutoTokenizer.from_pretrained(pairs_task / "model")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    assert dpo.main(words(pairs_task, "bad", f"reference.path={other}")) == 1
+    assert "has another tokenizer (17 tokens) than" in capfd.readouterr().err
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def test_any_layout_to_any_other(family: str, backend: str, tmp_path: Path) -> N
     folder = str(save_tiny_model(tmp_path / "model", family, num_hidden_layers=4, tie_word_embeddings=tied))
     layouts = (DENSE if family == "qwen3" else SPARSE)[backend]
     saved = run_ranks(rank_saves, 4, folder, str(tmp_path), layouts)[0]
-    # Each is taken over by itself, by the next one, and by the one before it.
-    pairs = sorted({(i, (i + k) % len(layouts)) for i in range(len(layouts)) for k in (-1, 0, 1)})
+    # Each is taken over by itself and by the next one, so each is also what another one becomes.
+    pairs = sorted({(i, (i + k) % len(layouts)) for i in range(len(layouts)) for k in (0, 1)})
     hops = [(saved[source][0], layouts[target]) for source, target in pairs]
     loaded = run_ranks(rank_loads, 4, folder, str(tmp_path), hops)[0]
     for (source, target), (again, same, got) in zip(pairs, loaded, strict=True):

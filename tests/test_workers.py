@@ -329,3 +329,14 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
         LocalWorkerGroup({})
     with pytest.raises(ConfigError, match="use RayWorkerGroup"):
         LocalWorkerGroup({"a": role, "b": replace(role, pool="other")})
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_program_of_the_page(models: Path) -> None:
+    """docs/workers.md's, as it stands there."""
+    page = (EXAMPLES.parent / "docs" / "workers.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace("MODEL", str(models / "policy"))
+    found: dict[str, Any] = {}
+    exec(compile(program, "docs/workers.md", "exec"), found)
+    assert found["result"].grad_norm > 0
+    assert found["data"]["old_log_probs"].shape == (2, 3)

@@ -112,7 +112,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     if len(recipes) > 1:
         raise ConfigError(f"recipe= is given {len(recipes)} times; give one")
     if recipes:
-        layers.insert(0, _recipe(recipes[0]))
+        layers.insert(0, _recipe(recipes[0], recipes_of(cls)))
     backend = next(
         (b for layer in reversed(layers) if (b := OmegaConf.select(layer, "engine.backend")) is not None),
         EngineConfig().backend,
@@ -161,10 +161,9 @@ def _words(words: Sequence[str]) -> DictConfig:
         raise ConfigError(f"the settings cannot be read: {e}") from e
 
 
-def _recipe(name: str, depth: int = 0) -> DictConfig:
+def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if not path.is_file():
-        built_in = sorted(p.stem for p in RECIPES.glob("*.yaml"))
         near = difflib.get_close_matches(name, built_in, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
@@ -181,7 +180,7 @@ def _recipe(name: str, depth: int = 0) -> DictConfig:
         return loaded
     if depth > 4:
         raise ConfigError(f"recipe={name}: recipes that stand on recipes go round in a circle")
-    return DictConfig(OmegaConf.merge(_recipe(str(base), depth + 1), loaded))
+    return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
 
 
 def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
