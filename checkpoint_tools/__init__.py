@@ -3,10 +3,10 @@
 Names are resolved when asked for: looking at a checkpoint loads no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import __version__ as __version__
+from ..faces import hand_out
 
 if TYPE_CHECKING:
     from .comparison import compare as compare
@@ -15,20 +15,13 @@ if TYPE_CHECKING:
     from .inspection import inspect as inspect
     from .merging import merge as merge
 
-_HOME = {
-    "compare": "comparison",
-    "import_checkpoint": "importing",
-    "inspect": "inspection",
-    "merge": "merging",
-    "verify": "comparison",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = hand_out(
+    __name__,
+    {
+        "compare": "comparison",
+        "import_checkpoint": "importing",
+        "inspect": "inspection",
+        "merge": "merging",
+        "verify": "comparison",
+    },
+)

@@ -3,12 +3,12 @@
 Names are resolved when asked for, so that importing a config loads no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Fails when the repository root is on sys.path and `engine` is imported as a package of its own: a second copy of every
 # class would be the result.
 from .. import __version__ as __version__
+from ..faces import hand_out
 
 if TYPE_CHECKING:
     from .base import BaseEngine as BaseEngine
@@ -27,30 +27,23 @@ if TYPE_CHECKING:
     from .registry import engine_class as engine_class
     from .topology import init_distributed as init_distributed
 
-_HOME = {
-    "BaseEngine": "base",
-    "PackedBatch": "batch",
-    "Capabilities": "capabilities",
-    "EngineConfig": "config",
-    "ModelConfig": "config",
-    "OptimConfig": "config",
-    "export_hf": "export",
-    "Loss": "objective",
-    "LossSums": "objective",
-    "OutputRequest": "objective",
-    "StepResult": "objective",
-    "TokenOutputs": "objective",
-    "BackendSpec": "registry",
-    "engine_class": "registry",
-    "init_distributed": "topology",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = hand_out(
+    __name__,
+    {
+        "BaseEngine": "base",
+        "PackedBatch": "batch",
+        "Capabilities": "capabilities",
+        "EngineConfig": "config",
+        "ModelConfig": "config",
+        "OptimConfig": "config",
+        "export_hf": "export",
+        "Loss": "objective",
+        "LossSums": "objective",
+        "OutputRequest": "objective",
+        "StepResult": "objective",
+        "TokenOutputs": "objective",
+        "BackendSpec": "registry",
+        "engine_class": "registry",
+        "init_distributed": "topology",
+    },
+)

@@ -1,6 +1,5 @@
 """The HybridFlow example again in one process, in float64, one document at a time, formulas written out. Shared by tests."""
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from files import module_of
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def example() -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("hybridflow_step", EXAMPLES / "hybridflow_step.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(EXAMPLES / "hybridflow_step.py")
 
 
 class Plain:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -22,6 +21,7 @@ from drivetrain.trainers.method import Method, RewardMethod
 from drivetrain.trainers.preference import PreferenceMethod
 from drivetrain.trainers.prepare import load_data
 from harness import run_ranks
+from preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
 from runs import make_task, records
 
 TOKENIZER = make_tokenizer()

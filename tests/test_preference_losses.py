@@ -1,6 +1,5 @@
 """Losses over preferences: the formulas by hand, what a batch must say, and another program's recorded numbers."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -26,6 +25,7 @@ from drivetrain.workers.losses.preference import KTOLoss, PreferenceLoss
 from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
 from engines import build
+from files import module_of
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -156,16 +156,7 @@ def test_the_reward_is_read_at_the_last_token_alone() -> None:
 # ---- another program's numbers ------------------------------------------------------------------------------------------
 
 
-def recorded_case() -> Any:
-    spec = importlib.util.spec_from_file_location("recorded_case", RECORDED / "case.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CASE = recorded_case()
+CASE = module_of(RECORDED / "case.py")
 TRL = json.loads((RECORDED / "trl_numbers.json").read_text())["numbers"]
 NAMES = {
     "reward_chosen": "rewards/chosen",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from hybridflow import EXAMPLES, example, expected
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.batch_convert import from_lists
@@ -23,6 +22,7 @@ from drivetrain.workers.ray_group import RayWorkerGroup
 from drivetrain.workers.reward import FunctionRewardConfig, FunctionRewardWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
+from hybridflow import EXAMPLES, example, expected
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybridflow import EXAMPLES, Plain, example, expected, logs, values
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -25,6 +24,7 @@ from drivetrain.workers.reference import ReferenceConfig, ReferenceWorker
 from drivetrain.workers.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
 from drivetrain.workers.worker import WorkerConfig
 from harness import run_ranks
+from hybridflow import EXAMPLES, Plain, example, expected, logs, values
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())

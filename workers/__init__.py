@@ -3,11 +3,11 @@
 Names are resolved when asked for: a class of settings loads no more than it needs.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Fails when the repository root is on sys.path and this is imported as a package of its own.
 from .. import __version__ as __version__
+from ..faces import hand_out
 
 if TYPE_CHECKING:
     from .actor import ActorConfig as ActorConfig
@@ -31,35 +31,28 @@ if TYPE_CHECKING:
     from .rollout.worker import RolloutWorker as RolloutWorker
     from .worker import WorkerConfig as WorkerConfig
 
-_HOME = {
-    "ActorConfig": "actor",
-    "ActorWorker": "actor",
-    "CriticConfig": "critic",
-    "CriticWorker": "critic",
-    "FunctionRewardConfig": "reward",
-    "FunctionRewardWorker": "reward",
-    "LocalWorkerGroup": "group",
-    "MiniBatches": "dispatch",
-    "PolicyLoss": "losses.policy",
-    "RayWorkerGroup": "ray_group",
-    "ReferenceConfig": "reference",
-    "ReferenceWorker": "reference",
-    "RewardWorker": "reward",
-    "Role": "host",
-    "RolloutConfig": "rollout.engine",
-    "RolloutWorker": "rollout.worker",
-    "SamplingOptions": "rollout.engine",
-    "ValueLoss": "losses.value",
-    "WorkerConfig": "worker",
-    "WorkerGroup": "group",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = hand_out(
+    __name__,
+    {
+        "ActorConfig": "actor",
+        "ActorWorker": "actor",
+        "CriticConfig": "critic",
+        "CriticWorker": "critic",
+        "FunctionRewardConfig": "reward",
+        "FunctionRewardWorker": "reward",
+        "LocalWorkerGroup": "group",
+        "MiniBatches": "dispatch",
+        "PolicyLoss": "losses.policy",
+        "RayWorkerGroup": "ray_group",
+        "ReferenceConfig": "reference",
+        "ReferenceWorker": "reference",
+        "RewardWorker": "reward",
+        "Role": "host",
+        "RolloutConfig": "rollout.engine",
+        "RolloutWorker": "rollout.worker",
+        "SamplingOptions": "rollout.engine",
+        "ValueLoss": "losses.value",
+        "WorkerConfig": "worker",
+        "WorkerGroup": "group",
+    },
+)
