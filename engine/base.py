@@ -31,7 +31,7 @@ from .residency import PARTS, Part, Residency
 from .step import Collected, Objective, plan_step
 from .topology import resolve_parallel
 
-Mode = Literal["train", "eval"]
+Mode = Literal["train", "eval", "save"]
 
 
 class BaseEngine(Backend):
@@ -162,8 +162,12 @@ class BaseEngine(Backend):
         """Move state to `device`, `host` or `disk` (a folder of TMPDIR). A mode brings it to the device and back.
 
         Raises:
-            ConfigError: an unknown place, or no room on the disk.
+            ConfigError: an unknown place, no room on the disk, or a mode that needs the state is entered.
         """
+        if self._mode is not None and place != "device":
+            raise ConfigError(
+                f"to({place!r}) inside {self._mode}_mode(), which needs the state on the device; leave the mode first"
+            )
         chosen = {"params": params, "grads": grads, "optimizer": optimizer}
         self._residency.to(place, tuple(part for part in PARTS if chosen[part]))
 
@@ -282,7 +286,8 @@ class BaseEngine(Backend):
     def zero_grad(self) -> None:
         """Forget the gradients, and what was not finite about them."""
         self._finite = True
-        self._zero_grad()
+        with self._residency.on_device(("grads",)):
+            self._zero_grad()
 
     def lr_step(self) -> None:
         """Advance the schedule by one step."""
@@ -299,15 +304,31 @@ class BaseEngine(Backend):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def snapshot(self, step: int, extra: Mapping[str, Any] | None = None, copies: HostCopies | None = None) -> Snapshot:
-        """This rank's part of a checkpoint of the state as it is: model, optimizer, schedule, random state.
+    def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
+        """This rank's part of a checkpoint of the state as it is, in copies: it stays what it is while training goes on.
 
         Args:
             step: its number.
             extra: JSON-able state of the trainer and the loader.
-            copies: room for copies, with which it stays what it is while training goes on; None takes none.
+            copies: room for them, kept from one save to the next.
         """
-        state = {
+        with self._residency.on_device(PARTS):
+            return take_snapshot(step, self._pieces(), self._said(extra), self._model_files, copies)
+
+    @contextmanager
+    def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Snapshot]:
+        """The same without copies, of live memory: meanwhile nothing is trained, and nothing leaves the device."""
+        if self._mode is not None:
+            raise ConfigError(f"live_snapshot() inside {self._mode}_mode(); leave the mode first")
+        with self._residency.on_device(PARTS):
+            self._mode = "save"
+            try:
+                yield take_snapshot(step, self._pieces(), self._said(extra), self._model_files, None)
+            finally:
+                self._mode = None
+
+    def _said(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {
             "backend": self.config.backend,
             "engine": asdict(self.config),
             "model": asdict(self.model_config),
@@ -317,11 +338,6 @@ class BaseEngine(Backend):
             "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
             "extra": dict(extra or {}),
         }
-        if copies is None and any(self._residency.where(part) != "device" for part in PARTS):
-            # What is written later is a view of live memory, which goes back to rest before that.
-            copies = HostCopies()
-        with self._residency.on_device(PARTS):
-            return take_snapshot(step, self._pieces(), state, self._model_files, copies)
 
     @property
     def model_fingerprint(self) -> str:
@@ -353,7 +369,8 @@ class BaseEngine(Backend):
         Raises:
             CheckpointError: it cannot be written; those saved before are untouched.
         """
-        return write_snapshot(self.snapshot(step, extra), open_store(root), self.topology, self.topology.host)
+        with self.live_snapshot(step, extra) as snapshot:
+            return write_snapshot(snapshot, open_store(root), self.topology, self.topology.host)
 
     def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
         """Take over a checkpoint of any layout and engine: each rank reads the slices it needs.

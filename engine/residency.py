@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class _Resting:
 
     storage: torch.UntypedStorage
     size: int
-    copy: Tensor | Path
+    copy: Tensor | IO[bytes]
 
 
 class Residency:
@@ -55,8 +54,6 @@ class Residency:
         self._tensors = tensors
         self._where: dict[Part, Place] = dict.fromkeys(PARTS, "device")
         self._resting: dict[Part, list[_Resting]] = {part: [] for part in PARTS}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._files = 0
 
     def where(self, part: Part) -> Place:
         """Where a part is."""
@@ -80,22 +77,22 @@ class Residency:
                 self._where[part] = target
 
     @contextmanager
-    def on_device(self, parts: tuple[Part, ...]) -> Iterator[None]:
-        """Bring parts to the device, and back to where each of them was at the end."""
+    def on_device(self, parts: tuple[Part, ...]) -> Iterator[bool]:
+        """Bring parts to the device, and back to where each of them was at the end; whether any was elsewhere."""
         before = dict(self._where)
         self.to("device", parts)
         try:
-            yield
+            yield any(before[part] != "device" for part in parts)
         finally:
             for part in parts:
                 self.to(before[part], (part,))
 
     def close(self) -> None:
-        """Forget what rests, and remove its files."""
+        """Forget what rests."""
+        for resting in (r for rests in self._resting.values() for r in rests):
+            if not isinstance(resting.copy, Tensor):
+                resting.copy.close()
         self._resting = {part: [] for part in PARTS}
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     def _rest(self, part: Part, place: Place) -> None:
         # Megatron's optimizer updates the parameters in place where they are float32: that memory is theirs, and is moved once.
@@ -119,31 +116,35 @@ class Residency:
             storage.resize_(0)
             self._resting[part].append(_Resting(storage=storage, size=size, copy=copy))
 
-    def _copy(self, data: Tensor, place: Place) -> Tensor | Path:
+    def _copy(self, data: Tensor, place: Place) -> Tensor | IO[bytes]:
         if place == "host":
             held = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             held.copy_(data)
             return held
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-resting-")
-        self._files += 1
-        path = Path(self._folder.name) / str(self._files)
-        with open(path, "wb") as file:
+        # Without a name: it goes with this process, however that ends.
+        file: IO[bytes] = tempfile.TemporaryFile(prefix="drivetrain-")
+        try:
             file.write(host_bytes(data))
-        return path
+            file.flush()
+        except OSError:
+            file.close()
+            raise
+        return file
 
     def _wake(self, part: Part) -> None:
         while self._resting[part]:
             resting = self._resting[part][-1]
             resting.storage.resize_(resting.size)
             data = _bytes(resting.storage)
-            if isinstance(resting.copy, Path):
-                held = torch.from_file(str(resting.copy), shared=False, size=resting.size, dtype=torch.uint8)
-                data.copy_(held)
-                del held
-                resting.copy.unlink()
-            else:
+            if isinstance(resting.copy, Tensor):
                 data.copy_(resting.copy)
+            else:
+                held = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
+                resting.copy.seek(0)
+                resting.copy.readinto(host_bytes(held))  # type: ignore[attr-defined]
+                if held is not data:
+                    data.copy_(held)
+                resting.copy.close()
             self._resting[part].pop()
         self._where[part] = "device"
 

@@ -21,6 +21,8 @@ from .config import ParallelConfig
 from .errors import RemoteError, TopologyError
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+_timeout = DEFAULT_TIMEOUT
+"""Of the default process group; engines' groups have the same."""
 
 
 def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -79,6 +81,8 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
+    global _timeout
+    _timeout = timeout
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     # Not bound to the device: from a bound group NCCL splits its subgroups, which all ranks of the job would have to
     # take part in, and an engine on some of them would wait for ever.
@@ -158,9 +162,15 @@ class Topology:
         parallel: ParallelConfig,
         device: torch.device,
         ranks: Sequence[int] | None = None,
-        timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        timeout: datetime.timedelta | None = None,
     ) -> Self:
         """Make the groups of an engine. Collective over `ranks` alone, not over the whole job.
+
+        Args:
+            parallel: sizes.
+            device: of this process.
+            ranks: global ranks of the engine; all by default.
+            timeout: of its groups; that of `init_distributed` by default.
 
         Raises:
             TopologyError: no default process group, this process is not in `ranks`, or the sizes do not fit.
@@ -170,6 +180,7 @@ class Topology:
         members = tuple(sorted(ranks)) if ranks is not None else tuple(range(dist.get_world_size()))
         if dist.get_rank() not in members:
             raise TopologyError(f"rank {dist.get_rank()} is not among the engine's ranks {members}")
+        timeout = _timeout if timeout is None else timeout
         sizes = resolve_parallel(parallel, len(members))
         assert sizes.dp_shard is not None
         rank = members.index(dist.get_rank())

@@ -1,6 +1,7 @@
 """State that rests on disk: on either engine, with everything that needs it while it does."""
 
 import gc
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,21 @@ def rank_rest(folder: str, backend: str, parallel: dict[str, Any]) -> None:
     again.to("device")
     engine.to("device", params=False)
     assert steps(engine, 1) == steps(again, 1)
-    folder_at = Path(engine._residency._folder.name)  # type: ignore[union-attr]
+    # What would read memory that is elsewhere is refused, or brings it back.
+    for mode in (engine.train_mode, engine.eval_mode):
+        with mode(), pytest.raises(ConfigError, match=r"to\('disk'\) inside .*_mode\(\)"):
+            engine.to("disk")
+    with engine.live_snapshot(4), pytest.raises(ConfigError, match=r"to\('disk'\) inside save_mode"):
+        engine.to("disk")
+    engine.to("disk")
+    engine.zero_grad()
+    with engine.named_weights() as stream:
+        kept = dict(stream)
+    assert all(value.isfinite().all() for value in kept.values())
+    # Nothing is left in the folder of temporary files, whatever becomes of the process.
+    assert not [p for p in Path(tempfile.gettempdir()).glob("drivetrain-*") if p.is_file()]
     engine.close()
     again.close()
-    assert not folder_at.exists()
 
 
 def local(tensor: Any) -> Any:

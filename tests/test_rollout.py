@@ -141,6 +141,8 @@ def test_prompts_that_do_not_fit_are_refused(folder: Path) -> None:
         ConfigError, match=r"prompt 2 has 7 tokens; with 1 answers of at most 7 it needs room for 14 \(batch_tokens=12\)"
     ):
         worker(folder, batch_tokens=12).generate(PROMPTS, GREEDY)
+    with pytest.raises(ConfigError, match="prompt 0 has tokens from 3 to 999; the model knows those below 256"):
+        worker(folder).generate([[3, 999]], GREEDY)
     with pytest.raises(ConfigError, match="prompt 0 has 0 tokens"):
         worker(folder).generate([[]], GREEDY)
 
@@ -164,6 +166,13 @@ def rank_group(folder: str) -> Any:
         group["rollout"].to("host")
         group["rollout"].to("device")
         second = group["rollout"].generate(PROMPTS, GREEDY)
+        # Answers to one prompt by several processes are not the same ones.
+        for seed in (3, None):
+            same = group["rollout"].generate([[5, 6, 7]] * 2, SamplingOptions(max_tokens=6, temperature=2.0, seed=seed))
+            assert same[0][0].response != same[1][0].response
+        state = torch.get_rng_state()
+        group["rollout"].generate([[5, 6, 7]], SamplingOptions(max_tokens=2, seed=1))
+        assert torch.equal(torch.get_rng_state(), state)
         fresh = group["actor"].compute_log_probs(open_door(to_padded([a for some in second for a in some])).batch)
         assert fresh["log_probs"].any()
         return [[a.response for a in some] for some in first], [[a.response for a in some] for some in second]

@@ -76,7 +76,8 @@ class CheckpointManager:
         """Get the room for copies ready while the first steps run: pages that are touched for the first time take longer to
         write than to copy into."""
         if self._copies is not None and self._thread is None:
-            pieces = list(self._engine.snapshot(0).pieces)
+            with self._engine.live_snapshot(0) as snapshot:
+                pieces = list(snapshot.pieces)
             self._start("checkpoint-room", partial(self._copies.reserve, pieces))
 
     def _start(self, name: str, work: Callable[[], object]) -> None:
@@ -104,7 +105,8 @@ class CheckpointManager:
         self.wait()
         topology = self._engine.topology
         if self._copies is None or last:
-            self._write(self._engine.snapshot(step, extra), topology.host, keep)
+            with self._engine.live_snapshot(step, extra) as live:
+                self._write(live, topology.host, keep)
             return
         snapshot = self._engine.snapshot(step, extra, self._copies)
         if self._group is None:

@@ -215,8 +215,11 @@ class FSDPEngine(BaseEngine):
     @contextmanager
     def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """See `BaseEngine.named_weights`."""
-        with self._residency.on_device(("params",)):
+        with self._residency.on_device(("params",)) as moved:
             stream = stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
+            if moved:
+                # What is handed out may be a view of memory that goes back to rest.
+                stream = ((name, tensor.clone()) for name, tensor in stream)
             try:
                 yield stream
             finally:

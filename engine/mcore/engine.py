@@ -322,8 +322,11 @@ class MCoreEngine(BaseEngine):
     @contextmanager
     def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """See `BaseEngine.named_weights`."""
-        with self._residency.on_device(("params",)):
+        with self._residency.on_device(("params",)) as moved:
             stream = self._model_state.stream(self._plans[adapters])
+            if moved:
+                # What is handed out may be a view of memory that goes back to rest.
+                stream = ((name, tensor.clone()) for name, tensor in stream)
             try:
                 yield stream
             finally:

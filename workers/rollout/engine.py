@@ -22,7 +22,7 @@ class SamplingOptions:
         top_k: likeliest tokens that are sampled from; 0: all.
         samples: answers to each prompt.
         stop_tokens: that end an answer, beside those of the model's generation config.
-        seed: of the sampling; None: torch's own state.
+        seed: of the sampling, together with the process that answers; None: another one in every call.
     """
 
     max_tokens: int = 256

@@ -4,10 +4,13 @@ Axes: B rows, V vocabulary.
 """
 
 import copy
+import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -38,6 +41,14 @@ class _Recorder(LogitsProcessor):
             self._before = None
 
 
+def _seed(seed: int | None) -> int:
+    """Of this process's sampling: another one in every process, and without a seed in every call."""
+    if seed is None:
+        return secrets.randbits(62)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank}".encode()).digest()[:7], "big")
+
+
 class TransformersRollout:
     """A plain transformers model that generates.
 
@@ -65,8 +76,9 @@ class TransformersRollout:
         """See `RolloutEngine.generate`. Prompts of like length share a batch.
 
         Raises:
-            ConfigError: a prompt is empty, or does not fit `batch_tokens` with its answers.
+            ConfigError: a prompt is empty, has a token that the model does not know, or does not fit `batch_tokens` with its answers.
         """
+        known = self._model.get_input_embeddings().num_embeddings
         for i, prompt in enumerate(prompts):
             need = (len(prompt) + options.max_tokens) * options.samples
             if not prompt or need > self._config.batch_tokens:
@@ -74,16 +86,23 @@ class TransformersRollout:
                     f"prompt {i} has {len(prompt)} tokens; with {options.samples} answers of at most {options.max_tokens} it needs room for {need} "
                     f"(batch_tokens={self._config.batch_tokens}), and at least one token"
                 )
-        if options.seed is not None:
-            torch.manual_seed(options.seed)
+            if not 0 <= min(prompt) <= max(prompt) < known:
+                raise ConfigError(
+                    f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; the model knows those below {known}"
+                )
         settings = self._settings(options)
         found: list[list[Generation]] = [[] for _ in prompts]
-        if self._config.continuous:
-            self._continuous(prompts, options, settings, found)
-            return found
-        for batch in self._batches(prompts, options):
-            for i, answers in zip(batch, self._static([prompts[i] for i in batch], options, settings), strict=True):
-                found[i] = answers
+        devices = [self._device] if self._device.type == "cuda" else []
+        # Processes that answer the same prompt must not draw the same answers, and a model that trains in this one keeps its
+        # own random state.
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(_seed(options.seed))
+            if self._config.continuous:
+                self._continuous(prompts, options, settings, found)
+                return found
+            for batch in self._batches(prompts, options):
+                for i, answers in zip(batch, self._static([prompts[i] for i in batch], options, settings), strict=True):
+                    found[i] = answers
         return found
 
     def _settings(self, options: SamplingOptions) -> GenerationConfig:
