@@ -83,28 +83,34 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
         "log_probs_chosen": -likelihood / n,
         "nll_chosen": likelihood / tokens,
     }
+    if kind in ("sigmoid", "ipo", "hinge"):
+        metrics["log_ratio_rejected"] = sum(rewards["rejected"]) / n / beta
+        metrics["log_ratio_chosen"] = sum(rewards["chosen"]) / n / beta
     return total, metrics
 
 
 def kto_loss(
     policy: Any, reference: Any, answers: list[tuple[Document, bool]], beta: float, good: float, bad: float
-) -> Tensor:
-    """KTO's loss, z0 from each prompt with the answer before."""
+) -> tuple[Tensor, dict[str, float]]:
+    """KTO's loss and metrics, z0 from each prompt with the answer to another one."""
     apart = []
     with torch.no_grad():
         for i, ((ids, prompt), _) in enumerate(answers):
-            others, begin = answers[i - 1][0]
+            others, begin = next(
+                a[0] for a in (answers[i - k] for k in range(1, len(answers))) if a[0][0][: a[0][1]] != ids[:prompt]
+            )
             document = ([*ids[:prompt], *others[begin:]], prompt)
             apart.append(float(log_prob(policy, document)[0] - log_prob(reference, document)[0]))
     z0 = max(0.0, sum(apart) / len(apart))
-    losses = []
+    losses, hits = [], []
     for document, liked in answers:
         with torch.no_grad():
             against = log_prob(reference, document)[0]
         ratio = log_prob(policy, document)[0] - against
+        hits.append((float(ratio.detach()) > z0) == liked)
         gain = 1 / (1 + torch.exp(-beta * (ratio - z0) * (1 if liked else -1)))
         losses.append((good if liked else bad) * (1 - gain))
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean(), {"reward_accuracy": sum(hits) / len(hits), "kl_baseline": z0}
 
 
 def reward_loss(model: Any, pairs: list[Pair], centering: float) -> tuple[Tensor, dict[str, float]]:

@@ -125,6 +125,14 @@ def test_a_mask_over_all_columns_and_answers_of_several_turns() -> None:
 GOOD = padded([(2, 3), (1, 2)])
 
 
+def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
+    """Prompt and response against each other, padded on the right: the last columns of a short row are padding."""
+    ids = torch.tensor([[1, 2, 8, 9, 0, 0], [1, 2, 3, 4, 8, 9]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    with pytest.raises(BatchError, match=r"row 0: responses are not the last 2 columns .*give response_mask \[B, L\]"):
+        open_door({"input_ids": ids, "attention_mask": mask, "responses": torch.tensor([[8, 9], [8, 9]])})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -138,6 +146,13 @@ GOOD = padded([(2, 3), (1, 2)])
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])}, "has a hole"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]])}, "row 1 has no prompt"),
         ({"input_ids": None}, "this is a dict with"),
+        ({"input_ids": [[1, 2]]}, "input_ids is a list; it must be a tensor"),
+        ({"responses": GOOD["responses"] + 1}, "row 0: responses are not the last 3 columns"),
+        ({"response_mask": torch.tensor([[1, 1, 1], [1, 1, 1]])}, "response_mask is 1 where attention_mask is 0"),
+        ({"response_mask": torch.tensor([[1, 1, 0.3], [1, 1, 0]])}, "neither 0 nor 1"),
+        ({"attention_mask": torch.full((2, 5), float("nan"))}, "attention_mask has values that are neither 0 nor 1"),
+        ({"scores": torch.zeros(3)}, r"scores is \[3\]; it must be \[2\]"),
+        ({"old_log_probs": [[1.0]]}, "old_log_probs is a list"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

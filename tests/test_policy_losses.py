@@ -183,6 +183,9 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
         (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
         (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
         (lambda: PolicyLoss(temperature=0.0), "temperature=0.0"),
+        (lambda: PolicyLoss(clip_low=1.5), "clip_low=1.5"),
+        (lambda: PolicyLoss(kl_coef=float("nan")), "kl_coef=nan"),
+        (lambda: PolicyLoss(dual_clip=float("inf")), "dual_clip=inf"),
         (lambda: ValueLoss(clip=0.0), "clip=0.0"),
     ],
 )
@@ -267,3 +270,49 @@ def test_reinforce_plus_plus_and_whitening_by_hand() -> None:
 def test_wrong_shapes_are_refused(call: Any) -> None:
     with pytest.raises(BatchError, match="it must be"):
         call(torch.ones(2, 2))
+
+
+# ---- what a step tells, and what may stand outside the answers ----------------------------------------------------------
+
+
+def told(sums: LossSums, name: str) -> float:
+    total, count = sums.metrics[name]
+    return float(total) / float(count)
+
+
+def test_metrics_by_hand() -> None:
+    sums, _ = run(PolicyLoss(clip_low=0.2, clip_high=0.5), batch())
+    logs = [n - o for new, old in zip(NEW, OLD, strict=True) for n, o in zip(new, old, strict=True)]
+    flat = [a for row in ADV for a in row]
+    clipped = [(math.exp(x) > 1.5) if a > 0 else (math.exp(x) < 0.8) for x, a in zip(logs, flat, strict=True)]
+    assert 0 < sum(clipped) < len(clipped)
+    assert told(sums, "clip_fraction") == pytest.approx(sum(clipped) / 6)
+    assert told(sums, "approx_kl") == pytest.approx(-sum(logs) / 6)
+    assert told(sums, "ratio") == pytest.approx(sum(math.exp(x) for x in logs) / 6)
+    assert told(sums, "advantages") == pytest.approx(sum(flat) / 6)
+    value, _ = run(ValueLoss(clip=0.25), answers(returns=ADV, values=OLD))
+    moved = [abs(x) > 0.25 for x in logs]
+    assert 0 < sum(moved) < 6
+    assert told(value, "value_clip_fraction") == pytest.approx(sum(moved) / 6)
+
+
+@pytest.mark.parametrize("loss", [PolicyLoss(ratio="sequence", kl_coef=0.1), PolicyLoss(), ValueLoss()])
+def test_what_stands_outside_the_answers_spoils_nothing(loss: Any) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, returns=ADV, values=OLD, importance_weights=NEW)
+    outside = ~loss.tokens(b)
+    spoiled = b.with_fields(**{k: v.masked_fill(outside, float("nan")) for k, v in b.token_fields.items()})
+    for name, (total, count) in run(loss, spoiled)[0].metrics.items():
+        assert math.isfinite(float(total) / float(count)), name
+    found = []
+    for one in (b, spoiled):
+        sums, values = run(loss, one)
+        found.append(torch.autograd.grad(sum(sums.terms.values()), values)[0])  # type: ignore[arg-type]
+    assert torch.equal(found[0], found[1])
+
+
+def test_equal_rewards_are_no_advantage_and_whole_numbers_are_numbers() -> None:
+    same = grpo(torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64))
+    assert same.abs().max() < 1e-5
+    assert grpo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == pytest.approx([0.70710578, -0.70710578])
+    assert rloo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == [1.0, -1.0]
+    assert not whiten(torch.ones(1, 2), torch.zeros(1, 2)).any()

@@ -118,7 +118,9 @@ def test_single_answers_for_kto() -> None:
         ({"prompt": [user("1")], "chosen": [user("2")], "rejected": [answer("3")]}, "pairs", r"f.jsonl:3 \(chosen\)"),
         ({"messages": [user("1"), answer("2")]}, "pairs", "it needs chosen and rejected"),
         ({"prompt": "1", "chosen": "2", "rejected": "3"}, "completions", "for drivetrain dpo or rm"),
-        ({"prompt": "1", "completion": "2", "label": 1}, "unpaired", "label is 1; it must be true"),
+        ({"prompt": "1", "completion": "2", "label": "yes"}, "unpaired", "label is 'yes'; it must be true"),
+        ({"prompt": "1", "completion": "2", "label": True}, "pairs", "for drivetrain dpo with dpo.loss=kto"),
+        ({"messages": [user("1"), answer("2")]}, "unpaired", "for drivetrain sft"),
         ({"prompt": "1", "completion": "2"}, "unpaired", "it needs chosen and rejected or prompt and completion and label"),
     ],
 )
@@ -176,7 +178,7 @@ LONG = [row("1=", "2" * 10, "3"), row("4444444444=", "5", "66"), row("7=", "8", 
 
 @pytest.mark.usefixtures("process_group")
 def test_long_pairs_are_refused_skipped_or_cut_as_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"pairs.jsonl:1 \(chosen\) has 13 tokens, more than data.max_length=8; a pair"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1 \(chosen\) has 13 tokens, more than data.max_length=8; raise it"):
         load(tmp_path, LONG, max_length=8)
     assert [s[0].name.rpartition(":")[2] for s in all_of(load(tmp_path, LONG, max_length=8, too_long="skip"))] == [
         "3 (chosen)"
@@ -194,7 +196,8 @@ def test_long_pairs_are_refused_skipped_or_cut_as_one(tmp_path: Path) -> None:
     ]
     # Without a length it is the micro-batch that both sides share.
     with pytest.raises(
-        DataError, match=r"more than engine.micro_batch.max_tokens=16; a pair stands in one micro-batch, 8 tokens"
+        DataError,
+        match=r"two sides of .*pairs.jsonl:1 \(chosen\) have 17 tokens, .*more than engine.micro_batch.max_tokens=16; raise",
     ):
         load(tmp_path, LONG, tokens=16)
     assert len(load(tmp_path, LONG[2:], tokens=8)) == 1
@@ -233,3 +236,11 @@ def test_kto_pairs_each_prompt_with_the_answer_before() -> None:
     cut = mismatched(GlobalBatch(lengths=[3, 3, 3], read=lambda i: documents[i]), 2)
     assert cut.lengths == [2, 2, 2]
     assert from_lists([cut.read(0).ids], supervised=[cut.read(0).supervised]).labels.tolist() == [22, -100]
+
+
+def test_kto_takes_no_answer_to_the_same_question() -> None:
+    """Two sides of a pair stand beside each other; a batch of one question has no mismatched answer."""
+    documents = [Sample(str(i), [10 + i // 2, 20 + i, 30 + i], [False, True, True], i % 2 == 0) for i in range(4)]
+    others = mismatched(GlobalBatch(lengths=[3] * 4, read=lambda i: documents[i]), 100)
+    assert [list(others.read(i).ids) for i in range(4)] == [[10, 23, 33], [10, 23, 33], [11, 21, 31], [11, 21, 31]]
+    assert len(mismatched(GlobalBatch(lengths=[3, 3], read=lambda i: documents[i]), 100)) == 0

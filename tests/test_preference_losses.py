@@ -124,6 +124,9 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
     ("make", "message"),
     [
         (lambda: PreferenceLoss(beta=0.0), "beta=0.0"),
+        (lambda: PreferenceLoss(beta=float("inf")), "beta=inf"),
+        (lambda: PreferenceLoss(kind="simpo", gamma=float("nan")), "gamma=nan"),
+        (lambda: RewardLoss(centering=float("nan")), "centering=nan"),
         (lambda: PreferenceLoss(kind="ipo", label_smoothing=0.1), "label_smoothing=0.1 with loss=ipo"),
         (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
         (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
@@ -181,7 +184,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_step(method: Method, config: Any) -> Any:
     """A step over all rows, through the trainer's own reading of data and its reference."""
-    tokenizer, samples, _ = load_data(config, method.kind)
+    tokenizer, samples, _ = load_data(config, method)
     method.check()
     with build_engine(config) as engine:
         method.open(engine, tokenizer, samples, None)

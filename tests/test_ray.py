@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,57 @@ def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.Mon
             assert answer.response == out[len(prompt) :]
 
 
+class Broken(ActorWorker):
+    """An actor whose weights cannot be read to the end on the last rank."""
+
+    @contextmanager
+    def weights(self, **options: Any) -> Iterator[Any]:
+        with super().weights(**options) as stream:
+            yield self._some(stream)
+
+    def _some(self, stream: Any) -> Iterator[Any]:
+        for i, pair in enumerate(stream):
+            if i == 3 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                raise RuntimeError("no more weights")
+            yield pair
+
+
+class Taker:
+    """A target of weights without an engine."""
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def initialize(self) -> None:
+        pass
+
+    def load_weights(self, weights: Any) -> None:
+        for _ in weights:
+            pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody(models: Path) -> None:
+    from dataclasses import replace
+
+    roles = {"actor": replace(actor_role(models), worker=Broken), "taker": Role(worker=Taker, config=None, pool="taker")}
+    with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"(?s)rank 1 of pool 'main' failed in weights of actor to taker.*no more weights"
+        ):
+            group.sync_weights("actor", "taker")
+        assert time.monotonic() - began < 15
+        with pytest.raises(WorkerLostError, match="cannot be used"):
+            group["actor"].to("device")
+        with pytest.raises(ConfigError, match="there is no role 'nope'"):
+            group.rebuild({"nope": "x"})
+        group.rebuild()
+        assert group["actor"].to("device") is None
+
+
 def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), the Ray cluster has 2; make the pools smaller"):
@@ -174,6 +226,8 @@ def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
         RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 2}, gpus=1)
     with pytest.raises(ConfigError, match=r"role 'actor' is on pool 'main'; there are other"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"other": 1})
+    with pytest.raises(ConfigError, match=r"cpus=0, gpus=None"):
+        RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 1}, cpus=0)
     with pytest.raises(ConfigError, match="has 0 processes"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 0})
     assert time.monotonic() - began < 3

@@ -98,7 +98,9 @@ def test_log_probs_and_values_are_those_of_plain_models_in_every_form(models: Pa
         z = plain.model(input_ids=torch.tensor([row["prompt"] + row["response"]])).logits[0, len(row["prompt"]) - 1 : -1] / 2
     other = z.log_softmax(-1).gather(1, torch.tensor(row["response"])[:, None])[:, 0]
     assert rows_of(warm.compute_log_probs(data)["log_probs"])[0] == pytest.approx(other.tolist(), abs=2e-6)
-    for worker in (actor, critic, reward, warm):
+    reference = ReferenceWorker(ReferenceConfig(model=policy(models), engine=ENGINE, temperature=2.0)).initialize()
+    assert torch.equal(reference.compute_log_probs(data)["reference_log_probs"], warm.compute_log_probs(data)["log_probs"])
+    for worker in (actor, critic, reward, warm, reference):
         worker.close()
 
 
@@ -172,8 +174,15 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
     worker = FunctionRewardWorker(FunctionRewardConfig(function=count, tokenizer=str(models / "policy"))).initialize()
     assert worker.compute_rewards(padded_data())["rewards"].tolist() == [float(len(r["response"])) for r in ROWS]
     assert (seen[0].prompt, seen[0].response) == (ROWS[0]["prompt"], ROWS[0]["response"])
+    assert seen[0].fields == {"uids": float(ROWS[0]["group"])}
     assert seen[0].prompt_text.startswith("<user>")
     assert seen[0].response_text.isdigit()
+    with pytest.raises(BatchError, match="returned a float; it returns one reward for each answer"):
+        FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(padded_data())  # type: ignore[arg-type,return-value]
+    for wrong, message in ((None, "returned None for"), (float("nan"), "returned nan for"), ("good", "returned 'good' for")):
+        strange = FunctionRewardConfig(function=lambda some, value=wrong: [value for _ in some])  # type: ignore[misc]
+        with pytest.raises(BatchError, match=message):
+            FunctionRewardWorker(strange).initialize().compute_rewards(padded_data())
     with pytest.raises(BatchError, match="returned 1 rewards for 12 answers"):
         FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(padded_data())
 
@@ -211,6 +220,8 @@ def test_mini_batches_cover_every_epoch_and_keep_groups_together() -> None:
         assert len(step) <= 4
     assert steps == MiniBatches(size=4, epochs=3, shuffle=True, seed=5).steps(groups)
     assert steps != MiniBatches(size=4, epochs=3, shuffle=True, seed=6).steps(groups)
+    first, second = (MiniBatches(size=1, epochs=2, shuffle=True, seed=5).steps(list(range(9)))[at : at + 9] for at in (0, 9))
+    assert first != second
     assert MiniBatches().steps(groups) == [list(range(8))]
     assert [len(s) for s in MiniBatches(size=3).steps(list(range(8)))] == [3, 3, 2]
     with pytest.raises(ConfigError, match="size=0"):
@@ -321,8 +332,16 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
             group["critic"]
         with pytest.raises(ConfigError, match=r"has no method 'score' that a group can call; it has compute_rewards"):
             group["reward"].score()
+        with pytest.raises(ConfigError, match="there is no role 'actor'"):
+            group.sync_weights("actor", "reward")
+        with pytest.raises(ConfigError, match="FunctionRewardWorker of 'reward' has no weights"):
+            group.sync_weights("reward", "reward")
+        with pytest.raises(ConfigError, match="there is no role 'x'"):
+            group.call("x", "to", "disk")
         with pytest.raises(ConfigError, match="needs a batch"):
             group["reward"].compute_rewards()
+        with pytest.raises(ConfigError, match=r"mini_batches=2; give MiniBatches\(size=...\)"):
+            group["reward"].compute_rewards(padded_data(), mini_batches=2)
         with pytest.raises(ConfigError, match="mini_batches is for updates"):
             group["reward"].compute_rewards(padded_data(), mini_batches=MiniBatches())
     with pytest.raises(ConfigError, match="at least one role"):

@@ -35,6 +35,16 @@ class Method(ABC):
         self.config = config
 
     @property
+    def infers(self) -> bool:
+        """Whether training samples also go through a forward pass without gradients."""
+        return False
+
+    @property
+    def token_multiple(self) -> int:
+        """What another engine than the policy's asks of a micro-batch's tokens."""
+        return 1
+
+    @property
     @abstractmethod
     def loss(self) -> Loss:
         """What to minimise."""

@@ -163,6 +163,8 @@ def _words(words: Sequence[str]) -> DictConfig:
 
 def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
+        raise ConfigError(f"recipe={name} is another trainer's; this one has {', '.join(built_in)}")
     if not path.is_file():
         near = difflib.get_close_matches(name, built_in, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -24,6 +24,7 @@ from .config import DataConfig, SFTConfig
 from .data.demo import DIGITS, make_tokenizer
 from .data.loader import Cursor, Loader, Order
 from .data.samples import Samples
+from .method import SFTMethod
 from .parity import Job, Row, relative
 from .prepare import load_data
 
@@ -115,7 +116,7 @@ def make_reference(job: Job) -> None:
     possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
-        _, samples, _ = load_data(config)
+        _, samples, _ = load_data(config, SFTMethod(config))
         told: dict[str, Any] = {}
         for dtype in dict.fromkeys(("float32", job.dtype)):
             reference = Reference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
@@ -158,7 +159,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
     try:
         engine = engine_class(row.backend)(model=config.model, engine=config.engine, optim=config.optim)
         engine.check()
-        _, samples, _ = load_data(config)
+        _, samples, _ = load_data(config, SFTMethod(config))
         engine.initialize()
     except DrivetrainError as e:
         return {"error": str(e)}

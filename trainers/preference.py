@@ -10,13 +10,23 @@ from ..engine.batch import PackedBatch
 from ..engine.errors import ConfigError
 from ..workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
 from ..workers.losses.sequences import REFERENCE
-from .config import DPOConfig
+from .config import DPOConfig, PreferenceConfig, ReferenceConfig
 from .data.encode import Kind
 from .data.loader import GlobalBatch
 from .data.sample import Sample
 from .data.samples import Samples
 from .method import PAIR_METRICS, Method
 from .reference import Reference, check_reference, log_probs_of, mode_of, open_reference
+
+ONLY = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("sigmoid", "simpo", "cpo"),
+    "length_normalize": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
+    "sft_weight": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Settings that not every loss has."""
 
 
 class PreferenceMethod(Method):
@@ -47,10 +57,15 @@ class PreferenceMethod(Method):
         config = self._config
         if self._loss.needs_reference:
             check_reference(config)
-        elif config.reference.mode != "auto" or config.reference.path is not None:
-            raise ConfigError(
-                f"reference.mode={config.reference.mode}, reference.path={config.reference.path} with dpo.loss={config.dpo.loss}, which has no reference; unset them"
-            )
+        elif config.reference != ReferenceConfig():
+            raise ConfigError(f"reference.* is set with dpo.loss={config.dpo.loss}, which has no reference; unset it")
+        plain = PreferenceConfig()
+        for name, losses in ONLY.items():
+            value = getattr(config.dpo, name)
+            if config.dpo.loss not in losses and value != getattr(plain, name):
+                raise ConfigError(
+                    f"dpo.{name}={value} with dpo.loss={config.dpo.loss}, which has none; it is for {', '.join(losses)}"
+                )
         if config.dpo.loss == "kto":
             if config.data.batch_size < 2:
                 raise ConfigError(
@@ -76,9 +91,11 @@ class PreferenceMethod(Method):
         if not isinstance(self._loss, KTOLoss):
             return batch
         others = mismatched(drawn, self._longest)
-        # z0 of equation 8: the mean over the batch, so that it is the same however the batch is cut.
-        apart = log_probs_of(engine, others) - self._reference.log_probs(others)
-        baseline = apart.mean().clamp(min=0.0)
+        baseline = torch.zeros(())
+        if len(others):
+            # z0 of equation 8: the mean over the batch, so that it is the same however the batch is cut.
+            apart = log_probs_of(engine, others) - self._reference.log_probs(others)
+            baseline = apart.mean().clamp(min=0.0)
         return batch.with_sequence_fields(
             **{BASELINE: torch.full((batch.num_sequences,), float(baseline), dtype=torch.float64)}
         )
@@ -90,6 +107,16 @@ class PreferenceMethod(Method):
         least = min(sizes.max_tokens, sizes.infer_max_tokens or sizes.max_tokens)
         return min(least // multiple * multiple, self._config.data.max_length or least)
 
+    @property
+    def infers(self) -> bool:
+        """Where there is a reference."""
+        return self._loss.needs_reference
+
+    @property
+    def token_multiple(self) -> int:
+        """Of the reference, where it has a layout of its own."""
+        return self._config.reference.parallel.token_multiple
+
     def close(self) -> None:
         """Free the reference."""
         if self._reference is not None:
@@ -97,16 +124,21 @@ class PreferenceMethod(Method):
 
 
 def mismatched(drawn: GlobalBatch, longest: int) -> GlobalBatch:
-    """Each prompt of a batch with the answer to the one before: what KTO measures the distance to the reference by.
+    """Each prompt of a batch with the answer to another one, the nearest before it: what KTO measures the distance to the reference
+    by. A batch that asks but one question has no such answers, and gives none.
 
     Args:
         drawn: single answers.
         longest: tokens of a document; an answer is cut where it would exceed it.
     """
     documents = [drawn.read(place) for place in range(len(drawn))]
+    prompts = [tuple(document.ids[: _begin(document)]) for document in documents]
     found = []
     for i, document in enumerate(documents):
-        other = documents[i - 1]
+        # The two sides of a pair that was taken apart stand beside each other.
+        other = next((documents[i - k] for k in range(1, len(documents)) if prompts[i - k] != prompts[i]), None)
+        if other is None:
+            continue
         prompt, answer = (_begin(document), _begin(other))
         ids = [*document.ids[:prompt], *other.ids[answer:]][:longest]
         supervised = ([False] * prompt + list(other.supervised[answer:]))[:longest]

@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -14,7 +15,6 @@ from ..engine.tokenizer import load_tokenizer
 from ..engine.topology import agree
 from .config import RunConfig
 from .data.chat import RESERVED
-from .data.encode import Kind
 from .data.samples import Budget, Samples
 from .data.tokenise import load_stores
 from .hub import check_push
@@ -99,7 +99,7 @@ def check_run(config: RunConfig, method: Method) -> None:
         raise ConfigError(
             f"data.chat_template_kwargs has {', '.join(taken)}, which is no variable of a template; leave it out"
         )
-    sample_budget(config)
+    sample_budget(config, method)
     check_optim(config.optim, trainer.max_steps or 1)
     if trainer.peak_tflops is not None and not trainer.peak_tflops > 0:
         raise ConfigError(f"trainer.peak_tflops={trainer.peak_tflops}; it must be more than 0")
@@ -108,11 +108,11 @@ def check_run(config: RunConfig, method: Method) -> None:
     check_loggers(trainer.loggers)
 
 
-def load_data(config: RunConfig, kind: Kind = "completions") -> tuple[Any, Samples, Samples | None]:
+def load_data(config: RunConfig, method: Method) -> tuple[Any, Samples, Samples | None]:
     """The tokenizer, training and held-out samples; an error of one rank is everybody's, before any weight is read."""
     error: Exception | None = None
     tokenizer: Any = None
-    budget = sample_budget(config)
+    budget = sample_budget(config, method)
     try:
         tokenizer = load_tokenizer(config.model)
     except DrivetrainError as e:
@@ -122,7 +122,7 @@ def load_data(config: RunConfig, kind: Kind = "completions") -> tuple[Any, Sampl
     for names, training in ((config.data.train, True), (config.data.eval, False)):
         if not names:
             continue
-        stores = load_stores(names, tokenizer, config.data, training=training, kind=kind)
+        stores = load_stores(names, tokenizer, config.data, training=training, kind=method.kind)
         try:
             found.append(Samples(stores, config.data, budget, names))
         except DrivetrainError as e:
@@ -131,11 +131,11 @@ def load_data(config: RunConfig, kind: Kind = "completions") -> tuple[Any, Sampl
     return tokenizer, found[0], found[1] if config.data.eval else None
 
 
-def sample_budget(config: RunConfig) -> Budget:
-    """What every sample must fit: training and evaluation micro-batches, cut evenly over context-parallel ranks."""
-    sizes, multiple = config.engine.micro_batch, max(1, config.engine.parallel.token_multiple)
+def sample_budget(config: RunConfig, method: Method) -> Budget:
+    """What every sample must fit: training and inference micro-batches, cut evenly over context-parallel ranks."""
+    sizes, multiple = config.engine.micro_batch, math.lcm(config.engine.parallel.token_multiple, method.token_multiple)
     least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
-    if config.data.eval and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
+    if (config.data.eval or method.infers) and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
         least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
     usable = least // multiple * multiple
     longest = config.data.max_length

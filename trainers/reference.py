@@ -1,5 +1,6 @@
 """The reference that a policy is compared with: a frozen model, the policy's own base, or numbers kept from an earlier pass."""
 
+import json
 import logging
 import os
 import uuid
@@ -11,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine.base import BaseEngine
-from ..engine.config import EngineConfig, LoraConfig, OffloadConfig, ParallelConfig
+from ..engine.config import LoraConfig, OffloadConfig, ParallelConfig
 from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.hf.config import read_config
+from ..engine.model_path import fingerprint, resolve_folder
 from ..engine.objective import OutputRequest
 from ..engine.registry import engine_class, options_class
 from ..engine.tokenizer import load_tokenizer
@@ -144,8 +147,8 @@ def check_reference(config: DPOConfig) -> None:
     if mode == "base":
         if config.model.lora.rank <= 0:
             raise ConfigError("reference.mode=base needs adapters to switch off (model.lora.rank); use model or cached")
-        for name, value in (("path", asked.path), ("backend", asked.backend)):
-            if value is not None:
+        for name, value in (("path", asked.path), ("backend", asked.backend), ("offload", asked.offload)):
+            if value not in (None, "none"):
                 raise ConfigError(
                     f"reference.{name}={value} with reference.mode=base, where the reference is the policy without its adapters; use reference.mode=model"
                 )
@@ -153,7 +156,8 @@ def check_reference(config: DPOConfig) -> None:
     try:
         reference_engine(config).check()
     except DrivetrainError as e:
-        raise ConfigError(f"the reference cannot be built: {e}") from e
+        where = "" if asked.path is None else f" (reference.path={asked.path})"
+        raise ConfigError(f"the reference cannot be built{where}: {e}") from e
     if asked.path is not None and asked.path != config.model.path:
         _check_vocabulary(config)
 
@@ -165,10 +169,12 @@ def _check_vocabulary(config: DPOConfig) -> None:
     except DrivetrainError as e:
         raise ConfigError(f"reference.path={model.path}: {e}") from e
     mine = load_tokenizer(config.model)
-    if mine.get_vocab() != theirs.get_vocab():
+    here, there = mine.get_vocab(), theirs.get_vocab()
+    if here != there:
+        apart = sorted(token for token in here.keys() | there.keys() if here.get(token) != there.get(token))
         raise ConfigError(
-            f"reference.path={model.path} has another tokenizer ({len(theirs)} tokens) than model.path={config.model.path} ({len(mine)}): the "
-            "same text would be other tokens; use a reference with the policy's own"
+            f"reference.path={model.path} has another tokenizer ({len(theirs)} tokens) than model.path={config.model.path} ({len(mine)}; {len(apart)} "
+            f"differ, {apart[0]!r} is one): the same text would be other tokens; use a reference with the policy's own"
         )
     rows = read_config(model).vocab_size
     if rows < len(mine):
@@ -193,16 +199,38 @@ def open_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Sample
     return _kept(config, every)
 
 
+def _identity(config: DPOConfig, engine: BaseEngine) -> str:
+    """All that a reference's numbers depend on beside the samples; the first rank's, as another machine's copy of the model is not
+    looked at. Collective."""
+    error: Exception | None = None
+    found = ""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            # A name on the Hub stands for whatever commit is its newest.
+            folder = resolve_folder(engine.model_config.path)
+            said = {
+                "format": FORMAT,
+                "transformers": transformers.__version__,
+                "weights": fingerprint(str(folder)),
+                "config": (folder / "config.json").read_text(),
+                "model": {**asdict(engine.model_config), "path": None},
+                "precision": asdict(engine.config.precision),
+                "seed": engine.config.seed if config.model.init == "random" else None,
+            }
+            found = xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+        except Exception as e:  # of the disk, or of the Hub; the other ranks are about to wait for this one
+            error = e
+    agree(error)
+    return str(exchange(found)[0])
+
+
 def _kept(config: DPOConfig, every: Sequence[Samples]) -> Kept:
     engine = reference_engine(config)
-    # The first rank's: another machine's copy of the model is not looked at.
-    known = exchange({"format": FORMAT, "model": engine.model_fingerprint, "precision": asdict(engine.config.precision)})[0]
+    known = _identity(config, engine)
     tables: dict[str, NDArray[Any]] = {}
     missing: list[tuple[Samples, Path]] = []
     for samples in every:
-        name = xxhash.xxh3_128_hexdigest(
-            repr((sorted(known.items(), key=str), _drawn(config, engine.config), samples.digest)).encode()
-        )
+        name = xxhash.xxh3_128_hexdigest(f"{known} {samples.digest}".encode())
         file = cache_folder(config.data) / f"reference-{name}.npy"
         table = _read(file, samples.lengths.size)
         # Where one machine lacks it, all compute it.
@@ -220,11 +248,6 @@ def _kept(config: DPOConfig, every: Sequence[Samples]) -> Kept:
         finally:
             engine.close()
     return Kept(tables)
-
-
-def _drawn(config: DPOConfig, engine: EngineConfig) -> Any:
-    """What weights that are drawn, not read, depend on."""
-    return (engine.seed,) if config.model.init == "random" else ()
 
 
 def _read(file: Path, size: int) -> NDArray[Any] | None:

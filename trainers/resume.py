@@ -34,13 +34,16 @@ class Start:
     evaluate: bool = False
 
 
-def resume(engine: BaseEngine, manager: CheckpointManager, config: RunConfig, loader: Loader, watch: Watch) -> Start:
+def resume(
+    engine: BaseEngine, manager: CheckpointManager, config: RunConfig, method: str, loader: Loader, watch: Watch
+) -> Start:
     """Load the checkpoint that `trainer.resume` names, if any. Collective.
 
     Args:
         engine: initialised.
         manager: of the run's checkpoints.
         config: of the run.
+        method: of training, by name.
         loader: of the training data.
         watch: over evaluations; takes back what it knew.
 
@@ -50,7 +53,7 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: RunConfig, lo
     """
     present = manager.present()
     numbers = [(step_of(name) or (0, 0))[0] for name in present]
-    told = {"config": asdict(config)}
+    told = {"config": asdict(config), "method": method}
     start = Start(step=1, cursor=Cursor(), told=told)
     found = None
     if config.trainer.resume == "auto":
@@ -59,6 +62,12 @@ def resume(engine: BaseEngine, manager: CheckpointManager, config: RunConfig, lo
         found = manager.restore(config.trainer.resume)
     if found is not None:
         chosen, restored = found
+        made_by = restored.extra.get("method", method)
+        if made_by != method:
+            raise CheckpointError(
+                f"{chosen} is of a run of {made_by}, this one is {method}: it cannot be gone on with; choose another trainer.output_dir, and give "
+                "the model that the other run exported as model.path"
+            )
         # The first rank's: another machine's copy of the model is not looked at.
         now = engine.topology.exchange(engine.model_fingerprint)[0]
         if restored.fingerprint is not None and restored.fingerprint != now:

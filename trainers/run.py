@@ -97,7 +97,7 @@ def _run(config: RunConfig, method: Method) -> None:
 
 
 def _train(config: RunConfig, method: Method, output: Path, engine: BaseEngine) -> None:
-    tokenizer, samples, held_out = load_data(config, method.kind)
+    tokenizer, samples, held_out = load_data(config, method)
     order = Order(samples.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
     total = config.trainer.max_steps or config.trainer.epochs * -(-len(order) // config.data.batch_size)
     if not min(order.drawn):
@@ -114,7 +114,7 @@ def _train(config: RunConfig, method: Method, output: Path, engine: BaseEngine) 
         watch = Watch(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
         with _manager(engine, config.trainer, output) as manager:
             manager.sweep()
-            start = resume(engine, manager, config, loader, watch)
+            start = resume(engine, manager, config, method.name, loader, watch)
             if start.step <= total:
                 _write_config(engine, config, output, resumed=start.step > 1)
                 if config.trainer.save_every and start.step + config.trainer.save_every <= total:
@@ -125,7 +125,7 @@ def _train(config: RunConfig, method: Method, output: Path, engine: BaseEngine) 
                     engine,
                     method,
                     loader,
-                    _evaluation(engine, config, held_out, tokenizer, loggers),
+                    _evaluation(engine, config, held_out, tokenizer, loggers, sample_budget(config, method).tokens),
                     manager,
                     config.trainer,
                     loggers,
@@ -171,7 +171,7 @@ def _manager(engine: BaseEngine, config: TrainerConfig, output: Path) -> Checkpo
 
 
 def _evaluation(
-    engine: BaseEngine, config: RunConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger]
+    engine: BaseEngine, config: RunConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger], budget: int
 ) -> Evaluation | None:
     if held_out is None:
         return None
@@ -181,7 +181,7 @@ def _evaluation(
 
     def tell(step: int, stop: StopSignal) -> None:
         if shown:
-            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, sample_budget(config).tokens, stop)
+            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, budget, stop)
 
             def write() -> None:
                 for logger in loggers:

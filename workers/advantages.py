@@ -70,7 +70,7 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """
     _check("values", values, mask.shape)
     weight = mask.to(values.dtype)
-    count = weight.sum()
+    count = weight.sum().clamp(min=1)
     mean = (values * weight).sum() / count
     variance = ((values - mean) ** 2 * weight).sum() / (count - 1).clamp(min=1)
     return (values - mean) * torch.rsqrt(variance + eps) * weight
@@ -90,13 +90,14 @@ def grpo(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e
     """
     _check("groups", groups, rewards.shape)
     _, which, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    n = counts.to(rewards.dtype)
-    mean = torch.zeros_like(n).index_add(0, which, rewards) / n
-    apart = rewards - mean[which]
-    if not scale:
-        return apart
-    variance = torch.zeros_like(n).index_add(0, which, apart**2) / (n - 1).clamp(min=1)
-    return apart / (variance.sqrt()[which] + eps)
+    # In float32 the mean of equal rewards may differ from them, and that difference would be scaled up to a whole advantage.
+    wide, n = rewards.double(), counts.double()
+    mean = torch.zeros_like(n).index_add(0, which, wide) / n
+    apart = wide - mean[which]
+    if scale:
+        variance = torch.zeros_like(n).index_add(0, which, apart**2) / (n - 1).clamp(min=1)
+        apart = apart / (variance.sqrt()[which] + eps)
+    return apart.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -110,9 +111,10 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     _check("groups", groups, rewards.shape)
     _, which, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    n = counts.to(rewards.dtype)[which]
-    total = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device).index_add(0, which, rewards)[which]
-    return torch.where(n > 1, rewards - (total - rewards) / (n - 1).clamp(min=1), torch.zeros_like(rewards))
+    wide, n = rewards.double(), counts.double()[which]
+    total = torch.zeros(len(counts), dtype=wide.dtype, device=wide.device).index_add(0, which, wide)[which]
+    found = torch.where(n > 1, wide - (total - wide) / (n - 1).clamp(min=1), torch.zeros_like(wide))
+    return found.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -55,9 +55,19 @@ class WorkerGroup(ABC):
         Raises:
             ConfigError: there is none of this name.
         """
+        self._role(name)
+        return RoleHandle(self, name)
+
+    def _role(self, name: str) -> Role:
         if name not in self.roles:
             raise ConfigError(f"there is no role {name!r}; there are {', '.join(self.roles)}")
-        return RoleHandle(self, name)
+        return self.roles[name]
+
+    def _check_sync(self, source: str, target: str) -> None:
+        for name, needs in ((source, "weights"), (target, "load_weights")):
+            worker = self._role(name).worker
+            if not hasattr(worker, needs):
+                raise ConfigError(f"sync_weights({source!r}, {target!r}): {worker.__name__} of {name!r} has no {needs}")
 
     def call(self, role: str, method: str, *args: Any, mini_batches: MiniBatches | None = None, **options: Any) -> Any:
         """Call a method of a role's workers.
@@ -75,7 +85,9 @@ class WorkerGroup(ABC):
         Raises:
             WorkerError: a process failed.
         """
-        dispatch = dispatch_of(self.roles[role].worker, method)
+        dispatch = dispatch_of(self._role(role).worker, method)
+        if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
+            raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
         if mini_batches is not None and dispatch.split != "steps":
             raise ConfigError(f"mini_batches is for updates; {role}.{method} makes none")
         if dispatch.split == "same":
@@ -183,6 +195,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def sync_weights(self, source: str, target: str) -> None:
         """Within each process."""
+        self._check_sync(source, target)
         self._host.copy_weights(source, target)
 
     def close(self) -> None:

@@ -144,6 +144,8 @@ def open_door(data: Any) -> Door:
             f"a batch is a PackedBatch, or has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; this is a "
             f"{type(data).__name__}{f' with {keys}' if keys else ''}"
         )
+    if not torch.is_tensor(data["input_ids"]):
+        raise BatchError(f"input_ids is a {type(data['input_ids']).__name__}; it must be a tensor [B, L], or jagged [B, j]")
     if data["input_ids"].is_nested:
         return _open_jagged(data, keys)
     return _open_padded(data, keys)
@@ -160,12 +162,16 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
         raise BatchError(
             f"input_ids is {list(ids.shape)} and the responses are {list(shown.shape)}; they must be [B, L] and [B, R], R <= L"
         )
-    mask = data["attention_mask"].bool()
-    if mask.shape != ids.shape:
-        raise BatchError(f"attention_mask is {list(mask.shape)}; it must be {list(ids.shape)}, as input_ids")
+    if data["attention_mask"].shape != ids.shape:
+        raise BatchError(f"attention_mask is {list(data['attention_mask'].shape)}; it must be {list(ids.shape)}, as input_ids")
+    mask = _binary(data["attention_mask"], "attention_mask")
     width = shown.shape[1]
     begin = ids.shape[1] - width
     where = mask[:, begin:].clone()
+    if "responses" in keys:
+        _check_responses(data["responses"], ids, mask)
+    if "response_mask" in keys and bool((_binary(shown, "response_mask") & ~where).any()):
+        raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be a response's")
     if not begin:
         if "response_mask" not in keys:
             raise BatchError(
@@ -186,6 +192,8 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
     rows: dict[str, Tensor] = {}
     for name in keys:
         value = data[name]
+        if name in TOKEN_FIELDS and not isinstance(value, Tensor):
+            raise BatchError(f"{name} is a {type(value).__name__}; it must be a tensor, one number for each response token")
         if name in SHAPES or not isinstance(value, Tensor):
             continue
         if value.shape == where.shape:
@@ -194,14 +202,16 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
             raise BatchError(
                 f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number for each response token"
             )
-        elif value.shape[:1] == ids.shape[:1] and value.dim() == 1:
-            rows[name] = value
+        elif value.dim() == 1:
+            rows[name] = _row_field(name, value, len(ids))
     batch = packed.with_fields(**tokens).with_sequence_fields(**rows)
     return PaddedDoor(batch=batch, where=where, at=at, tensordict=_is_tensordict(data))
 
 
 def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
     ids: Any = data["input_ids"]
+    if ids.layout != torch.jagged:
+        raise BatchError("input_ids is nested without layout=torch.jagged; make it so")
     borders = ids.offsets()
     shown: Any = data["response_mask"] if "response_mask" in keys else data["responses"] if "responses" in keys else None
     if shown is None or not shown.is_nested:
@@ -218,9 +228,11 @@ def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
     token = first[row] + torch.arange(len(row), device=first.device) - offsets[:-1][row]
     real = token > borders[:-1][row]
     if whole:
-        real &= shown.values().bool() if "response_mask" in keys else real
+        real &= _binary(shown.values(), "response_mask") if "response_mask" in keys else real
     elif not bool(real.all()):
         raise BatchError(f"row {int(row[~real][0])} has no prompt: its response's first token has nothing that predicts it")
+    if "responses" in keys and "response_mask" not in keys and not torch.equal(shown.values(), ids.values()[token]):
+        raise BatchError("responses are not the last tokens of input_ids")
     at = (token - 1).clamp(min=0)
     supervised = torch.zeros(len(ids.values()), dtype=torch.bool, device=first.device)
     supervised[token[real]] = True
@@ -246,8 +258,33 @@ def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
         elif name in TOKEN_FIELDS:
             raise BatchError(f"{name} is {list(value.shape)}; beside jagged responses it must be jagged like them")
         elif value.dim() == 1:
-            rows[name] = value
+            rows[name] = _row_field(name, value, len(answers))
     return JaggedDoor(batch=packed.with_fields(**tokens).with_sequence_fields(**rows), offsets=offsets, at=at, real=real)
+
+
+def _binary(mask: Tensor, name: str) -> Tensor:
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise BatchError(f"{name} has values that are neither 0 nor 1")
+    return mask.bool()
+
+
+def _check_responses(responses: Tensor, ids: Tensor, mask: Tensor) -> None:
+    """A framework that packs prompt and response against each other has them elsewhere than in the last columns."""
+    begin = ids.shape[1] - responses.shape[1]
+    # Padding may be of another id in the two, but where the row goes on, and where it could only go on by mistake, they are one.
+    wrong = (responses != ids[:, begin:]) & (mask[:, begin:] | ~mask[:, begin:].any(1, keepdim=True))
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0])
+        raise BatchError(
+            f"row {row}: responses are not the last {responses.shape[1]} columns of input_ids; where responses stand elsewhere, give "
+            "response_mask [B, L] instead"
+        )
+
+
+def _row_field(name: str, value: Tensor, rows: int) -> Tensor:
+    if len(value) != rows:
+        raise BatchError(f"{name} is {list(value.shape)}; it must be [{rows}], one number for each row")
+    return value
 
 
 def _is_tensordict(data: Any) -> bool:

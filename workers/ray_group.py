@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..engine.batch import MediaField, PackedBatch
 from ..engine.errors import ConfigError, RemoteError, WorkerError, WorkerLostError
+from .dispatch import dispatch_of
 from .group import WorkerGroup
 from .host import Call, Facts, Host, Role, report
 
@@ -81,9 +82,10 @@ class _Process:
         by_share = call.deal is not None and call.deal.steps is None
         return found if isinstance(found, _Failure) or (facts.answers if by_share else self._rank == 0) else None
 
-    def feed(self, part: Any) -> Any:
-        """Load a part of a stream of weights, or pass on that it could not be made."""
-        return part if isinstance(part, _Failure) else self._told(self._host.feed, part)
+    def send(self, source: str, most_bytes: int) -> tuple[Any, Any]:
+        """The next part of a stream of weights: whether more follow, and the tensors."""
+        found = self._told(self._host.next_weights, source, most_bytes)
+        return (found, []) if isinstance(found, _Failure) else (self._host.more_weights(source), found)
 
     def host(self, method: str, *args: Any) -> Any:
         """Run a method of the host."""
@@ -125,6 +127,8 @@ class RayWorkerGroup(WorkerGroup):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(roles)
+        if not cpus > 0 or (gpus is not None and gpus < 0):
+            raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs, and 0 GPUs or more")
         try:
             import ray
         except ImportError as e:
@@ -210,6 +214,8 @@ class RayWorkerGroup(WorkerGroup):
         Args:
             checkpoints: role -> folder that `save_checkpoint` gave; other roles begin with their model's weights.
         """
+        for role in checkpoints or {}:
+            dispatch_of(self._role(role).worker, "load_checkpoint")
         self.close()
         self._broken = None
         self._start()
@@ -250,22 +256,37 @@ class RayWorkerGroup(WorkerGroup):
         """Within each process where both roles share a pool; else through the object store, a part at a time."""
         self._check_whole()
         what = f"weights of {source} to {target}"
+        self._check_sync(source, target)
         left, right = self.roles[source].pool, self.roles[target].pool
         if left == right:
             self._wait(left, what, [p.host.remote("copy_weights", source, target) for p in self._pools[left]])
             return
-        self._wait(right, what, [p.host.remote("open_feed", target) for p in self._pools[right]])
+        try:
+            self._stream(source, target)
+        except WorkerError as e:
+            # Streams are half read and weights half loaded: nothing of that can be gone on with.
+            self._end(self._broken or str(e).splitlines()[0])
+            raise
+
+    def _stream(self, source: str, target: str) -> None:
+        what = f"weights of {source} to {target}"
+        left, right = (self._pools[self.roles[name].pool] for name in (source, target))
+        names = self.roles[source].pool, self.roles[target].pool
+        self._wait(names[1], what, [p.host.remote("open_feed", target) for p in right])
         taken: list[Any] = []
         more = True
         while more:
-            # The tensors stay in the object store, from where each of the others takes them.
-            parts = [p.host.remote("next_weights", source, PART_BYTES) for p in self._pools[left]]
-            self._wait(left, what, parts[1:])
-            more = self._wait(left, what, [p.host.remote("more_weights", source) for p in self._pools[left]])[0]
-            self._wait(right, what, taken)
-            taken = [p.feed.remote(parts[0]) for p in self._pools[right]]
-        self._wait(right, what, taken)
-        self._wait(right, what, [p.host.remote("close_feed") for p in self._pools[right]])
+            # What a process says of its part comes apart from the tensors, which stay in the object store.
+            parts = [p.send.options(num_returns=2).remote(source, PART_BYTES) for p in left]
+            more = self._wait(names[0], what, [said for said, _ in parts])[0]
+            self._wait(names[1], what, taken)
+            taken = [p.host.remote("feed", parts[0][1]) for p in right]
+        self._wait(names[1], what, taken)
+        self._wait(names[1], what, [p.host.remote("close_feed") for p in right])
+
+    def _end(self, why: str) -> None:
+        self.close()
+        self._broken = why
 
     def _check_whole(self) -> None:
         if self._broken is not None:
@@ -314,10 +335,7 @@ class RayWorkerGroup(WorkerGroup):
         hung = [refs.index(ref) for ref in pending]
         if hung:
             said.append(f"ranks {hung} waited for it and were ended after {self._grace_s:g} s")
-        self._broken = said[0].splitlines()[0]
-        broken = self._broken
-        self.close()
-        self._broken = broken
+        self._end(said[0].splitlines()[0])
         raise (WorkerLostError if lost else WorkerError)("\n".join(said) + "\nrebuild() starts the group anew")
 
 

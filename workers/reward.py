@@ -1,7 +1,9 @@
 """The reward: a model that scores whole answers, or a function of them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -58,12 +60,14 @@ class Answer:
         response: token ids.
         prompt_text: decoded, where the worker has a tokenizer.
         response_text: decoded, special tokens left out.
+        fields: the row's own numbers (`[B]` fields of the batch) by name: an index, say, to look a right answer up by.
     """
 
     prompt: list[int]
     response: list[int]
     prompt_text: str = ""
     response_text: str = ""
+    fields: Mapping[str, float] = field(default_factory=dict)
 
 
 RewardFunction = Callable[[Sequence[Answer]], Sequence[float]]
@@ -80,6 +84,16 @@ class FunctionRewardConfig:
 
     function: RewardFunction
     tokenizer: str | None = None
+
+
+def _number(reward: Any, row: str) -> float:
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise BatchError(f"the reward function returned {reward!r} for {row}; a reward is a number") from e
+    if not math.isfinite(number):
+        raise BatchError(f"the reward function returned {number} for {row}; a reward is finite")
+    return number
 
 
 class FunctionRewardWorker:
@@ -105,27 +119,33 @@ class FunctionRewardWorker:
         """`rewards` `[B]` of the rows.
 
         Raises:
-            BatchError: the function returned another number of rewards.
+            BatchError: the function returned another number of rewards, or one that is no finite number.
         """
         door = open_door(data)
         batch = door.batch
         answers = []
-        for begin, end in zip(batch.bounds, batch.bounds[1:], strict=False):
+        for row, (begin, end) in enumerate(pairwise(batch.bounds)):
             learned = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
             border = learned[0] + 1 if learned else end - begin
             ids = batch.input_ids[begin:end].tolist()
-            answers.append(self._answer(ids[:border], ids[border:]))
-        rewards = [float(r) for r in self.config.function(answers)]
-        if len(rewards) != len(answers):
-            raise BatchError(f"the reward function returned {len(rewards)} rewards for {len(answers)} answers")
+            fields = {name: float(values[row]) for name, values in batch.sequence_fields.items() if values.dim() == 1}
+            answers.append(self._answer(ids[:border], ids[border:], fields))
+        # A share may be empty; no function needs to know what nothing is worth.
+        found = self.config.function(answers) if answers else []
+        if not hasattr(found, "__len__"):
+            raise BatchError(f"the reward function returned a {type(found).__name__}; it returns one reward for each answer")
+        if len(found) != len(answers):
+            raise BatchError(f"the reward function returned {len(found)} rewards for {len(answers)} answers")
+        rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(found)]
         return door.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 
-    def _answer(self, prompt: list[int], response: list[int]) -> Answer:
+    def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, float]) -> Answer:
         if self._tokenizer is None:
-            return Answer(prompt=prompt, response=response)
+            return Answer(prompt=prompt, response=response, fields=fields)
         return Answer(
             prompt=prompt,
             response=response,
+            fields=fields,
             prompt_text=self._tokenizer.decode(prompt),
             response_text=self._tokenizer.decode(response, skip_special_tokens=True),
         )

@@ -83,10 +83,13 @@ def init_adapter(name: str, value: Tensor) -> None:
 def adapters_disabled(root: nn.Module) -> Iterator[None]:
     """Run the adapted layers without their adapters, then with them again."""
     layers = [m for m in root.modules() if isinstance(m, LoraLayer)]
-    # peft's own switch freezes the adapters with it; what trains before must train after.
+    # peft's own switch freezes the adapters with it; what trains before must train after. At once, too: FSDP looks in the very first
+    # forward pass which parameters will have gradients, and converts no other's.
     trainable = [p for p in root.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
+    for parameter in trainable:
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

@@ -30,6 +30,14 @@ WIDTH: Mapping[Kind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
 """Documents of a sample."""
 COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), "margin", "tools", "chat_template_kwargs"]))
 """All that is read of a row."""
+HINTS: Mapping[Kind, Mapping[str, str]] = {
+    "pairs": {
+        "label": " (single answers, liked or not: for drivetrain dpo with dpo.loss=kto)",
+        "messages": " (answers to learn: for drivetrain sft)",
+        "completion": " (answers to learn: for drivetrain sft)",
+    },
+    "unpaired": {"messages": " (answers to learn: for drivetrain sft)"},
+}
 FOREIGN = {
     "chosen": " (preference data: for drivetrain dpo or rm)",
     "conversations": " (ShareGPT's form: rename conversations, from and value to messages, role and content)",
@@ -60,10 +68,10 @@ def encode_row(
         sides = split_preference(row, name)
         return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
     if form == "unpaired":
-        if not isinstance(row["label"], bool):
+        if row["label"] not in (0, 1):
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false")
         (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)
-        return [replace(sample, chosen=row["label"])]
+        return [replace(sample, chosen=bool(row["label"]))]
     return _encode_answers(tokenizer, row, form, name, data)
 
 
@@ -105,7 +113,8 @@ def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "c
     # A column that only other rows of the file have comes back as null.
     form = next((f for f, columns in forms.items() if all(row.get(c) is not None for c in columns)), None)
     if form is None:
-        hint = next((h for column, h in FOREIGN.items() if column in row and kind == "completions"), "")
+        hints = FOREIGN if kind == "completions" else HINTS[kind]
+        hint = next((h for column, h in hints.items() if row.get(column) is not None), "")
         there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
         wanted = " or ".join(" and ".join(columns) for columns in forms.values())
         raise DataError(f"{name} has the columns {there}; it needs {wanted}{hint}")

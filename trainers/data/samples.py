@@ -94,15 +94,16 @@ def _fit(store: Store, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], 
     if not longer.any():
         return index, first, last
     cap = min(limit, budget.tokens // width)
-    pair = "" if width == 1 else f"; a pair stands in one micro-batch, {cap} tokens for each side"
-    said = (budget.setting if data.max_length is None else f"data.max_length={limit}") + pair
+    said = budget.setting if data.max_length is None else f"data.max_length={limit}"
     if data.too_long == "error":
         worst = int(index[longer][0])
         side = int(lengths[worst].argmax())
-        raise DataError(
-            f"{store.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {said}; raise it, or set data.too_long to skip, "
-            "truncate_left or truncate_right"
-        )
+        what = f"{store.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {said}"
+        if lengths[worst].max() <= limit:
+            what = f"the two sides of {store.name(worst * width)} have {lengths[worst].sum()} tokens, and stand in one micro-batch: more than {budget.setting}"
+        raise DataError(f"{what}; raise it, or set data.too_long to skip, truncate_left or truncate_right")
+    if width > 1:
+        said += f" for a side, {budget.setting} for a pair"
     if data.too_long == "skip":
         log.warning("left out (data.too_long=skip): %d of the samples, longer than %s", longer.sum(), said)
         return index[~longer], first[~longer], last[~longer]

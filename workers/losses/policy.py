@@ -7,6 +7,7 @@ the policy did not write, a tool's output say; all of an answer's tokens by defa
 Axes: T tokens, N sequences.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -63,8 +64,8 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) ->
     return torch.expm1(-difference) + difference
 
 
-def sequence_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
-    """`[T]`: each token's share of its answer's length-normalised ratio, exp of the mean log-ratio of the answer.
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
+    """`[T]`: the logarithm of its answer's length-normalised ratio at each token: the mean of the answer's log-ratios.
 
     Args:
         log_ratio: `[T]`, of each token.
@@ -153,11 +154,15 @@ class PolicyLoss:
                 raise ConfigError(f"{name}={getattr(self, name)}; there are {', '.join(get_args(values))}")
         for name in ("clip_low", "clip_high", "kl_coef"):
             value = getattr(self, name)
-            if value is not None and value < 0:
+            if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{name}={value}; it must be 0 or more")
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.clip_low >= 1:
+            raise ConfigError(f"clip_low={self.clip_low}; a ratio is more than 0, so it must be less than 1")
+        if not math.isfinite(self.entropy_coef):
+            raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a number")
+        if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
             raise ConfigError(f"dual_clip={self.dual_clip}; it bounds a ratio from above and must be more than 1, or None")
-        if not self.temperature > 0:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.length_norm is not None) or (self.length_norm or 1) < 1:
             raise ConfigError(
@@ -185,21 +190,25 @@ class PolicyLoss:
         """Sums over the answers of a micro-batch."""
         assert outputs.log_probs is not None
         mask = outputs.mask.to(outputs.log_probs.dtype)
-        log_probs, old = outputs.log_probs, token_field(batch, "old_log_probs").to(mask.dtype)
-        advantages = token_field(batch, "advantages").to(mask.dtype)
-        # Outside the answers there are no numbers to look at, and old ones may be anything.
-        log_ratio = torch.where(outputs.mask, log_probs - old, torch.zeros_like(log_probs))
+        log_probs = outputs.log_probs
+
+        def given(name: str) -> Tensor:
+            # Outside the answers there may stand anything; NaN would spoil the gradient, times zero too.
+            return torch.where(outputs.mask, token_field(batch, name).to(mask.dtype), torch.zeros_like(log_probs))
+
+        advantages = given("advantages")
+        log_ratio = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs)) - given("old_log_probs")
         if self.ratio == "token":
             ratio = log_ratio.exp()
         else:
-            shared = sequence_ratio(log_ratio, mask, batch)
+            shared = sequence_log_ratio(log_ratio, mask, batch)
             if self.ratio == "sequence-token":
                 shared = shared.detach() + log_ratio - log_ratio.detach()
             ratio = shared.exp()
         high = self.clip_low if self.clip_high is None else self.clip_high
         losses = clipped_objective(ratio, advantages, self.clip_low, high, self.dual_clip)
         if "importance_weights" in batch.token_fields:
-            losses = losses * token_field(batch, "importance_weights").to(mask.dtype)
+            losses = losses * given("importance_weights")
         terms = {"policy": self._sum(losses, mask, batch)}
         tokens = mask.sum()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
@@ -207,8 +216,7 @@ class PolicyLoss:
             terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
             metrics["entropy"] = ((outputs.entropy.detach() * mask).sum(), tokens)
         if self.kl_coef:
-            reference = torch.where(outputs.mask, token_field(batch, "reference_log_probs").to(mask.dtype), log_probs.detach())
-            kl = kl_estimate(log_probs, reference, self.kl_estimator)
+            kl = kl_estimate(log_ratio + given("old_log_probs"), given("reference_log_probs"), self.kl_estimator)
             terms["kl"] = self.kl_coef * self._sum(kl, mask, batch)
             metrics["kl"] = ((kl.detach() * mask).sum(), tokens)
         with torch.no_grad():

@@ -5,6 +5,7 @@ The formulas are pure functions of per-sequence log-probabilities; `PreferenceLo
 Axes: T tokens, N sequences, P pairs.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -161,7 +162,8 @@ class PreferenceLoss:
         length_normalize: divide a sequence's log-probability by its supervised tokens; None: as the loss is defined
             (`LENGTH_NORMALIZED`).
         sft_weight: weight of the chosen side's negative log-likelihood by token; None: as the loss is defined
-            (`SFT_WEIGHT`). With the sigmoid loss it is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1).
+            (`SFT_WEIGHT`). With the sigmoid loss it is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), here a mean over
+            all chosen tokens of the batch, where the paper takes that of each answer's mean.
 
     Raises:
         ConfigError: a setting is out of range, or the loss does not have it.
@@ -179,7 +181,7 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         if self.kind not in get_args(PairLoss):
             raise ConfigError(f"loss={self.kind}; there are {', '.join(get_args(PairLoss))}")
-        if not self.beta > 0:
+        if not (self.beta > 0 and math.isfinite(self.beta)):
             raise ConfigError(f"beta={self.beta}; it must be more than 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing}; it is a share of wrong labels, below 0.5")
@@ -187,9 +189,9 @@ class PreferenceLoss:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} with loss={self.kind}, which has none; use sigmoid, cpo or simpo, or set it to 0"
             )
-        if self.gamma < 0:
+        if not (self.gamma >= 0 and math.isfinite(self.gamma)):
             raise ConfigError(f"gamma={self.gamma}; it is a margin, 0 or more")
-        if self.sft_weight is not None and self.sft_weight < 0:
+        if self.sft_weight is not None and not (self.sft_weight >= 0 and math.isfinite(self.sft_weight)):
             raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
         if self.length_normalize is False and self.kind == "orpo":
             raise ConfigError("length_normalize=false with loss=orpo, whose odds are those of a token; unset it")
@@ -261,7 +263,7 @@ class PreferenceLoss:
         reward = self.beta * ratio
         margin = reward[chosen] - reward[rejected]
         found: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            # A margin of 0, as before the first step, is a coin's toss and no hit.
+            # Before the first step, against itself, a margin is 0 but for rounding, and this is chance.
             "reward_accuracy": ((margin > 0).sum(), pairs),
             "reward_margin": (margin.sum(), pairs),
             "reward_chosen": (reward[chosen].sum(), pairs),
@@ -301,7 +303,7 @@ class KTOLoss:
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) > 0:
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
 
     def tokens(self, batch: PackedBatch) -> Tensor:

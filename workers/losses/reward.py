@@ -3,6 +3,7 @@
 Axes: T tokens, N sequences, P pairs.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class RewardLoss:
     linear: bool = False
 
     def __post_init__(self) -> None:
-        if self.centering < 0:
+        if not (self.centering >= 0 and math.isfinite(self.centering)):
             raise ConfigError(f"centering={self.centering}; it must be 0 or more")
 
     def tokens(self, batch: PackedBatch) -> Tensor:

@@ -3,6 +3,7 @@
 Axes: T tokens.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class ValueLoss:
     linear: bool = False
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
             raise ConfigError(f"clip={self.clip}; it must be more than 0, or None")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
@@ -65,8 +66,12 @@ class ValueLoss:
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Sums over the answers of a micro-batch."""
         assert outputs.values is not None
-        values, returns = outputs.values, token_field(batch, "returns").to(outputs.values.dtype)
-        old = token_field(batch, "values").to(values.dtype) if self.clip is not None else values.detach()
+        values, nothing = outputs.values, torch.zeros_like(outputs.values)
+        # Outside the answers there may stand anything; NaN would spoil the gradient, times zero too.
+        returns = torch.where(outputs.mask, token_field(batch, "returns").to(values.dtype), nothing)
+        old = values.detach()
+        if self.clip is not None:
+            old = torch.where(outputs.mask, token_field(batch, "values").to(values.dtype), nothing)
         losses = torch.where(outputs.mask, clipped_value_loss(values, old, returns, self.clip), torch.zeros_like(values))
         tokens, found = outputs.mask.sum(), values.detach()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
