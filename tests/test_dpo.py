@@ -255,7 +255,7 @@ def rank_lora(folder: str, cache: str) -> Any:
         data=DataConfig(train=(str(root / "pairs.jsonl"),), batch_size=24, cache_dir=cache),
         engine=EngineConfig(
             precision=PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32"),
-            micro_batch=MicroBatchConfig(max_tokens=64),
+            micro_batch=MicroBatchConfig(max_tokens=2048),
         ),
         optim=OptimConfig(lr=1e-2),
     )
