@@ -218,6 +218,15 @@ def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody(models: Pa
         assert group["actor"].to("device") is None
 
 
+def test_the_program_of_the_page(models: Path) -> None:
+    """docs/ray.md's first, as it stands there."""
+    page = (EXAMPLES.parent / "docs" / "ray.md").read_text()
+    found: dict[str, Any] = {}
+    program = page.split("```python\n")[1].split("```")[0].replace("MODEL", str(models / "policy"))
+    exec(compile(program, "docs/ray.md", "exec"), found)
+    assert torch.allclose(found["log_probs"], found["data"]["rollout_log_probs"], atol=1e-4)
+
+
 def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), the Ray cluster has 2; make the pools smaller"):

@@ -351,11 +351,16 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_the_program_of_the_page(models: Path) -> None:
-    """docs/workers.md's, as it stands there."""
+def test_the_programs_of_the_page(models: Path) -> None:
+    """docs/workers.md's, as they stand there."""
     page = (EXAMPLES.parent / "docs" / "workers.md").read_text()
-    program = page.split("```python\n")[1].split("```")[0].replace("MODEL", str(models / "policy"))
-    found: dict[str, Any] = {}
-    exec(compile(program, "docs/workers.md", "exec"), found)
-    assert found["result"].grad_norm > 0
-    assert found["data"]["old_log_probs"].shape == (2, 3)
+    programs = [part.split("```")[0].replace("MODEL", str(models / "policy")) for part in page.split("```python\n")[1:]]
+    assert len(programs) == 2
+    found: list[dict[str, Any]] = []
+    for program in programs:
+        found.append({})
+        exec(compile(program, "docs/workers.md", "exec"), found[-1])
+    assert found[0]["result"].grad_norm > 0
+    assert found[0]["data"]["old_log_probs"].shape == (2, 3)
+    assert len(found[1]["results"]) == 2
+    assert torch.allclose(found[1]["data"]["old_log_probs"], found[1]["data"]["rollout_log_probs"], atol=1e-4)
