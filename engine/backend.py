@@ -110,12 +110,9 @@ class Backend(ABC):
         """Config, generation config and tokenizer of the model. Called on the first rank."""
 
     @abstractmethod
-    def named_weights(self, *, adapters: Adapters = "folded") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """Stream full tensors under Hugging Face names, one at a time, on every rank.
-
-        Args:
-            adapters: `folded` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
-        """
+    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names, one at a time, on every rank: what `named_weights` hands out. The parameters are on
+        the device, and the stream is always read to its end."""
 
     @abstractmethod
     def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

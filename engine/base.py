@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import Backend
+from .backend import Adapters, Backend
 from .batch import PackedBatch
 from .checkpoint.load import RestoredState, load_state, restore_random_state
 from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
@@ -301,6 +301,25 @@ class BaseEngine(Backend):
 
     def _aux_coef(self) -> float:
         return self.model_config.router_aux_loss_coef or 0.0
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Stream full tensors under Hugging Face names, one at a time, on every rank.
+
+        Args:
+            adapters: `folded` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
+        """
+        with self._residency.on_device(("params",)) as moved:
+            stream = self._stream_weights(adapters)
+            try:
+                # A tensor may be a view of memory that goes back to rest.
+                yield ((name, tensor.clone()) for name, tensor in stream) if moved else stream
+            finally:
+                # A rank that stopped early, or failed, still takes part in what the others are waiting in.
+                for _ in stream:
+                    pass
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

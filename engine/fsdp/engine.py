@@ -1,7 +1,7 @@
 """FSDPEngine: FSDP2 and Ulysses over any decoder of transformers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -212,20 +212,8 @@ class FSDPEngine(BaseEngine):
         """See `BaseEngine.weight_shapes`."""
         return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
-    @contextmanager
-    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """See `BaseEngine.named_weights`."""
-        with self._residency.on_device(("params",)) as moved:
-            stream = stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
-            if moved:
-                # What is handed out may be a view of memory that goes back to rest.
-                stream = ((name, tensor.clone()) for name, tensor in stream)
-            try:
-                yield stream
-            finally:
-                # A rank that stopped early, or failed, still takes part in the gathers that the others are waiting in.
-                for _ in stream:
-                    pass
+    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        return stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _free(self) -> None:
         self._optimizer = None

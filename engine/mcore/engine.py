@@ -1,7 +1,7 @@
 """MCoreEngine: Megatron-core's parallel layouts behind the same contract."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -319,20 +319,8 @@ class MCoreEngine(BaseEngine):
         """See `BaseEngine.weight_shapes`."""
         return shapes_of(self._plans[adapters])
 
-    @contextmanager
-    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """See `BaseEngine.named_weights`."""
-        with self._residency.on_device(("params",)) as moved:
-            stream = self._model_state.stream(self._plans[adapters])
-            if moved:
-                # What is handed out may be a view of memory that goes back to rest.
-                stream = ((name, tensor.clone()) for name, tensor in stream)
-            try:
-                yield stream
-            finally:
-                # A rank that stopped early, or failed, still takes part in what the others are waiting in.
-                for _ in stream:
-                    pass
+    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        return self._model_state.stream(self._plans[adapters])
 
     def _free(self) -> None:
         self._optimizer = None
