@@ -118,7 +118,8 @@ class FSDPEngine(BaseEngine):
     def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch
-        self._fsdp.set_requires_gradient_sync(sync)
+        if isinstance(self._root, FSDPModule):
+            self._root.set_requires_gradient_sync(sync)
         loss.backward()
 
     def _reduce_and_clip(self, max_norm: float | None) -> float:
@@ -143,11 +144,6 @@ class FSDPEngine(BaseEngine):
         forget_unsharded_gradients(self._root)
         if self._optimizer is not None:
             self._optimizer.forget_gradients()
-
-    @property
-    def _fsdp(self) -> FSDPModule:
-        assert isinstance(self._root, FSDPModule)
-        return self._root
 
     # ---- modes, residency, adapters ------------------------------------------------------------------------------
 

@@ -38,13 +38,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
-    """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once."""
+    """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once.
+
+    One rank that neither casts nor offloads is left as it is: FSDP would copy its parameters twice a step and its gradients
+    three times, for nothing.
+    """
     precision = config.precision
     # Named also where all stored parameters have it: adapters are stored in float32 beside them.
     mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
     compute = getattr(torch, precision.compute) if mixed else None
     reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    if mesh.size() == 1 and compute is None and reduce is None and config.offload.params == "none":
+        return
     offload = OffloadPolicy()
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
