@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def batch_of(group: RayWorkerGroup) -> dict[str, Any]:
 def fails_on_nine(answers: Any) -> list[float]:
     if any(9 in a.prompt for a in answers):
         raise ValueError("a nine")
-    return [1.0 for _ in answers]
+    return [float(a.fields.get("worth", 1)) for a in answers]
 
 
 def test_a_failure_comes_with_its_traceback_and_a_death_with_its_rank(models: Path, tmp_path: Path) -> None:
@@ -92,7 +94,8 @@ def test_a_failure_comes_with_its_traceback_and_a_death_with_its_rank(models: Pa
         ):
             group["reward"].compute_rewards(from_lists([[9, 1], [2, 3]]))
         assert time.monotonic() - began < 5
-        assert group["reward"].compute_rewards(from_lists([[8, 1], [2, 3]]))["rewards"].tolist() == [1.0, 1.0]
+        found = group["reward"].compute_rewards(from_lists([[8, 1], [2, 3]]), columns={"worth": ["4", "5"]})
+        assert found["rewards"].tolist() == [4.0, 5.0]
         # What the batch lacks is refused by every process, and nothing is lost.
         data = batch_of(group)
         with pytest.raises(WorkerError, match="needs the token field 'advantages'"):
@@ -200,8 +203,6 @@ class Taker:
 
 
 def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody(models: Path) -> None:
-    from dataclasses import replace
-
     roles = {"actor": replace(actor_role(models), worker=Broken), "taker": Role(worker=Taker, config=None, pool="taker")}
     with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
         began = time.monotonic()
@@ -216,6 +217,94 @@ def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody(models: Pa
             group.rebuild({"nope": "x"})
         group.rebuild()
         assert group["actor"].to("device") is None
+
+
+def die(note: Path) -> None:
+    note.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesWhileBuilt(Stuck):
+    """A worker of which one process is killed while it is built."""
+
+    def __init__(self, config: Path) -> None:
+        self.engine, self.note = None, config
+
+    def initialize(self) -> None:
+        if torch.distributed.get_rank() == 1:
+            die(self.note)
+        torch.distributed.barrier()
+
+
+def test_a_process_that_dies_while_it_is_built_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    free = ray.available_resources()["CPU"]
+    with pytest.raises(WorkerLostError, match=r"rank 1 of pool 'main' died during building mortal"):
+        RayWorkerGroup({"mortal": Role(worker=DiesWhileBuilt, config=tmp_path / "note")}, pools={"main": 2}, grace_s=3)
+    assert time.monotonic() - float((tmp_path / "note").read_text()) < 15
+    assert resources_come_back(free)
+
+
+class Giver(Taker):
+    """A source of weights without an engine, one rank of which may be killed while they are read."""
+
+    def __init__(self, config: tuple[int, Path]) -> None:
+        self.dying, self.note = config
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        yield self._some()
+
+    def _some(self) -> Iterator[Any]:
+        for i in range(20):
+            if i == 5 and torch.distributed.get_rank() == self.dying:
+                die(self.note)
+            yield f"weight {i}", torch.ones(100)
+
+
+class DiesWhileFed(Taker):
+    """A target that is killed while it takes weights."""
+
+    def __init__(self, config: Path) -> None:
+        self.note = config
+
+    def load_weights(self, weights: Any) -> None:
+        for i, _ in enumerate(weights):
+            if i == 5:
+                die(self.note)
+
+
+@pytest.mark.parametrize(
+    ("dying", "taker", "message"),
+    [
+        (1, Taker, "rank 1 of pool 'main' died during weights of giver to taker"),
+        (-1, DiesWhileFed, "rank 0 of pool 'taker' died during weights of giver to taker"),
+    ],
+)
+def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, taker: Any, message: str
+) -> None:
+    # A part of two tensors.
+    monkeypatch.setattr("drivetrain.workers.ray_group.PART_BYTES", 800)
+    note = tmp_path / "note"
+    roles = {
+        "giver": Role(worker=Giver, config=(dying, note)),
+        "taker": Role(worker=taker, config=note, pool="taker"),
+    }
+    with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
+        with pytest.raises(WorkerLostError, match=message):
+            group.sync_weights("giver", "taker")
+        assert time.monotonic() - float(note.read_text()) < 15
+        with pytest.raises(WorkerLostError, match=f"cannot be used: {message}"):
+            group.sync_weights("giver", "taker")
+
+
+def resources_come_back(free: float) -> bool:
+    """Whether as many CPUs are free again within a few seconds."""
+    for _ in range(50):
+        if ray.available_resources().get("CPU", 0) >= free:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def test_the_program_of_the_page(models: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
@@ -22,6 +23,7 @@ from harness import run_ranks
 
 PROMPTS = [[5, 6, 7], [9], [5, 6, 7, 8, 9, 10, 11], [200, 100], [3, 3, 3, 3]]
 GREEDY = SamplingOptions(max_tokens=7, temperature=0.0)
+SAMPLED = SamplingOptions(max_tokens=6, temperature=1.5, samples=2, top_p=0.9, seed=11)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +77,45 @@ def test_sampled_answers_say_how_likely_they_were(folder: Path) -> None:
         assert len({tuple(a.response) for a in some}) > 1
         for a in some:
             assert a.log_probs == pytest.approx(told(model, a.prompt, a.response, 1.7), abs=2e-5)
-    again = worker(folder).generate(PROMPTS, options)
-    assert [[a.response for a in some] for some in again] == [[a.response for a in some] for some in answers]
-    other = worker(folder).generate(PROMPTS, replace(options, seed=5))
-    assert [[a.response for a in some] for some in other] != [[a.response for a in some] for some in answers]
+    assert answers_of(worker(folder).generate(PROMPTS, options)) == answers_of(answers)
+    assert answers_of(worker(folder).generate(PROMPTS, replace(options, seed=5))) != answers_of(answers)
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says(folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    count, temperature = 4000, 0.25
+    with torch.no_grad():
+        z = model(torch.tensor([[5, 6, 7]])).logits[0, -1].double() / temperature
+    for more in ({"top_k": 6}, {"top_p": 0.4}, {}):
+        options = SamplingOptions(max_tokens=1, temperature=temperature, samples=count, seed=1, **more)
+        want = z.softmax(-1)
+        ordered = want.sort(descending=True)
+        kept = more.get("top_k") or (1 + int((ordered.values.cumsum(0) < more["top_p"]).sum()) if "top_p" in more else 256)
+        want = torch.zeros_like(want).index_put((ordered.indices[:kept],), ordered.values[:kept])
+        want /= want.sum()
+        drawn = [a.response[0] for a in worker(folder, batch_tokens=10**6).generate([[5, 6, 7]], options)[0]]
+        seen = torch.bincount(torch.tensor(drawn), minlength=256) / count
+        assert not seen[want == 0].any()
+        # Within five standard deviations of every token's frequency.
+        assert ((seen - want).abs() <= 5 * (want * (1 - want) / count).sqrt() + 1e-12).all()
+
+
+def test_what_is_drawn_for_a_row_depends_on_nothing_else(folder: Path) -> None:
+    options = SamplingOptions(max_tokens=5, temperature=2.0, samples=2, seed=7)
+    rows = torch.arange(len(PROMPTS))
+    whole = worker(folder).generate(PROMPTS, options)
+    # One batch for each prompt, and a share of the rows.
+    assert answers_of(worker(folder, batch_tokens=24).generate(PROMPTS, options)) == answers_of(whole)
+    batch = from_lists(PROMPTS).with_sequence_fields(row=rows)
+    assert answers_of(worker(folder).generate(batch.select([3, 1]), options)) == answers_of([whole[3], whole[1]])
+    # The same prompt in another row, and without a seed: others.
+    assert answers_of(worker(folder).generate(PROMPTS[3:4], options)) != answers_of(whole[3:4])
+    unseeded = replace(options, seed=None)
+    assert answers_of(worker(folder).generate(PROMPTS, unseeded)) != answers_of(worker(folder).generate(PROMPTS, unseeded))
+
+
+def answers_of(found: Any) -> list[list[list[int]]]:
+    return [[a.response for a in some] for some in found]
 
 
 def test_continuous_batching_gives_the_same(folder: Path) -> None:
@@ -119,6 +156,11 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
         rollout.load_weights(whole.items())
     with pytest.raises(ModelError, match="they are not one model"):
         rollout.load_weights({"model.norm.weight": torch.zeros(3)}.items())
+    # Of two models it would answer nonsense.
+    with pytest.raises(ModelError, match="weights are of two models"):
+        rollout.generate(PROMPTS, GREEDY)
+    rollout.load_weights(model.state_dict().items())
+    assert [a[0].response for a in rollout.generate(PROMPTS, GREEDY)] == plain_answers(model)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +200,7 @@ def rank_group(folder: str) -> Any:
     with LocalWorkerGroup(roles) as group:
         first = group["rollout"].generate(PROMPTS, GREEDY)
         data: Any = to_padded([a for some in first for a in some])
+        sampled = group["rollout"].generate(PROMPTS, SAMPLED)
         log_probs = group["actor"].compute_log_probs(data)["log_probs"]
         assert torch.allclose(log_probs, data["rollout_log_probs"], atol=2e-5)
         data |= {"old_log_probs": log_probs, "advantages": torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)}
@@ -175,11 +218,14 @@ def rank_group(folder: str) -> Any:
         assert torch.equal(torch.get_rng_state(), state)
         fresh = group["actor"].compute_log_probs(open_door(to_padded([a for some in second for a in some])).batch)
         assert fresh["log_probs"].any()
-        return [[a.response for a in some] for some in first], [[a.response for a in some] for some in second]
+        return answers_of(first), answers_of(second), answers_of(sampled)
 
 
 def test_a_group_answers_learns_and_answers_anew(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for first, second in run_ranks(rank_group, 2, str(folder)):
-        assert [a[0] for a in first] == plain_answers(model)
-        assert second != first
+    (alone,) = run_ranks(rank_group, 1, str(folder))
+    for found in run_ranks(rank_group, 2, str(folder)):
+        assert [a[0] for a in found[0]] == plain_answers(model)
+        assert found[1] != found[0]
+        # However many processes answer, they draw the same.
+        assert (found[0], found[2]) == (alone[0], alone[2])

@@ -177,6 +177,18 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
     assert seen[0].fields == {"uids": float(ROWS[0]["group"])}
     assert seen[0].prompt_text.startswith("<user>")
     assert seen[0].response_text.isdigit()
+    # What tensors do not hold goes beside them.
+    columns = {"solution": [f"solution {i}" for i in range(len(ROWS))]}
+    seen.clear()
+    worker.compute_rewards(padded_data(), columns=columns)
+    assert [a.fields["solution"] for a in seen] == columns["solution"]
+    for given, message in (
+        ({"solution": ["x"]}, "column 'solution' has 1 entries for 12 rows"),
+        ({"solution": "x" * 12}, "column 'solution' is a str"),
+        ({"uids": ["x"] * 12}, "'uids' is a column and a field of the batch"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            worker.compute_rewards(padded_data(), columns=given)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="returned a float; it returns one reward for each answer"):
         FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(padded_data())  # type: ignore[arg-type,return-value]
     for wrong, message in ((None, "returned None for"), (float("nan"), "returned nan for"), ("good", "returned 'good' for")):
@@ -307,15 +319,16 @@ def rank_function_fails(models: str) -> str:
             group["reward"].compute_rewards(padded_data())
         except Exception as e:
             found = f"{type(e).__name__}: {e}"
-        good = group["reward"].compute_rewards(from_lists([[1, 2], [3, 4]]))["rewards"]
-        assert good.tolist() == [1.0, 1.0]
+        texts = from_lists([[1, 2, 3, 4], [3, 4], [5, 6, 7]])
+        good = group["reward"].compute_rewards(texts, columns={"worth": ["1", "2", "3"]})["rewards"]
+        assert good.tolist() == [1.0, 2.0, 3.0]
     return found
 
 
 def fails_on_long(answers: Any) -> list[float]:
     if any(a.response == ROWS[0]["response"] and a.prompt == ROWS[0]["prompt"] for a in answers):
         raise ValueError("no such answer")
-    return [1.0] * len(answers)
+    return [float(a.fields.get("worth", 1)) for a in answers]
 
 
 def test_an_error_of_one_rank_is_everybodys_and_the_group_goes_on(models: Path) -> None:
@@ -340,6 +353,8 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
             group.call("x", "to", "disk")
         with pytest.raises(ConfigError, match="needs a batch"):
             group["reward"].compute_rewards()
+        with pytest.raises(BatchError, match="column 'worth' has 1 entries for 12 rows"):
+            group["reward"].compute_rewards(padded_data(), columns={"worth": ["1"]})
         with pytest.raises(ConfigError, match=r"mini_batches=2; give MiniBatches\(size=...\)"):
             group["reward"].compute_rewards(padded_data(), mini_batches=2)
         with pytest.raises(ConfigError, match="mini_batches is for updates"):

@@ -29,20 +29,37 @@ class Dispatch:
         split: `shares`: the first argument is a batch, dealt to data-parallel ranks; `steps`: the same, in the mini-batches of
             an update; `same`: every rank is called with the same arguments.
         returns: of `shares`: numbers of `tokens` or of `rows`, by name; or a list of `objects`, one for each row.
+        columns: of `shares`: the option that has sequences of one object for each row, by name, to be dealt with the rows.
     """
 
     split: Split
     returns: Returns = "tokens"
+    columns: str | None = None
 
 
-def dispatched(split: Split, returns: Returns = "tokens") -> Callable[[Method], Method]:
+def dispatched(split: Split, returns: Returns = "tokens", *, columns: str | None = None) -> Callable[[Method], Method]:
     """Mark a worker's method as one that a group can call; see `Dispatch`."""
 
     def mark(method: Method) -> Method:
-        method.dispatch = Dispatch(split, returns)  # type: ignore[attr-defined]
+        method.dispatch = Dispatch(split, returns, columns)  # type: ignore[attr-defined]
         return method
 
     return mark
+
+
+def check_columns(columns: Mapping[str, Sequence[Any]], rows: int) -> None:
+    """Refuse columns that are not one object for each row.
+
+    Raises:
+        BatchError: names the column.
+    """
+    for name, values in columns.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            raise BatchError(
+                f"column {name!r} is a {type(values).__name__}; it must be a sequence of {rows}, one for each row"
+            )
+        if len(values) != rows:
+            raise BatchError(f"column {name!r} has {len(values)} entries for {rows} rows")
 
 
 def dispatch_of(worker: type, method: str) -> Dispatch:

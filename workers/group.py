@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from ..engine.batch import PackedBatch
 from ..engine.batch_convert import from_lists
 from ..engine.errors import ConfigError
 from ..engine.topology import agree, exchange, init_distributed
-from .dispatch import Deal, MiniBatches, deal_shares, deal_steps, dispatch_of, gather
+from .dispatch import Deal, MiniBatches, check_columns, deal_shares, deal_steps, dispatch_of, gather
 from .host import Call, Facts, Host, Role
 from .padding import open_door
 
@@ -99,13 +100,19 @@ class WorkerGroup(ABC):
             args = (from_lists(args[0]), *args[1:])
         door = open_door(args[0])
         batch, facts = door.batch, self._facts(role)
+        if dispatch.returns == "objects":
+            # Which of the global batch's rows they are: what is drawn for a row must not depend on who draws it.
+            batch = batch.with_sequence_fields(row=torch.arange(batch.num_sequences))
         size, ratio = facts[0].dp_size, facts[0].ratio
         deal: Deal
         if dispatch.split == "shares":
             deal = deal_shares(batch, size, ratio)
         else:
             deal = deal_steps(batch, size, ratio, mini_batches or MiniBatches())
-        replies = self._run(Call(role=role, method=method, deal=deal, args=args[1:], options=options), batch)
+        columns = dispatch.columns
+        if columns is not None and options.get(columns) is not None:
+            check_columns(options[columns], batch.num_sequences)
+        replies = self._run(Call(role=role, method=method, deal=deal, args=args[1:], options=options, columns=columns), batch)
         if dispatch.split == "steps":
             return replies[0]
         answers: list[Any] = [None] * size

@@ -58,6 +58,7 @@ class Call:
         deal: who works on what; None: all are called alike.
         args: after the batch.
         options: by name.
+        columns: the option whose entries are dealt with the rows.
     """
 
     role: str
@@ -65,6 +66,7 @@ class Call:
     deal: Deal | None = None
     args: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    columns: str | None = None
 
 
 class Host:
@@ -111,7 +113,11 @@ class Host:
         assert batch is not None
         if call.deal.steps is not None:
             options["steps"] = call.deal.steps[facts.dp_rank]
-        found = method(batch.select(call.deal.rows[facts.dp_rank]), *call.args, **options)
+        rows = call.deal.rows[facts.dp_rank]
+        if call.columns is not None and options.get(call.columns) is not None:
+            dealt = options[call.columns].items()
+            options[call.columns] = {name: [values[row] for row in rows] for name, values in dealt}
+        found = method(batch.select(rows), *call.args, **options)
         return on_host(found) if isinstance(found, dict) else found
 
     def collective(self, role: str) -> bool:

@@ -14,7 +14,7 @@ from ..engine.errors import BatchError, ConfigError
 from ..engine.hf.weights import stored_names
 from ..engine.objective import OutputRequest
 from ..engine.tokenizer import load_tokenizer
-from .dispatch import dispatched
+from .dispatch import check_columns, dispatched
 from .losses.sequences import last_tokens
 from .padding import open_door
 from .worker import Worker
@@ -60,14 +60,14 @@ class Answer:
         response: token ids.
         prompt_text: decoded, where the worker has a tokenizer.
         response_text: decoded, special tokens left out.
-        fields: the row's own numbers (`[B]` fields of the batch) by name: an index, say, to look a right answer up by.
+        fields: what else the row has, by name: its numbers (`[B]` fields of the batch) and its entries of the columns.
     """
 
     prompt: list[int]
     response: list[int]
     prompt_text: str = ""
     response_text: str = ""
-    fields: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 RewardFunction = Callable[[Sequence[Answer]], Sequence[float]]
@@ -114,21 +114,30 @@ class FunctionRewardWorker:
             self._tokenizer = load_tokenizer(ModelConfig(path=self.config.tokenizer))
         return self
 
-    @dispatched("shares", returns="rows")
-    def compute_rewards(self, data: Any) -> Any:
+    @dispatched("shares", returns="rows", columns="columns")
+    def compute_rewards(self, data: Any, *, columns: Mapping[str, Sequence[Any]] | None = None) -> Any:
         """`rewards` `[B]` of the rows.
 
+        Args:
+            data: the answers.
+            columns: name -> B objects that tensors do not hold: right answers, tests to pass, the kind of a question.
+
         Raises:
-            BatchError: the function returned another number of rewards, or one that is no finite number.
+            BatchError: the function returned another number of rewards, or one that is no finite number; or a column has not one
+                entry for each row, or the name of a field of the batch.
         """
         door = open_door(data)
-        batch = door.batch
+        batch, columns = door.batch, columns or {}
+        check_columns(columns, batch.num_sequences)
+        if both := sorted(set(columns) & set(batch.sequence_fields)):
+            raise BatchError(f"{both[0]!r} is a column and a field of the batch; give one of them another name")
         answers = []
         for row, (begin, end) in enumerate(pairwise(batch.bounds)):
             learned = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
             border = learned[0] + 1 if learned else end - begin
             ids = batch.input_ids[begin:end].tolist()
-            fields = {name: float(values[row]) for name, values in batch.sequence_fields.items() if values.dim() == 1}
+            fields: dict[str, Any] = {n: float(v[row]) for n, v in batch.sequence_fields.items() if v.dim() == 1}
+            fields |= {name: values[row] for name, values in columns.items()}
             answers.append(self._answer(ids[:border], ids[border:], fields))
         # A share may be empty; no function needs to know what nothing is worth.
         found = self.config.function(answers) if answers else []
@@ -139,7 +148,7 @@ class FunctionRewardWorker:
         rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(found)]
         return door.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 
-    def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, float]) -> Answer:
+    def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, Any]) -> Answer:
         if self._tokenizer is None:
             return Answer(prompt=prompt, response=response, fields=fields)
         return Answer(

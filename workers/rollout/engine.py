@@ -22,7 +22,7 @@ class SamplingOptions:
         top_k: likeliest tokens that are sampled from; 0: all.
         samples: answers to each prompt.
         stop_tokens: that end an answer, beside those of the model's generation config.
-        seed: of the sampling, together with the process that answers; None: another one in every call.
+        seed: of the sampling; None: another one in every call.
     """
 
     max_tokens: int = 256
@@ -65,12 +65,22 @@ class Generation:
 class RolloutEngine(Protocol):
     """What answers prompts. One for each process; it knows the whole model."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
-        """`options.samples` answers to each prompt, in order."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int]
+    ) -> list[list[Generation]]:
+        """`options.samples` answers to each prompt, in order.
+
+        Args:
+            prompts: token ids; this process's share.
+            options: of the sampling.
+            rows: of each prompt, its number in the global batch. Seeds made of it and `options.seed` draw the same answers
+                whoever draws them, and others for an equal prompt in another row.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, under Hugging Face names as on disk: all of the model's, tied ones once."""
+        """Take new weights, under Hugging Face names as on disk: all of the model's, tied ones once. After an error it must
+        not answer until it has taken others."""
         ...
 
     def to(self, place: str) -> None:

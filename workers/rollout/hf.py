@@ -1,52 +1,19 @@
-"""Answers by transformers' own generation.
-
-Axes: B rows, V vocabulary.
-"""
+"""Answers by transformers' own generation."""
 
 import copy
-import hashlib
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.layout import DiskLayout
 from ...engine.model_path import resolve_folder
 from .engine import Generation, RolloutConfig, SamplingOptions
-
-
-class _Recorder(LogitsProcessor):
-    """Keeps each drawn token's log-probability, one step's logits at a time: it sees a step's logits and, at the next, what was
-    drawn from them."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-        self._before: Tensor | None = None
-        self.drawn: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.settle(input_ids)
-        self._before = (scores.float() / self._temperature).log_softmax(-1)
-        return scores
-
-    def settle(self, input_ids: Tensor) -> None:
-        """Take what was drawn last."""
-        if self._before is not None:
-            self.drawn.append(self._before.gather(1, input_ids[:, -1:])[:, 0].cpu())
-            self._before = None
-
-
-def _seed(seed: int | None) -> int:
-    """Of this process's sampling: another one in every process, and without a seed in every call."""
-    if seed is None:
-        return secrets.randbits(62)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return int.from_bytes(hashlib.sha256(f"{seed} {rank}".encode()).digest()[:7], "big")
+from .sampling import TokenSampler, seed_of
 
 
 class TransformersRollout:
@@ -70,14 +37,22 @@ class TransformersRollout:
         except (OSError, ValueError) as e:
             raise ModelError(f"model.path={config.model.path} cannot be loaded for rollout: {e}") from e
         self._model = model.to(self._device).eval()
+        self._whole = True
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int]
+    ) -> list[list[Generation]]:
         """See `RolloutEngine.generate`. Prompts of like length share a batch.
 
         Raises:
             ConfigError: a prompt is empty, has a token that the model does not know, or does not fit `batch_tokens` with its answers.
+            ModelError: the last weights were not taken to their end.
         """
+        if not self._whole:
+            raise ModelError(
+                "the rollout's weights are of two models: it failed while it took new ones; give it a whole set (sync_weights)"
+            )
         known = self._model.get_input_embeddings().num_embeddings
         for i, prompt in enumerate(prompts):
             need = (len(prompt) + options.max_tokens) * options.samples
@@ -91,35 +66,32 @@ class TransformersRollout:
                     f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; the model knows those below {known}"
                 )
         settings = self._settings(options)
+        if self._config.continuous:
+            return self._continuous(prompts, options, settings)
         found: list[list[Generation]] = [[] for _ in prompts]
-        devices = [self._device] if self._device.type == "cuda" else []
-        # Processes that answer the same prompt must not draw the same answers, and a model that trains in this one keeps its
-        # own random state.
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(_seed(options.seed))
-            if self._config.continuous:
-                self._continuous(prompts, options, settings, found)
-                return found
-            for batch in self._batches(prompts, options):
-                for i, answers in zip(batch, self._static([prompts[i] for i in batch], options, settings), strict=True):
-                    found[i] = answers
+        for batch in self._batches(prompts, options):
+            sampler = TokenSampler(options, [rows[i] for i in batch], self._device)
+            for i, answers in zip(batch, self._static([prompts[i] for i in batch], options, settings, sampler), strict=True):
+                found[i] = answers
         return found
 
     def _settings(self, options: SamplingOptions) -> GenerationConfig:
         settings = copy.deepcopy(self._model.generation_config)
+        drawn = self._config.continuous and options.temperature > 0
         stops = settings.eos_token_id
         stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
         pad = self._config.pad if self._config.pad is not None else settings.pad_token_id
         settings.update(
             max_new_tokens=options.max_tokens,
             max_length=None,
-            num_return_sequences=options.samples,
+            num_return_sequences=1,
             eos_token_id=sorted({*stops, *options.stop_tokens}) or None,
             pad_token_id=0 if pad is None else pad,
-            do_sample=options.temperature > 0,
-            temperature=options.temperature if options.temperature > 0 else 1.0,
-            top_p=options.top_p if options.temperature > 0 else 1.0,
-            top_k=options.top_k if options.temperature > 0 else 50,
+            # The sampler leaves one token to choose. Only the continuous scheduler draws by itself.
+            do_sample=drawn,
+            temperature=options.temperature if drawn else 1.0,
+            top_p=options.top_p if drawn else 1.0,
+            top_k=options.top_k if drawn else 50,
         )
         return settings
 
@@ -137,7 +109,11 @@ class TransformersRollout:
             yield batch
 
     def _static(
-        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, settings: GenerationConfig
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        settings: GenerationConfig,
+        sampler: TokenSampler,
     ) -> list[list[Generation]]:
         width = max(len(p) for p in prompts)
         ids = torch.full((len(prompts), width), int(settings.pad_token_id or 0), dtype=torch.int64)
@@ -145,15 +121,13 @@ class TransformersRollout:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[row, width - len(prompt) :] = 1
-        recorder = _Recorder(options.temperature or 1.0)
         out = self._model.generate(
-            input_ids=ids.to(self._device),
-            attention_mask=mask.to(self._device),
+            input_ids=ids.repeat_interleave(options.samples, 0).to(self._device),
+            attention_mask=mask.repeat_interleave(options.samples, 0).to(self._device),
             generation_config=settings,
-            logits_processor=LogitsProcessorList([recorder]),
+            logits_processor=LogitsProcessorList([sampler]),
         )
-        recorder.settle(out)
-        responses, log_probs = out[:, width:].tolist(), torch.stack(recorder.drawn, 1).tolist()
+        responses, log_probs = out[:, width:].tolist(), torch.stack(sampler.log_probs, 1).tolist()
         stops = settings.eos_token_id or []
         rows = [
             self._answer(prompts[row // options.samples], response, told, stops)
@@ -173,32 +147,39 @@ class TransformersRollout:
         prompts: Sequence[Sequence[int]],
         options: SamplingOptions,
         settings: GenerationConfig,
-        found: list[list[Generation]],
-    ) -> None:
-        settings.num_return_sequences = 1
+    ) -> list[list[Generation]]:
         asked = [i for i in range(len(prompts)) for _ in range(options.samples)]
-        outs = self._model.generate_batch(
-            inputs=[list(prompts[i]) for i in asked],
-            generation_config=settings,
-            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
-        )
+        devices = [self._device] if self._device.type == "cuda" else []
+        # The scheduler draws from torch's random state: processes that answer the same prompt must not draw the same answers,
+        # and a model that trains in this one keeps its own.
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed_of(options.seed, dist.get_rank() if dist.is_initialized() else 0))
+            outs = self._model.generate_batch(
+                inputs=[list(prompts[i]) for i in asked],
+                generation_config=settings,
+                continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
+            )
         # Requests are named by their number, and come back in the order in which they ended.
         for name, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2])):
             if out.error:
                 raise ModelError(f"rollout: request {name} failed: {out.error}")
         ordered = [out for _, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2]))]
+        found: list[list[Generation]] = [[] for _ in prompts]
         for i, out in zip(asked, ordered, strict=True):
             found[i].append(
                 self._answer(prompts[i], list(out.generated_tokens), list(out.logprobs), settings.eos_token_id or [])
             )
+        return found
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine.load_weights`.
 
         Raises:
-            ModelError: a tensor belongs to no parameter or has another shape, or parameters are left without.
+            ModelError: a tensor belongs to no parameter or has another shape, or parameters are left without. It answers no more
+                until it has taken others.
         """
+        self._whole = False
         layout = DiskLayout(self._model)
         places: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=True))
@@ -224,6 +205,7 @@ class TransformersRollout:
                 f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors belong nowhere ({', '.join(unknown[:3]) or 'none'}), "
                 f"{len(places)} parameters got none ({', '.join(list(places)[:3]) or 'none'})"
             )
+        self._whole = True
 
     def to(self, place: str) -> None:
         """See `RolloutEngine.to`.

@@ -1,7 +1,7 @@
 """The rollout role: answers prompts with the policy's weights."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -41,11 +41,14 @@ class RolloutWorker:
         """`options.samples` answers to each prompt, in order.
 
         Args:
-            prompts: token ids; this process's share.
-            options: of the sampling. Which answers are sampled depends on the seed and on how prompts are dealt.
+            prompts: token ids; this process's share. A PackedBatch may have a field `row` `[N]`, the number of each prompt in the
+                global batch, on which its draws depend beside the seed; a group adds it. Without it prompts are counted here.
+            options: of the sampling.
         """
-        rows = to_lists(prompts) if isinstance(prompts, PackedBatch) else prompts
-        return self._started.generate([[int(t) for t in row] for row in rows], options)
+        texts = to_lists(prompts) if isinstance(prompts, PackedBatch) else prompts
+        numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
+        rows = range(len(texts)) if numbers is None else numbers.tolist()
+        return self._started.generate([[int(t) for t in text] for text in texts], options, rows)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take an actor's weights, as its `weights()` streams them."""
@@ -57,7 +60,7 @@ class RolloutWorker:
         self._started.to(place)
 
     @property
-    def _started(self) -> Any:
+    def _started(self) -> RolloutEngine:
         if self._engine is None:
             raise ConfigError("this rollout worker is not initialised; call initialize() first")
         return self._engine
