@@ -85,6 +85,8 @@ def soak(folder: Path, kills: int, *, nproc: int = 2, seed: int = 0, more: tuple
             shutil.rmtree(run)
             last = 0
             continue
+        if found.kills % 2:
+            _await_save(job, root)
         one = rng.random() < 0.5
         writing = any(name.startswith(".tmp-") for name in root.folders())
         job.kill(rng.randrange(nproc) if one else None)
@@ -106,6 +108,12 @@ def _await(job: "Job", root: LocalStore, last: int) -> None:
         if manifest is not None and manifest.step > last:
             return
         time.sleep(0.01)
+
+
+def _await_save(job: "Job", root: LocalStore) -> None:
+    """Until a checkpoint is being written, or the run is over: drawn instants meet one seldom where writing is fast."""
+    while job.alive() and not any(name.startswith(".tmp-") for name in root.folders()):
+        time.sleep(0.001)
 
 
 def _same(a: Path, b: Path) -> None:

@@ -27,7 +27,7 @@ from runs import losses, make_task, words
 
 
 @pytest.mark.parametrize(
-    ("kills", "more"), [(14, ("engine.backend=fsdp",)), (7, ("engine.backend=mcore", "engine.parallel.tp=2"))]
+    ("kills", "more"), [(8, ("engine.backend=fsdp",)), (5, ("engine.backend=mcore", "engine.parallel.tp=2"))]
 )
 def test_killed_at_random_instants_a_run_goes_on(kills: int, more: tuple[str, ...], tmp_path: Path) -> None:
     done = soak(tmp_path, kills, more=more)

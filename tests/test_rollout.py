@@ -119,10 +119,28 @@ def answers_of(found: Any) -> list[list[list[int]]]:
 
 
 def test_continuous_batching_gives_the_same(folder: Path) -> None:
-    static, continuous = (worker(folder, continuous=c).generate(PROMPTS, GREEDY) for c in (False, True))
-    for (a,), (b,) in zip(static, continuous, strict=True):
-        assert a.response == b.response
-        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+    static = worker(folder).generate(PROMPTS, GREEDY)
+    # With room for all of them, and for one at a time.
+    for room in (2048, 24):
+        for (a,), (b,) in zip(
+            static, worker(folder, continuous=True, batch_tokens=room).generate(PROMPTS, GREEDY), strict=True
+        ):
+            assert a.response == b.response
+            assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+    # Drawn ones say how likely they were, depend on the seed, and leave torch's random state alone.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rollout = worker(folder, continuous=True, batch_tokens=2048)
+    options, state = SamplingOptions(max_tokens=5, temperature=1.7, samples=2, seed=4), torch.get_rng_state()
+    answers = rollout.generate(PROMPTS, options)
+    for some in answers:
+        for one in some:
+            assert one.log_probs == pytest.approx(told(model, one.prompt, one.response, 1.7), abs=2e-4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert answers_of(rollout.generate(PROMPTS, options)) == answers_of(answers)
+    assert answers_of(rollout.generate(PROMPTS, replace(options, seed=5))) != answers_of(answers)
+    for more in ({"top_k": 5}, {"top_p": 0.5}):
+        with pytest.raises(ConfigError, match="use top_p=1 and top_k=0, or continuous=False"):
+            rollout.generate(PROMPTS, replace(options, **more))
 
 
 @pytest.mark.usefixtures("process_group")

@@ -102,7 +102,7 @@ class RolloutConfig:
         dtype: of the weights: float32 or bfloat16.
         batch_tokens: tokens of a batch, prompts and the longest possible answers together.
         continuous: batch answers continuously, by transformers' own scheduler: finished ones make room at once. Worth its start-up
-            on a GPU, for many answers of different lengths.
+            on a GPU, for many answers of different lengths. `batch_tokens` is then the room of its cache; top_p and top_k are refused.
         pad: token id of padding; None: the tokenizer's, or 0.
     """
 

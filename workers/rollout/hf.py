@@ -15,6 +15,15 @@ from ...engine.model_path import resolve_folder
 from .engine import Generation, RolloutConfig, SamplingOptions
 from .sampling import TokenSampler, seed_of
 
+MOST_AT_ONCE = 8192
+"""Tokens of a forward pass under continuous batching, at most."""
+
+
+def _scheduler(tokens: int) -> ContinuousBatchingConfig:
+    """With room for so many tokens. Left to itself it takes nearly all memory that is free, which roles beside it need."""
+    blocks = -(-tokens // ContinuousBatchingConfig.page_size)
+    return ContinuousBatchingConfig(return_logprobs=True, num_blocks=blocks, max_batch_tokens=min(tokens, MOST_AT_ONCE))
+
 
 class TransformersRollout:
     """A plain transformers model that generates.
@@ -49,6 +58,11 @@ class TransformersRollout:
             ConfigError: a prompt is empty, has a token that the model does not know, or does not fit `batch_tokens` with its answers.
             ModelError: the last weights were not taken to their end.
         """
+        if self._config.continuous and (options.top_p < 1 or options.top_k):
+            raise ConfigError(
+                f"continuous=True with top_p={options.top_p}, top_k={options.top_k}: transformers' scheduler says how likely a token was "
+                "only among those that are left, so importance ratios would be wrong; use top_p=1 and top_k=0, or continuous=False"
+            )
         if not self._whole:
             raise ModelError(
                 "the rollout's weights are of two models: it failed while it took new ones; give it a whole set (sync_weights)"
@@ -157,7 +171,7 @@ class TransformersRollout:
             outs = self._model.generate_batch(
                 inputs=[list(prompts[i]) for i in asked],
                 generation_config=settings,
-                continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True),
+                continuous_batching_config=_scheduler(self._config.batch_tokens),
             )
         # Requests are named by their number, and come back in the order in which they ended.
         for name, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2])):
