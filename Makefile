@@ -21,8 +21,9 @@ setup: .types/drivetrain
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
+# Files side by side: much of a test's time is a process starting up or waiting for another one.
 test: $(SETUP)
-	$(PY) -m pytest
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: $(SETUP) .types/drivetrain
 	$(PY) -m ruff check .

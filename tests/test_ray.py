@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +169,6 @@ def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.Mon
             assert answer.response == out[len(prompt) :]
 
 
-class Broken(ActorWorker):
-    """An actor whose weights cannot be read to the end on the last rank."""
-
-    @contextmanager
-    def weights(self, **options: Any) -> Iterator[Any]:
-        with super().weights(**options) as stream:
-            yield self._some(stream)
-
-    def _some(self, stream: Any) -> Iterator[Any]:
-        for i, pair in enumerate(stream):
-            if i == 3 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-                raise RuntimeError("no more weights")
-            yield pair
-
-
 class Taker:
     """A target of weights without an engine."""
 
@@ -198,30 +182,57 @@ class Taker:
         for _ in weights:
             pass
 
+    @dispatched("same")
+    def ready(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
 
-def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody(models: Path) -> None:
-    roles = {"actor": replace(actor_role(models), worker=Broken), "taker": Role(worker=Taker, config=None, pool="taker")}
-    with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
-        began = time.monotonic()
-        with pytest.raises(
-            WorkerError, match=r"(?s)rank 1 of pool 'main' failed in weights of actor to taker.*no more weights"
-        ):
-            group.sync_weights("actor", "taker")
-        assert time.monotonic() - began < 15
-        with pytest.raises(WorkerLostError, match="cannot be used"):
-            group["actor"].to("device")
-        with pytest.raises(ConfigError, match="there is no role 'nope'"):
-            group.rebuild({"nope": "x"})
-        group.rebuild()
-        assert group["actor"].to("device") is None
+class Giver(Taker):
+    """A source of weights without an engine, one rank of which may fail in the middle of them.
+
+    Args:
+        config: the rank, or -1; where it notes the time of its death, or None if it raises and lives.
+    """
+
+    def __init__(self, config: tuple[int, Path | None]) -> None:
+        self.failing, self.note = config
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        yield self._some()
+
+    def _some(self) -> Iterator[Any]:
+        for i in range(20):
+            if i == 5 and torch.distributed.get_rank() == self.failing:
+                if self.note is None:
+                    raise RuntimeError("no more weights")
+                die(self.note)
+            yield f"weight {i}", torch.ones(100)
 
 
 def die(note: Path) -> None:
     note.write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody() -> None:
+    roles = {"giver": Role(worker=Giver, config=(1, None)), "taker": Role(worker=Taker, config=None, pool="taker")}
+    with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"(?s)rank 1 of pool 'main' failed in weights of giver to taker.*no more weights"
+        ):
+            group.sync_weights("giver", "taker")
+        assert time.monotonic() - began < 15
+        with pytest.raises(WorkerLostError, match="cannot be used"):
+            group["giver"].ready()
+        with pytest.raises(ConfigError, match="there is no role 'nope'"):
+            group.rebuild({"nope": "x"})
+        group.rebuild()
+        assert group["giver"].ready()
 
 
 class DiesWhileBuilt(Stuck):
@@ -242,23 +253,6 @@ def test_a_process_that_dies_while_it_is_built_is_told_and_leaves_nothing(tmp_pa
         RayWorkerGroup({"mortal": Role(worker=DiesWhileBuilt, config=tmp_path / "note")}, pools={"main": 2}, grace_s=3)
     assert time.monotonic() - float((tmp_path / "note").read_text()) < 15
     assert resources_come_back(free)
-
-
-class Giver(Taker):
-    """A source of weights without an engine, one rank of which may be killed while they are read."""
-
-    def __init__(self, config: tuple[int, Path]) -> None:
-        self.dying, self.note = config
-
-    @contextmanager
-    def weights(self) -> Iterator[Any]:
-        yield self._some()
-
-    def _some(self) -> Iterator[Any]:
-        for i in range(20):
-            if i == 5 and torch.distributed.get_rank() == self.dying:
-                die(self.note)
-            yield f"weight {i}", torch.ones(100)
 
 
 class DiesWhileFed(Taker):
