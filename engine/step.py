@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch import PackedBatch
 from .batch_convert import unsupervised
-from .errors import BatchError, BudgetError, RemoteError
+from .errors import BatchError, BudgetError
 from .flops import ModelShape
 from .microbatch import partition
 from .objective import (
@@ -28,7 +28,7 @@ from .objective import (
     labelled,
 )
 from .residency import peak_bytes
-from .topology import Topology
+from .topology import Topology, error_text, raise_agreed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,9 +142,8 @@ def plan_step(
             flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
     except Exception as e:  # whatever it is, the other ranks are about to wait for this one
         error = e
-    text = None if error is None else f"{type(error).__name__}: {error}"
     mine = _Share(
-        error=text,
+        error=error_text(error),
         counts=topology.is_output_rank,
         micro_batches=count,
         units=len(set(batch.groups())),
@@ -154,11 +153,7 @@ def plan_step(
         weights=weights,
     )
     shares: list[_Share] = topology.exchange(mine)
-    if error is not None:
-        raise error
-    for rank, share in zip(topology.ranks, shares, strict=True):
-        if share.error is not None:
-            raise RemoteError(f"rank {rank} failed: {share.error}")
+    raise_agreed(error, ((rank, share.error) for rank, share in zip(topology.ranks, shares, strict=True)))
     for rank, share in zip(topology.ranks, shares, strict=True):
         if share.weights.keys() != weights.keys():
             raise BatchError(

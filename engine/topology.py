@@ -7,7 +7,7 @@ dp_replicate.
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -108,12 +108,30 @@ def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def agree(error: Exception | None, group: ProcessGroup | None = None) -> None:
     """`Topology.agree` over any group; the default one before there is an engine."""
-    found = exchange(None if error is None else f"{type(error).__name__}: {error}", group)
+    raise_agreed(error, enumerate(exchange(error_text(error), group)))
+
+
+def error_text(error: Exception | None) -> str | None:
+    """What a rank tells the others of its error; None where it has none."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def raise_agreed(error: Exception | None, told: Iterable[tuple[int, str | None]]) -> None:
+    """Raise what the ranks have told each other. Not collective.
+
+    Args:
+        error: of this rank.
+        told: each rank with its `error_text`.
+
+    Raises:
+        the rank's own error where it has one, marked as known to all, else `RemoteError` with the first failing rank's message.
+    """
     if error is not None:
+        error.agreed = True  # type: ignore[attr-defined]
         raise error
-    first = next(((r, text) for r, text in enumerate(found) if text is not None), None)
-    if first is not None:
-        raise RemoteError(f"rank {first[0]} failed: {first[1]}")
+    for rank, text in told:
+        if text is not None:
+            raise RemoteError(f"rank {rank} failed: {text}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

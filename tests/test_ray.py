@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,36 @@ def test_who_waits_for_a_failed_process_is_ended(models: Path) -> None:
         assert time.monotonic() - began < 8
         with pytest.raises(WorkerLostError, match="cannot be used: rank 1 of pool 'main' failed"):
             group["stuck"].meet()
+
+
+class FailingActor(ActorWorker):
+    """An actor whose second process runs out of memory in its forward pass, and whose groups cannot be destroyed meanwhile."""
+
+    def initialize(self) -> "FailingActor":
+        super().initialize()
+        distributed: Any = torch.distributed
+        distributed.destroy_process_group = lambda group=None: time.sleep(600)
+        if torch.distributed.get_rank() == 1:
+            engine: Any = self.engine
+            engine.forward_step = self._fail
+        return self
+
+    def _fail(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError("planted failure")
+
+
+def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(models: Path) -> None:
+    role = replace(actor_role(models), worker=FailingActor)
+    with RayWorkerGroup({"actor": role}, pools={"main": 2}, grace_s=2) as group:
+        processes = list(group._pools["main"])
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 of pool 'main' failed in actor.compute_log_probs") as found:
+            group["actor"].compute_log_probs(EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json"))
+        assert time.monotonic() - began < 15
+        assert str(found.value).count("OutOfMemoryError: planted failure") == 1
+        for process in processes:
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(process.address.remote(), timeout=10)
 
 
 def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
 """What every trainer's command does: parse, run, and turn an error into one line and an exit code."""
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..engine.errors import DrivetrainError
+from ..engine.process import report_failure
 from .options import parse
 
 Config = TypeVar("Config")
@@ -28,22 +26,10 @@ def run_main(cls: type[Config], argv: Sequence[str] | None, usage: str, load: Ca
     try:
         config = parse(cls, sys.argv[1:] if argv is None else argv, usage)
         load()(config)
-    except DrivetrainError as e:
-        return _fail(e)
+    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+        return report_failure(e)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted; the same command goes on from the last checkpoint, if one was saved", file=sys.stderr)
         return 130
     return 0
-
-
-def _fail(error: Exception) -> int:
-    """Say what is wrong, once for the whole job."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    # torchrun ends with a report of its own on the worker that failed; told this way, the report ends with the message.
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:
-        with open(report, "w") as file:
-            json.dump({"message": f"error: {error}", "timestamp": int(time.time())}, file)
-    return 1

@@ -16,7 +16,7 @@ from ..engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimCo
 from ..engine.conformance.reference import Reference
 from ..engine.conformance.tiny import FAMILIES, save_tiny_model
 from ..engine.errors import ConfigError, DrivetrainError
-from ..engine.process import leave
+from ..engine.process import leave, report_failure
 from ..engine.registry import engine_class
 from ..engine.topology import close_distributed, init_distributed
 from ..workers.losses.sft import SFTLoss
@@ -210,8 +210,8 @@ def main(argv: Sequence[str]) -> int:
             make_reference(job)
         else:
             run_rows(job, int(argv[1]))
-    except DrivetrainError as e:
-        print(f"error: {e}", file=sys.stderr)
+    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+        report_failure(e)
         return 2
     return 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.folder import folder_name
@@ -59,7 +60,8 @@ def run(config: RunConfig, method: Method) -> None:
         method: of training.
 
     Raises:
-        DrivetrainError: with the setting, the file or the row that is wrong; on every rank.
+        DrivetrainError: with the setting, the file or the row that is wrong; on every rank. After an error the default process
+            group of several processes is left as it is, since the others may be waiting in it; end the process (`leave`).
     """
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
@@ -67,8 +69,13 @@ def run(config: RunConfig, method: Method) -> None:
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
         _run(config, method)
-    finally:
-        close_distributed()
+    except BaseException:
+        # Not with peers: NCCL's groups wait, while they are destroyed, for ranks that may be stuck in a collective which this
+        # one never enters. Who called must end the process.
+        if dist.get_world_size() == 1:
+            close_distributed()
+        raise
+    close_distributed()
 
 
 def _run(config: RunConfig, method: Method) -> None:

@@ -5,8 +5,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-from ..engine.errors import RemoteError
-from ..engine.topology import Topology
+from ..engine.topology import Topology, error_text, raise_agreed
 
 
 class StopSignal:
@@ -43,12 +42,8 @@ class StopSignal:
             topology: of the engine.
             error: of this rank, made everybody's on the way, as `Topology.agree` does.
         """
-        found = topology.exchange((self._asked, None if error is None else str(error)))
-        if error is not None:
-            raise error
-        for rank, (_, text) in enumerate(found):
-            if text is not None:
-                raise RemoteError(f"rank {rank} failed: {text}")
+        found = topology.exchange((self._asked, error_text(error)))
+        raise_agreed(error, ((rank, text) for rank, (_, text) in enumerate(found)))
         return any(asked for asked, _ in found)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, DrivetrainError
-from ..process import leave
+from ..errors import ConfigError
+from ..process import leave, report_failure
 from ..registry import spec_of
 from ..topology import close_distributed, init_distributed, resolve_parallel
 from .bench import ConformanceError, bench
@@ -71,6 +70,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         leave(main())
-    except DrivetrainError as e:
-        print(f"error: {e}", file=sys.stderr)
-        leave(1)
+    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+        leave(report_failure(e))
