@@ -1,5 +1,7 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test check bench soak docs clean
+.PHONY: setup demo test test-gpu wheels-gpu check bench soak docs clean
+
+SHELL := bash
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -25,6 +27,22 @@ demo: $(SETUP)
 test: $(SETUP)
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
 
+# What make wheels-gpu collected is used where it is missing.
+test-gpu: $(SETUP)
+	@for wheel in $(wildcard .wheels/*.whl); do $(PY) -m zipfile -e $$wheel .wheels/site; done
+	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) .ci/gpu_needs.py; lacks=$$?; \
+	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -n 0 -m gpu -rs && exit $$lacks
+
+# For a GPU machine without a network that has PyTorch, transformers and pytest, Python 3.12 on Linux, but not these.
+GPU_WHEELS := omegaconf datasets dill multiprocess tensordict pyvers megatron-core
+wheels-gpu: $(SETUP)
+	rm -rf .wheels
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --dest .wheels $(GPU_WHEELS)
+	@size=$$(git ls-files -z | cat - <(printf '%s\0' .wheels/*.whl) | xargs -0 du -cm | tail -1 | cut -f1); \
+		echo "checkout and wheels: $$size MB"; test $$size -lt 60
+
 check: $(SETUP) .types/drivetrain
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -45,4 +63,4 @@ docs: $(SETUP)
 	@echo "open site/index.html"
 
 clean:
-	rm -rf .venv .types build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .types .wheels build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import hide_gpus
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,15 +16,14 @@ _CACHE = tempfile.TemporaryDirectory(prefix="drivetrain-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
-GPUS = torch.cuda.device_count()
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+GPUS = hide_gpus()
 
 
-@pytest.fixture
-def gpu() -> None:
-    """Skips the test where there is no GPU."""
-    if not GPUS:
-        pytest.skip("needs a CUDA device")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that are marked `gpu` skip themselves where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not GPUS:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture

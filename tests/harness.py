@@ -14,8 +14,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from gpus import shown_gpus
 
 PRELOAD = [
     "torch",
@@ -54,7 +57,8 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
     Raises:
         AssertionError: a rank failed or hung; the message holds each failed rank's traceback.
     """
-    context = _server()
+    # Forked, a process could not start CUDA if something had looked for GPUs in the server, where they are hidden.
+    context = mp.get_context("spawn") if cuda else _server()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         where = (str(Path(sys.modules[fn.__module__].__file__ or "").resolve()), fn.__name__)
@@ -62,8 +66,9 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
             context.Process(target=_rank, args=(where, rank, nproc, f"{folder}/store", cuda, args, results), daemon=True)
             for rank in range(nproc)
         ]
-        for worker in workers:
-            worker.start()
+        with shown_gpus() if cuda else nullcontext():
+            for worker in workers:
+                worker.start()
         found: dict[int, Any] = {}
         failed: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -95,10 +100,7 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
 def _rank(where: tuple[str, str], rank: int, nproc: int, store: str, cuda: bool, args: tuple[Any, ...], results: Any) -> None:
     try:
         os.environ["OMP_NUM_THREADS"] = "1"
-        # Read when CUDA starts, which in this process is still to come.
-        if cuda:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
+        if not cuda:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
         import torch
         import torch.distributed as dist

@@ -1,7 +1,6 @@
 """The promise: the same batches give the same loss and gradient norm on every engine and every layout."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from drivetrain.trainers.parity import FSDP, MCORE, MCORE_MOE, Job, Row, default_rows, judge, main, parse_row, table
 from drivetrain.trainers.parity_rows import make_reference, run_row
+from gpus import gpu_environment
 from harness import run_ranks
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
@@ -124,11 +124,10 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert set(told[0]) >= {"model", "backend", "layout", "nproc", "steps", "loss_rel", "grad_norm_rel", "ok"}
 
 
-def test_engines_agree_in_bfloat16_on_one_gpu(gpu: None, tmp_path: Path) -> None:
+@pytest.mark.gpu
+def test_engines_agree_in_bfloat16_on_one_gpu(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    # This process hides the GPUs from itself; the command's own are to see them.
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     words = ["-m", "drivetrain.cli", "parity", "--rows", "fsdp", "mcore", "--dtype", "bfloat16", "--json", str(file)]
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *words], env=gpu_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(row["ok"] for row in json.loads(file.read_text()))
