@@ -27,7 +27,7 @@ from .errors import BatchError, ConfigError, NonFiniteError
 from .model_path import fingerprint
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
-from .residency import PARTS, Part, Residency
+from .residency import PARTS, Part, Residency, free_memory
 from .step import Collected, Objective, plan_step
 from .topology import resolve_parallel
 
@@ -117,13 +117,14 @@ class BaseEngine(Backend):
         self.topology.agree(error)
 
     def close(self) -> None:
-        """Free process groups and memory. Closing again does nothing."""
+        """Free process groups and memory, the device's too. Closing again does nothing."""
         if self._was_deterministic is not None:
             torch.use_deterministic_algorithms(self._was_deterministic)
             self._was_deterministic = None
         self._free()
         self._residency.close()
         if hasattr(self, "topology"):
+            free_memory(self.topology.device)
             self.topology.close()
             del self.topology
 
@@ -206,6 +207,7 @@ class BaseEngine(Backend):
             total_weights: the weights to divide by, when several calls make one step: those of all their batches.
             forward_only: no gradient: an evaluation, dropout off.
         """
+        self._check_outputs(loss.request)
         budget, setting = self.config.micro_batch.max_tokens, "engine.micro_batch.max_tokens"
         if forward_only:
             budget, setting = self._infer_budget()
@@ -244,6 +246,7 @@ class BaseEngine(Backend):
         Returns:
             name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
         """
+        self._check_outputs(outputs)
         budget, setting = self._infer_budget()
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
@@ -277,6 +280,13 @@ class BaseEngine(Backend):
                 "the data and the learning rate, or set engine.non_finite=skip to leave such steps out"
             )
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
+
+    def _check_outputs(self, asked: OutputRequest) -> None:
+        if asked.values != (self.model_config.head == "value") or len(asked.names) > 1 and asked.values:
+            raise ConfigError(
+                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
+                "values, a language-model head log_probs, entropy and greedy tokens"
+            )
 
     def _require_optimizer(self) -> OptimConfig:
         if self.optim_config is None:

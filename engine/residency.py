@@ -5,6 +5,7 @@ every view of it, in a model, in an optimizer, in a flat buffer, is what it was,
 """
 
 import ctypes
+import gc
 import resource
 import sys
 import tempfile
@@ -147,6 +148,19 @@ class Residency:
                 resting.copy.close()
             self._resting[part].pop()
         self._where[part] = "device"
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back the memory of models and optimizers that nobody uses any more: modules, their hooks and FSDP's state refer to each
+    other in circles, which only a garbage collection takes apart.
+
+    Args:
+        device: whose memory the tensors are in.
+    """
+    gc.collect()
+    # Emptying the allocator's cache waits for the device, which after an error may be in a collective that never ends.
+    if device.type == "cuda" and sys.exc_info()[0] is None:
+        torch.cuda.empty_cache()
 
 
 def _trim() -> None:

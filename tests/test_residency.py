@@ -1,18 +1,21 @@
 """State that rests on disk: on either engine, with everything that needs it while it does."""
 
 import gc
+import sys
 import tempfile
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.engine.config import OffloadConfig, ParallelConfig
+from drivetrain.engine.config import LoraConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.objective import OutputRequest
-from drivetrain.engine.residency import Residency, _trim
+from drivetrain.engine.residency import Residency, _trim, free_memory
 from engines import build, share, steps, weights
 from harness import run_ranks
 
@@ -114,3 +117,60 @@ def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytes
     assert engine._residency.where("params") == "device"
     assert steps(engine, 1) == steps(twin, 1)
     engine.close()
+
+
+def rank_closes(folder: str, backend: str, parallel: dict[str, Any], model: dict[str, Any], collected: bool) -> list[int]:
+    """Tensors of a closed engine that are alive, garbage collection being off."""
+    module: Any = sys.modules[free_memory.__module__]
+    gc.collect()
+    gc.disable()
+    engine = build(
+        folder,
+        backend=backend,
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(compute="bfloat16"),
+    )
+    steps(engine, 1)
+    found = [weakref.ref(t) for t in gc.get_objects() if isinstance(t, torch.nn.Parameter)]
+    found += [weakref.ref(t) for part in ("params", "grads", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    if not collected:
+        module.gc = SimpleNamespace(collect=lambda: None)
+    engine.close()
+    return [len(found), sum(ref() is not None for ref in found)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "parallel", "model"),
+    [
+        ("fsdp", {"cp": 2}, {}),
+        ("fsdp", {}, {"lora": LoraConfig(rank=4)}),
+        ("mcore", {"tp": 2}, {}),
+        ("mcore", {"pp": 2}, {"lora": LoraConfig(rank=4)}),
+    ],
+)
+def test_a_closed_engine_leaves_no_tensor(
+    backend: str, parallel: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    for held, alive in run_ranks(rank_closes, 2, str(folder), backend, parallel, model, True):
+        assert held > 10
+        assert alive == 0
+
+
+def test_the_control_of_the_test_above(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    assert all(alive > 10 for _, alive in run_ranks(rank_closes, 2, str(folder), "fsdp", {}, {}, False))
+
+
+def test_after_an_error_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    free_memory(torch.device("cpu"))
+    try:
+        raise RuntimeError("one rank is out of memory")
+    except RuntimeError:
+        free_memory(torch.device("cuda"))
+    assert not emptied
+    free_memory(torch.device("cuda"))
+    assert emptied == [True]

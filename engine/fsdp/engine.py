@@ -15,7 +15,6 @@ from ..base import BaseEngine
 from ..capabilities import Capabilities
 from ..checkpoint.pieces import Piece
 from ..config import OptimConfig, ParallelConfig
-from ..errors import ConfigError
 from ..flops import ModelShape
 from ..hf.config import read_config
 from ..hf.files import save_model_files
@@ -99,11 +98,6 @@ class FSDPEngine(BaseEngine):
         Returns:
             outputs over the whole documents of the micro-batch, and a router's balancing loss (before its coefficient) or None.
         """
-        if request.outputs.values != (self._root.score is not None):
-            raise ConfigError(
-                f"{', '.join(request.outputs.names)} asked of a model with model.head={self.model_config.head}; a value head "
-                "returns values, a language-model head log_probs and entropy"
-            )
         part = RankSlice.cut(micro_batch, request, self.topology)
         found = self._root(part)
         aux = found.pop("router_aux", None)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.layout import DiskLayout
 from ...engine.model_path import resolve_folder
+from ...engine.residency import free_memory
 from .engine import Generation, RolloutConfig, SamplingOptions
 from .sampling import TokenSampler, seed_of
 
@@ -234,3 +235,4 @@ class TransformersRollout:
     def close(self) -> None:
         """Free the model."""
         del self._model
+        free_memory(self._device)
