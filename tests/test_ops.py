@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.ops import linear_head as head_module
-from drivetrain.engine.ops.attention import PackedContext, by_document, flex, packed_attention
+from drivetrain.engine.ops import attention as attention_module
+from drivetrain.engine.ops.attention import PackedContext, by_document, compile_flex, flex, packed_attention
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
 from drivetrain.engine.ops.ulysses import gather_tokens, slice_tokens
@@ -189,3 +190,46 @@ def test_norm_agrees_with_float64() -> None:
     want = sum(float(t.double().square().sum()) for t in tensors)
     got = float(sum_of_squares(tensors, torch.device("cpu")))
     assert abs(got - want) <= 1e-6 * want
+
+
+class TracedFlex:
+    """A backend of torch.compile that keeps what the score functions of its graphs capture, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.captured: list[tuple[Any, ...]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (call,) = (node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "flex_attention")
+        self.captured.append(tuple(buffer.meta["example_value"] for buffer in call.args[-2]))
+        return graph.forward
+
+
+def trace(monkeypatch: pytest.MonkeyPatch, kernel: Any, softcaps: tuple[float, ...]) -> None:
+    """What an engine's first steps ask of the kernel: models of several soft caps, micro-batches of many lengths."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention_module, "_flex_kernel", lambda kind: kernel)
+    for softcap in softcaps:
+        for tokens in range(24, 64, 4):
+            q = torch.randn(tokens, 2, 16)
+            bounds = (0, 7, tokens)
+            borders = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+            got = flex(q, q, q, borders, 0.3, None, softcap, None)
+            want = by_document(q, q, q, bounds, 0.3, None, softcap, None)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_soft_cap_is_a_constant_of_the_flex_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = TracedFlex()
+    trace(monkeypatch, compile_flex(traced), (50.0, 30.0, 20.0))
+    assert [buffer for captured in traced.captured for buffer in captured] == []
+    # Two graphs for a soft cap: of the first length, and of all others.
+    assert len(traced.captured) <= 2 * 3
+
+
+@pytest.mark.parametrize(("dynamic", "softcaps"), [(True, (50.0,)), (None, (50.0, 30.0))])
+def test_the_control_of_the_test_above(
+    dynamic: bool | None, softcaps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = TracedFlex()
+    trace(monkeypatch, torch.compile(attention_module.flex_attention, dynamic=dynamic, backend=traced), softcaps)
+    assert [(buffer.device.type, buffer.dim()) for buffer in traced.captured[-1]] == [("cpu", 0)]

@@ -125,7 +125,26 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float
 @cache
 def _flex_kernel(device_type: str) -> Any:
     # The CPU has no trained flex kernel: eager flex is its reference, slow and exact.
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    return compile_flex() if device_type == "cuda" else flex_attention
+
+
+def compile_flex(backend: Any = "inductor") -> Any:
+    """FlexAttention, compiled once for all lengths, with the numbers of a score function as constants.
+
+    A number that torch makes dynamic, as it does with all of them under `dynamic=True`, and with one that changes from call to
+    call (of two models with different soft caps), becomes a buffer on the host, which no CUDA kernel can read. Lengths become
+    dynamic by themselves at their first change.
+
+    Args:
+        backend: of torch.compile.
+    """
+    compiled = torch.compile(flex_attention, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def flex(
