@@ -282,7 +282,7 @@ class BaseEngine(Backend):
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
 
     def _check_outputs(self, asked: OutputRequest) -> None:
-        if asked.values != (self.model_config.head == "value") or len(asked.names) > 1 and asked.values:
+        if asked.values != (self.model_config.head == "value") or (len(asked.names) > 1 and asked.values):
             raise ConfigError(
                 f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
                 "values, a language-model head log_probs, entropy and greedy tokens"

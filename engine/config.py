@@ -4,9 +4,13 @@ A field's `help` metadata is its line in `--help` and in the configuration refer
 tokens unless the name says otherwise.
 """
 
+import os
+import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
+
+from .errors import ConfigError
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Place = Literal["none", "host", "disk"]
@@ -15,12 +19,59 @@ NonFinitePolicy = Literal["raise", "skip"]
 Recompute = Literal["none", "full", "selective"]
 
 
-def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None) -> Any:
-    """A dataclass field with its help line. `factory` serves nested and mutable defaults."""
-    metadata = {"help": help}
+def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None, path: bool = False) -> Any:
+    """A dataclass field with its help line.
+
+    Args:
+        default: of the field.
+        help: its line.
+        factory: makes nested and mutable defaults.
+        path: it names files or folders; `expand_paths` expands `~` and `$VARIABLE` in it.
+    """
+    metadata = {"help": help, "path": path}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def expand_path(value: str, name: str) -> str:
+    """A path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` replaced, as a shell does it, but for `$` in the name of a file that
+    exists. A shell itself does not expand what stands behind `key=`.
+
+    Args:
+        value: the path; a URL or a Hugging Face name may stand there too.
+        name: of the setting.
+
+    Raises:
+        ConfigError: a user or a variable does not exist.
+    """
+    expanded = os.path.expanduser(value)
+    if value.startswith("~") and expanded == value:
+        raise ConfigError(f"{name}={value}: there is no user {value.partition('/')[0][1:]!r}; give the path in full")
+    if "$" not in expanded or os.path.exists(expanded):
+        return expanded
+    expanded = os.path.expandvars(expanded)
+    if missing := re.search(r"\$(\w+|\{[^}]*\})", expanded):
+        raise ConfigError(f"{name}={value}: the environment has no variable {missing[0]}; set it, or give the path in full")
+    return expanded
+
+
+def expand_paths(settings: Any, prefix: str) -> None:
+    """Expand a frozen dataclass's path settings in place: for its `__post_init__`.
+
+    Args:
+        settings: the object.
+        prefix: of its names, for messages.
+
+    Raises:
+        ConfigError: see `expand_path`.
+    """
+    for f in fields(settings):
+        value, name = getattr(settings, f.name), f"{prefix}.{f.name}"
+        if not f.metadata.get("path") or value is None:
+            continue
+        found = expand_path(value, name) if isinstance(value, str) else tuple(expand_path(v, name) for v in value)
+        object.__setattr__(settings, f.name, found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +90,7 @@ class LoraConfig:
 class ModelConfig:
     """Which model, how its weights come to be, and what its head returns."""
 
-    path: str = setting("", "folder with config.json, tokenizer and safetensors, or a Hugging Face name")
+    path: str = setting("", "folder with config.json, tokenizer and safetensors, or a Hugging Face name", path=True)
     init: Literal["weights", "random"] = setting("weights", "read the weights, or draw them from the config and the seed")
     head: Literal["lm", "value"] = setting("lm", "lm: a distribution over tokens; value: one number per token")
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
@@ -50,11 +101,14 @@ class ModelConfig:
         (), "tokens that the tokenizer learns; the embeddings grow where they must, by the mean of the old rows"
     )
     chat_template: str | None = setting(
-        None, "file with a Jinja chat template to use, and to export, instead of the tokenizer's"
+        None, "file with a Jinja chat template to use, and to export, instead of the tokenizer's", path=True
     )
     freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * over Hugging Face names")
     quantization: Literal["none", "int8", "nf4"] = setting("none", "number format of a frozen base under adapters (QLoRA)")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model folder")
+
+    def __post_init__(self) -> None:
+        expand_paths(self, "model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from gpus import hide_gpus
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -60,6 +61,65 @@ def test_one_path_may_stand_for_a_list_of_one() -> None:
     config = parse(SFTConfig, ["data.train=a.jsonl", "model.lora.targets=q_proj"], USAGE)
     assert config.data.train == ("a.jsonl",)
     assert config.model.lora.targets == ("q_proj",)
+
+
+PATHS = (
+    "model.path",
+    "model.chat_template",
+    "data.train",
+    "data.eval",
+    "data.cache_dir",
+    "trainer.output_dir",
+    "trainer.checkpoint_dir",
+    "trainer.resume",
+    "reference.path",
+)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_are_expanded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WHERE", "here")
+
+    def given(*values: str) -> list[str]:
+        value: Any = parse(DPOConfig, [f"{name}=[{','.join(values)}]" if len(values) > 1 else f"{name}={values[0]}"], "")
+        for part in name.split("."):
+            value = getattr(value, part)
+        return [value] if isinstance(value, str) else list(value)
+
+    assert given("~/a") == [f"{tmp_path}/a"]
+    assert given("$WHERE/$WHERE.x") == ["here/here.x"]
+    assert given("s3://bucket/~a") == ["s3://bucket/~a"]
+    with pytest.raises(ConfigError, match=rf"{name}=\$NOWHERE/a: the environment has no variable \$NOWHERE"):
+        given("$NOWHERE/a")
+    with pytest.raises(ConfigError, match=f"{name}=~nobody-here/a: there is no user 'nobody-here'"):
+        given("~nobody-here/a")
+    with pytest.raises(ConfigError, match=r"an environment variable is written \$NAME"):
+        given("${HOME}/a")
+    # A file that is called so.
+    (tmp_path / "cost$NOWHERE").touch()
+    assert given(f"{tmp_path}/cost$NOWHERE") == [f"{tmp_path}/cost$NOWHERE"]
+    if name in ("data.train", "data.eval"):
+        assert given("~/a", "$WHERE") == [f"{tmp_path}/a", "here"]
+
+
+def test_every_setting_that_names_a_file_or_folder_is_a_path() -> None:
+    marked = {key.name for cls in (SFTConfig, DPOConfig, RMConfig) for key in keys(cls) if key.path}
+    assert marked == set(PATHS)
+    spoken = {
+        key.name
+        for cls in (SFTConfig, DPOConfig, RMConfig)
+        for key in keys(cls)
+        if re.search(r"\b(files?|folder)\b", key.help)
+    }
+    # The order of the files, and what comes with the folder, are no paths.
+    assert spoken - marked == {"data.shuffle", "model.trust_remote_code"}
+
+
+def test_a_recipe_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("trainer:\n  output_dir: ~/runs\n")
+    assert parse(SFTConfig, ["recipe=~/mine.yaml"], "").trainer.output_dir == f"{tmp_path}/runs"
 
 
 def test_a_pattern_is_no_reference_of_yaml() -> None:

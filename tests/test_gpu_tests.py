@@ -39,9 +39,7 @@ def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     environment |= {"PYTHONPATH": str(tmp_path), **({} if before is None else {"CUDA_VISIBLE_DEVICES": before})}
     words = ["-m", "pytest", "-q", "-n", "1", "-p", "fake_gpus", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert told in done.stdout, done.stdout + done.stderr
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.ops import linear_head as head_module
 from drivetrain.engine.ops import attention as attention_module
+from drivetrain.engine.ops import linear_head as head_module
 from drivetrain.engine.ops.attention import PackedContext, by_document, compile_flex, flex, packed_attention
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares

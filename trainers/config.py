@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, Place, setting
+from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, Place, expand_paths, setting
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference", "unpaired"]
 PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo", "kto"]
@@ -17,12 +17,12 @@ class DataConfig:
     """What is learned from."""
 
     train: tuple[str, ...] = setting(
-        (), "jsonl, json or parquet files, folders of them, or Hub names (org/name[/config][:split])"
+        (), "jsonl, json or parquet files, folders of them, or Hub names (org/name[/config][:split])", path=True
     )
     weights: tuple[float, ...] | None = setting(
         None, "share of each source of data.train in an epoch, as relative weights; null: as large as the sources are"
     )
-    eval: tuple[str, ...] = setting((), "the same, to evaluate on")
+    eval: tuple[str, ...] = setting((), "the same, to evaluate on", path=True)
     format: Format = setting(
         "auto",
         "messages: chats; prompt_completion: two texts or chats; text: all of it; preference: chosen and rejected; unpaired: prompt, completion, label; auto: by the columns",
@@ -43,15 +43,18 @@ class DataConfig:
         None, "processes that tokenise; 0: none beside the first rank; null: as many as cores, for much data"
     )
     cache_dir: str | None = setting(
-        None, "folder that keeps tokenised data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)"
+        None, "folder that keeps tokenised data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
     )
+
+    def __post_init__(self) -> None:
+        expand_paths(self, "data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The loop, and what it leaves behind."""
 
-    output_dir: str = setting("runs/sft", "folder of this run: config, metrics, checkpoints, export")
+    output_dir: str = setting("runs/sft", "folder of this run: config, metrics, checkpoints, export", path=True)
     max_steps: int | None = setting(None, "optimizer steps; null: as many as the epochs make")
     epochs: int = setting(1, "passes over the training data")
     eval_every: int | None = setting(None, "steps between evaluations; null: only at the end")
@@ -62,12 +65,15 @@ class TrainerConfig:
     checkpoint_dir: str | None = setting(
         None,
         "folder of this run's checkpoints, or a URL (s3://, gs://, anything fsspec opens); null: checkpoints in output_dir",
+        path=True,
     )
     keep_last: int | None = setting(2, "checkpoints kept, beside the best; null: all")
     keep_every: int | None = setting(None, "checkpoints of every so many steps are kept beside those; null: none")
     verify_checksums: bool = setting(True, "compare a checkpoint's numbers with their checksums while it is loaded")
     resume: str = setting(
-        "auto", "auto: the run's last complete checkpoint, if any; none; or a checkpoint or the folder of a run, also as a URL"
+        "auto",
+        "auto: the run's last complete checkpoint, if any; none; or a checkpoint or the folder of a run, also as a URL",
+        path=True,
     )
     best_metric: str | None = setting(
         None,
@@ -91,6 +97,9 @@ class TrainerConfig:
         "repository of the Hugging Face Hub (org/name, made private if new) for the final export, or its adapter; null: none",
     )
     timeout_minutes: float = setting(30.0, "after which a rank that waits for the others gives up")
+
+    def __post_init__(self) -> None:
+        expand_paths(self, "trainer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +148,13 @@ class ReferenceConfig:
         "auto",
         "model: a frozen model beside the policy; base: the policy without its adapters; cached: computed once before training, and kept with the data; auto: base under LoRA, else model",
     )
-    path: str | None = setting(None, "folder or Hugging Face name of the reference; null: model.path")
+    path: str | None = setting(None, "folder or Hugging Face name of the reference; null: model.path", path=True)
     backend: str | None = setting(None, "its engine, which then has the layout of reference.parallel; null: as the policy's")
     parallel: ParallelConfig = setting(factory=ParallelConfig, help="its layout, where reference.backend is set")
     offload: Place = setting("none", "resting place of its sharded parameters")
+
+    def __post_init__(self) -> None:
+        expand_paths(self, "reference")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from ..engine.config import EngineConfig
+from ..engine.config import EngineConfig, expand_path
 from ..engine.errors import ConfigError
 from ..engine.registry import backends, options_class
 
@@ -39,12 +39,13 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted name, type, default and help line."""
+    """One setting: its dotted name, type, default, help line, and whether it names files or folders."""
 
     name: str
     type: str
     default: Any
     help: str
+    path: bool
 
 
 def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
@@ -61,7 +62,7 @@ def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
         if is_dataclass(hint) and isinstance(hint, type):
             yield from keys(hint, f"{name}.", default)
         else:
-            yield Key(name, _type_name(hint), default, f.metadata.get("help", ""))
+            yield Key(name, _type_name(hint), default, f.metadata.get("help", ""), f.metadata.get("path", False))
 
 
 def _type_name(hint: Any) -> str:
@@ -129,12 +130,12 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         known |= {key.name for key in keys(options, "engine.options.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     free = {key.name for key in keys(cls) if key.type.startswith("dict[")}
-    for layer in layers:
-        _check_keys(layer, known, free)
-        for name in lists:
-            if isinstance(value := OmegaConf.select(layer, name), str):
-                OmegaConf.update(layer, name, [value])
     try:
+        for layer in layers:
+            _check_keys(layer, known, free)
+            for name in lists:
+                if isinstance(value := OmegaConf.select(layer, name), str):
+                    OmegaConf.update(layer, name, [value])
         base = OmegaConf.structured(cls)
         if options is not None:
             with read_write(base.engine):  # frozen dataclasses make read-only nodes
@@ -143,7 +144,8 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as e:
         where = f"{e.full_key}: " if e.full_key else ""
-        raise ConfigError(f"{where}{str(e).splitlines()[0]}") from e
+        hint = "; ${...} is another setting, an environment variable is written $NAME" if "Interpolation" in str(e) else ""
+        raise ConfigError(f"{where}{str(e).splitlines()[0]}{hint}") from e
     assert isinstance(result, cls)
     return result
 
@@ -162,7 +164,7 @@ def _words(words: Sequence[str]) -> DictConfig:
 
 
 def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    path = Path(expand_path(name, "recipe")) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
         raise ConfigError(f"recipe={name} is another trainer's; this one has {', '.join(built_in)}")
     if not path.is_file():
