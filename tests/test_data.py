@@ -218,8 +218,105 @@ def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
     )
     with pytest.raises(DataError, match=r"f.jsonl:2: '\\ud800' is half of a character"):
         Encoder(TOKENIZER, DataConfig()).chunk(chunk)
-    with pytest.raises(DataError, match=r"it needs .*ShareGPT's form"):
-        encode_row(TOKENIZER, {"conversations": []}, "row", DataConfig())
+
+
+# ---- other programs' conventions -------------------------------------------------------------------------------------
+
+
+def told(row: dict[str, Any], tokenizer: Any = TOKENIZER, kind: Any = "completions") -> list[tuple[str, str]]:
+    """Each sample's text, and what is learned of it."""
+    samples = encode_row(tokenizer, row, "row", DataConfig(), kind)
+    return [(str(tokenizer.decode(s.ids)), learned(s, tokenizer)) for s in samples]
+
+
+def plain() -> Any:
+    tokenizer = bytes_tokenizer("")
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def names_roles() -> Any:
+    return bytes_tokenizer(
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{{ '|' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+
+def test_alpaca_rows_are_read_with_their_input() -> None:
+    row = {"instruction": "add", "input": "1 2", "output": "3"}
+    template = names_roles()
+    assert told(row, template) == [("user: add\n\n1 2|assistant: 3<end>|", "3<end>|")]
+    assert told(row | {"input": ""}, template) == told({"instruction": "add", "output": "3"}, template)
+    assert told(row | {"input": ""}, template)[0][0] == "user: add|assistant: 3<end>|"
+    # The column text of tatsu-lab/alpaca is all of the row again.
+    assert told(row | {"text": "add 1 2 3"}, template) == told(row, template)
+    more = row | {"system": "be brief", "history": [["add 1 1", "2"]]}
+    assert told(more, template) == [
+        (
+            "system: be brief|user: add 1 1|assistant: 2<end>|user: add\n\n1 2|assistant: 3<end>|",
+            "2<end>|3<end>|",
+        )
+    ]
+    # Without a chat template they are texts.
+    assert told(row, plain()) == [("add\n\n1 2\n\n3<end>", "3<end>")]
+    for column, value in (("system", "be brief"), ("history", [["a", "b"]])):
+        with pytest.raises(DataError, match=f"row has {column}, which is part of a chat"):
+            encode_row(plain(), row | {column: value}, "row", DataConfig())
+
+
+def test_sharegpt_rows_are_read_with_their_roles() -> None:
+    turns = [
+        {"from": "human", "value": "1+1"},
+        {"from": "gpt", "value": "2"},
+        {"from": "human", "value": "1+2"},
+        {"from": "gpt", "value": "3"},
+    ]
+    ours = [{"role": "user" if t["from"] == "human" else "assistant", "content": t["value"]} for t in turns]
+    template = names_roles()
+    assert told({"conversations": turns}, template) == told({"messages": ours}, template)
+    assert told({"conversations": ours}, template) == told({"messages": ours}, template)
+    assert told({"conversations": turns, "system": "s"}, template)[0][0].startswith("system: s|user: 1+1|")
+    assert told({"conversations": [{"from": "system", "value": "s"}, *turns]}, template)[0][0].startswith("system: s|")
+    weighed = [*turns[:1], turns[1] | {"weight": 0}, *turns[2:]]
+    assert told({"conversations": weighed}, template)[0][1] == "3<end>|"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": "a", "output": ""}, "row: output is empty"),
+        ({"instruction": "", "input": "", "output": "b"}, "instruction and input are empty"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is a int; it must be text"),
+        ({"instruction": "a", "output": ["b"]}, "output is a list; it must be text"),
+        ({"instruction": "a", "output": "b", "history": "c"}, "history is a str"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "turn 1 of history must be"),
+        ({"conversations": []}, "conversations is empty"),
+        ({"conversations": "a"}, "conversations is a str"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "conversations 1 has from='alien'"),
+        ({"conversations": [{"from": "human", "text": "a"}]}, "it must have value and from"),
+        ({"conversations": [{"from": "gpt", "value": "a", "weight": 0.5}]}, "weight of conversations 1 is 0.5"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "no message has the role assistant"),
+        ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "row has a column system and begins"),
+        ({"instruction": "a", "chosen": "b"}, "it needs .* or instruction and output or .*drivetrain dpo or rm"),
+    ],
+)
+def test_rows_of_other_conventions_that_are_broken_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encode_row(names_roles(), row, "row", DataConfig())
+
+
+def test_preferences_in_other_conventions_keep_their_prompt() -> None:
+    template = names_roles()
+    want = told(
+        {"prompt": [{"role": "user", "content": "add\n\n1 2"}], "chosen": CHAT[1:2], "rejected": CHAT[3:]}, template, "pairs"
+    )
+    row = {"instruction": "add", "input": "1 2", "chosen": "7", "rejected": "15"}
+    assert told(row, template, "pairs") == want
+    conversation = [{"from": "human", "value": "add\n\n1 2"}]
+    sides = {"chosen": {"from": "gpt", "value": "7"}, "rejected": {"from": "gpt", "value": "15"}}
+    assert told({"conversations": conversation, **sides}, template, "pairs") == want
+    assert told({"conversations": conversation, "chosen": "7", "rejected": "15"}, template, "pairs") == want
+    assert told(row, plain(), "pairs")[0] == ("add\n\n1 2\n\n7<end>", "7<end>")
 
 
 def test_what_is_learned_is_shown() -> None:

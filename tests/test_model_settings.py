@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drivetrain.engine.batch_convert import from_lists
@@ -16,12 +17,15 @@ from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, 
 from drivetrain.engine.errors import CapabilityError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.flops import ModelShape, known_peak_tflops, pairs
+from drivetrain.engine.hf.weights import WeightFolder, check_head
 from drivetrain.engine.objective import OutputRequest
 from drivetrain.engine.tokenizer import load_tokenizer
 from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.sft import main
 from drivetrain.workers.losses.sft import SFTLoss
 from engines import OPTIM, build, close_to, share, steps, weights
 from harness import run_ranks
+from runs import words
 
 # ---- frozen parameters -----------------------------------------------------------------------------------------------
 
@@ -277,3 +281,32 @@ def test_known_devices() -> None:
     assert known_peak_tflops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312.0
     for other in ("NVIDIA RTX A1000", "NVIDIA RTX A4000", "Some card"):
         assert known_peak_tflops(other, "bfloat16") is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_a_reward_model_is_not_trained_as_a_language_model(
+    backend: str, tied: bool, tmp_path: Path, process_group: None
+) -> None:
+    plain = save_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    reward = build(plain, model={"head": "value"})
+    folder = export_hf(reward, tmp_path / "reward")
+    reward.close()
+    with pytest.raises(
+        ModelError, match=r"is a reward model or another classifier \(it has score.weight\), and model.head=lm"
+    ):
+        build(folder, backend=backend)
+    # Where its config does not tell, and no name was read before the weights were, as with a model of the Hub.
+    weights = WeightFolder(folder, str)
+    with pytest.raises(ModelError, match=r"it has score.weight"):
+        check_head(weights.names, ModelConfig(path="org/name"))
+    build(folder, backend=backend, model={"head": "value"}).close()
+    build(folder, backend=backend, model={"init": "random"}).close()
+
+
+def test_sft_refuses_a_reward_model_before_it_reads_data(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = task / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "score.weight": torch.zeros(1, next(iter(tensors.values())).shape[-1])}, file)
+    assert main(words(task, "data.train=[/nowhere.jsonl]")) == 1
+    assert "it has score.weight" in capfd.readouterr().err

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, Place, expand_paths, setting
 
-Format = Literal["auto", "messages", "prompt_completion", "text", "preference", "unpaired"]
+Format = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
 PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo", "kto"]
 ReferenceMode = Literal["auto", "model", "base", "cached"]
 TooLong = Literal["error", "skip", "truncate_left", "truncate_right"]
@@ -25,7 +25,7 @@ class DataConfig:
     eval: tuple[str, ...] = setting((), "the same, to evaluate on", path=True)
     format: Format = setting(
         "auto",
-        "messages: chats; prompt_completion: two texts or chats; text: all of it; preference: chosen and rejected; unpaired: prompt, completion, label; auto: by the columns",
+        "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations of from and value; alpaca: instruction, input, output, as a chat where the model has a template; text: all of it; preference: chosen and rejected; unpaired: prompt, completion, label; auto: by the columns",
     )
     turns: Turns = setting(
         "auto",

@@ -20,7 +20,7 @@ from ..hf.layout import DiskLayout
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
-from ..hf.weights import WeightFolder, draw_weights, load_weights
+from ..hf.weights import WeightFolder, check_head, draw_weights, load_weights
 from ..model_path import resolve_folder
 from ..topology import Topology
 from .attention import IMPLEMENTATION
@@ -187,6 +187,7 @@ def fill(
     fresh: set[str] = set()
     try:
         weights = WeightFolder(resolve_folder(model.path), layout.canonical)
+        check_head(weights.names, model)
         fresh = load_weights(
             pieces,
             weights,

@@ -10,6 +10,7 @@ from ..model_path import check_model_path
 from ..ops.linear_head import LogitTransform
 from ..tokenizer import load_tokenizer
 from .lora import wants_adapters
+from .weights import check_stored_head
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -55,6 +56,7 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
             f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or use a "
             "causal model"
         )
+    check_stored_head(model)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
             if value:

@@ -15,6 +15,7 @@ from ..checkpoint.pieces import Piece, read_part
 from ..checkpoint.rng import seed_all
 from ..checkpoint.storage import LocalStore
 from ..checkpoint.tensorfile import TensorFiles
+from ..config import ModelConfig
 from ..errors import CheckpointError, ModelError
 from ..model_path import resolve_folder
 from .lora import init_adapter
@@ -22,6 +23,9 @@ from .model import HFModel
 from .names import hf_name
 
 MEAN_ROWS = 4096
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OTHER_HEADS = ("score.", "classifier.", "v_head.", "value_head.")
+"""What transformers and others call the heads of models that are not language models."""
 
 
 class WeightFolder:
@@ -38,14 +42,14 @@ class WeightFolder:
     def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
         self.folder = folder
         self._files = TensorFiles(LocalStore(folder, links=True))
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX
         if index.is_file():
             stored: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (folder / "model.safetensors").is_file():
-            stored = dict.fromkeys(self._files.arrays("model.safetensors"), "model.safetensors")
+        elif (folder / SINGLE).is_file():
+            stored = dict.fromkeys(self._files.arrays(SINGLE), SINGLE)
         else:
             raise ModelError(
-                f"model.path={folder} has neither model.safetensors nor model.safetensors.index.json; convert its weights to "
+                f"model.path={folder} has neither {SINGLE} nor {INDEX}; convert its weights to "
                 "safetensors, or set model.init=random"
             )
         for file in sorted(set(stored.values())):
@@ -119,6 +123,34 @@ def stored_names(path: str) -> frozenset[str]:
         ModelError: no safetensors files.
     """
     return frozenset(WeightFolder(resolve_folder(path), str).names)
+
+
+def check_head(names: Collection[str], model: ModelConfig) -> None:
+    """Refuse a folder whose head the settings would drop.
+
+    Args:
+        names: of the tensors in the folder.
+        model: settings.
+
+    Raises:
+        ModelError: it is a reward model or another classifier, and is to be a language model.
+    """
+    if model.head == "lm" and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
+        raise ModelError(
+            f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}), and model.head=lm would drop that head; "
+            "give a language model, or set model.head=value, which reward modelling and critics take"
+        )
+
+
+def check_stored_head(model: ModelConfig) -> None:
+    """`check_head` of a local folder that has weights. Reads names alone.
+
+    Raises:
+        ModelError: see `check_head`.
+    """
+    folder = Path(model.path)
+    if model.init == "weights" and any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        check_head(stored_names(model.path), model)
 
 
 def _finite(tensor: Tensor) -> bool:

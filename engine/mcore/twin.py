@@ -15,7 +15,7 @@ from ..flops import ModelShape
 from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
-from ..hf.weights import WeightFolder, draw_weights, load_weights
+from ..hf.weights import WeightFolder, check_head, draw_weights, load_weights
 from ..model_path import resolve_folder
 from ..topology import Topology
 from .state import Held
@@ -96,9 +96,11 @@ class Twin:
             error: Exception | None = None
             missing: set[str] = set()
             try:
+                weights = WeightFolder(resolve_folder(self._model.path), self._layout.canonical)
+                check_head(weights.names, self._model)
                 missing = load_weights(
                     [p for p in pieces if not p.name.startswith(PEFT_PREFIX)],
-                    WeightFolder(resolve_folder(self._model.path), self._layout.canonical),
+                    weights,
                     self.root.lm.base_model_prefix,
                     optional=lambda name: name.startswith("score."),
                     grown=vocabulary_names(self.root.lm, self._layout) if self._model.added_tokens else frozenset(),

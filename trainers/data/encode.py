@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ...engine.errors import DataError
 from ..config import DataConfig
 from .chat import encode_chat, read_chat
+from .conventions import from_alpaca, from_sharegpt, with_prompt
 from .preference import Sides, split_preference
 from .sample import Sample
 
@@ -16,32 +17,31 @@ Kind = Literal["completions", "pairs", "unpaired"]
 FORMS = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
     "text": ("text",),
     "preference": ("chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
 }
 KINDS: Mapping[Kind, tuple[str, ...]] = {
-    "completions": ("messages", "prompt_completion", "text"),
+    "completions": ("messages", "prompt_completion", "sharegpt", "alpaca", "text"),
     "pairs": ("preference",),
     "unpaired": ("preference", "unpaired"),
 }
 """Which forms of a row serve which kind."""
 WIDTH: Mapping[Kind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
 """Documents of a sample."""
-COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), "margin", "tools", "chat_template_kwargs"]))
+OPTIONAL = ("margin", "tools", "chat_template_kwargs", "input", "system", "history")
+COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *OPTIONAL]))
 """All that is read of a row."""
 HINTS: Mapping[Kind, Mapping[str, str]] = {
+    "completions": {"chosen": " (preference data: for drivetrain dpo or rm)"},
     "pairs": {
         "label": " (single answers, liked or not: for drivetrain dpo with dpo.loss=kto)",
         "messages": " (answers to learn: for drivetrain sft)",
         "completion": " (answers to learn: for drivetrain sft)",
     },
     "unpaired": {"messages": " (answers to learn: for drivetrain sft)"},
-}
-FOREIGN = {
-    "chosen": " (preference data: for drivetrain dpo or rm)",
-    "conversations": " (ShareGPT's form: rename conversations, from and value to messages, role and content)",
-    "instruction": " (Alpaca's form: rename instruction and output to prompt and completion)",
 }
 
 
@@ -61,10 +61,15 @@ def encode_row(
     Raises:
         DataError: names the row and what is wrong with it.
     """
-    form = form_of(row, name, data, kind)
+    form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
     if form == "text":
         return [encode_text(tokenizer, row["text"], name)]
+    if form == "sharegpt":
+        row, form = from_sharegpt(row, name), "messages"
+    elif form == "alpaca":
+        row, form = from_alpaca(row, name, chat=chat), "messages" if chat else "prompt_completion"
     if form == "preference":
+        row = with_prompt(row, name, chat=chat)
         sides = split_preference(row, name)
         return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
     if form == "unpaired":
@@ -113,8 +118,7 @@ def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "c
     # A column that only other rows of the file have comes back as null.
     form = next((f for f, columns in forms.items() if all(row.get(c) is not None for c in columns)), None)
     if form is None:
-        hints = FOREIGN if kind == "completions" else HINTS[kind]
-        hint = next((h for column, h in hints.items() if row.get(column) is not None), "")
+        hint = next((h for column, h in HINTS[kind].items() if row.get(column) is not None), "")
         there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
         wanted = " or ".join(" and ".join(columns) for columns in forms.values())
         raise DataError(f"{name} has the columns {there}; it needs {wanted}{hint}")
