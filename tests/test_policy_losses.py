@@ -12,7 +12,13 @@ from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.objective import LossSums, TokenOutputs
 from drivetrain.workers.advantages import gae, grpo, reinforce_plus_plus, rloo, spread, token_rewards, whiten
-from drivetrain.workers.losses.policy import PolicyLoss, clipped_objective, importance_weights, kl_estimate
+from drivetrain.workers.losses.policy import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    clipped_objective,
+    importance_weights,
+    kl_estimate,
+)
 from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
 
 
@@ -23,8 +29,10 @@ def t(*values: float) -> Tensor:
 def test_the_clip_by_hand() -> None:
     ratio, advantages = t(1.0, 1.5, 1.5, 0.5, 0.5, 9.0), t(2.0, 2.0, -2.0, 2.0, -2.0, -2.0)
     got = clipped_objective(ratio, advantages, 0.2, 0.3, 3.0)
-    assert got.tolist() == pytest.approx([-2.0, -2.6, 3.0, -1.0, 1.6, 6.0])
-    assert clipped_objective(ratio, advantages, 0.2, 0.3)[-1].item() == pytest.approx(18.0)
+    assert got.losses.tolist() == pytest.approx([-2.0, -2.6, 3.0, -1.0, 1.6, 6.0])
+    assert got.clipped.tolist() == [False, True, False, False, True, False]
+    assert got.dual.tolist() == [False, False, False, False, False, True]
+    assert clipped_objective(ratio, advantages, 0.2, 0.3).losses[-1].item() == pytest.approx(18.0)
 
 
 def test_kl_estimators_by_hand_and_their_mean() -> None:
@@ -35,8 +43,98 @@ def test_kl_estimators_by_hand_and_their_mean() -> None:
     # k1 and k3 are unbiased: over all tokens of a distribution their mean is the divergence.
     p, q = t(0.5, 0.3, 0.2).log(), t(0.2, 0.3, 0.5).log()
     exact = (p.exp() * (p - q)).sum()
-    for name in ("k1", "k3"):
+    assert kl_estimate(p, q, "abs").tolist() == pytest.approx((p - q).abs().tolist())
+    for name in ("k1", "k3", "k3+"):
         assert (p.exp() * kl_estimate(p, q, name)).sum().item() == pytest.approx(exact.item())  # type: ignore[arg-type]
+
+
+def test_k3_far_from_the_reference_is_bounded_as_in_verl_unless_told_otherwise() -> None:
+    p = t(-30.0, -1.0, -3.0, -1.0).requires_grad_()
+    q = t(-1.0, -30.0, -1.0, -1.0)
+    got = kl_estimate(p, q, "k3")
+    assert got.tolist() == pytest.approx([10.0, 10.0, math.exp(2) - 1 - 2, 0.0])
+    assert torch.autograd.grad(got.sum(), p)[0].tolist() == pytest.approx([0.0, 0.0, 1 - math.exp(2), 0.0])
+    free = kl_estimate(p, q, "k3", clamp=False)
+    assert free.tolist() == pytest.approx([math.exp(29) - 30, 28.0, math.exp(2) - 3, 0.0], rel=1e-9)
+    # k3+ has its value, and k2's gradient, also where k3 is bounded.
+    through = kl_estimate(p, q, "k3+")
+    assert through.tolist() == pytest.approx(got.tolist())
+    assert torch.autograd.grad(through.sum(), p)[0].tolist() == pytest.approx([-29.0, 29.0, -2.0, 0.0])
+    assert torch.autograd.grad(kl_estimate(p, q, "abs").sum(), p)[0].tolist() == [-1.0, 1.0, -1.0, 0.0]
+
+
+def extreme(loss: PolicyLoss, old: float, advantage: float, dtype: torch.dtype = torch.float32) -> tuple[float, Tensor]:
+    """Loss and gradient of the answers where one token was given another old log-probability."""
+    b = answers(old_log_probs=[[old, -0.5], *OLD[1:]], advantages=[[advantage, 1.0], *ADV[1:]], reference_log_probs=REF)
+    b = b.with_fields(**{name: value.to(dtype) for name, value in b.token_fields.items()})
+    mask = loss.tokens(b)
+    values = torch.tensor([x for row in placed(NEW) for x in row], dtype=torch.float32).requires_grad_()
+    sums = loss(TokenOutputs(mask=mask, log_probs=values * mask), b)
+    total = sums.terms["policy"] / loss.weights(b)["policy"]
+    return float(total.detach()), torch.autograd.grad(total, values)[0]
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence-token"])
+@pytest.mark.parametrize("dual_clip", [3.0, None])
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("old", [-100.0, -3e4, 100.0])
+def test_one_log_probability_far_off_spoils_no_gradient(
+    ratio: Any, dual_clip: float | None, advantage: float, old: float
+) -> None:
+    loss = PolicyLoss(ratio=ratio, dual_clip=dual_clip)
+    value, gradient = extreme(loss, old, advantage)
+    assert math.isfinite(value)
+    assert bool(torch.isfinite(gradient).all())
+    if ratio == "token":
+        # Beyond the bound it is not followed; its neighbours are what they were.
+        assert gradient[0] == 0
+        plain = extreme(loss, -1.2, advantage)[1]
+        assert torch.equal(gradient[1:], plain[1:])
+        assert gradient.norm() < 10
+
+
+def test_a_ratio_is_followed_up_to_the_bound() -> None:
+    loss = PolicyLoss(dual_clip=None)
+    for gap, followed in ((19.0, True), (21.0, False)):
+        _, gradient = extreme(loss, -1.0 - gap, -2.0)
+        assert bool(gradient[0] > 1e6) == followed
+        assert bool(gradient[0] == 0) != followed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_fields_may_be_of_any_float(dtype: torch.dtype) -> None:
+    value, gradient = extreme(PolicyLoss(), -1.25, 2.0, dtype)
+    want, wanted = extreme(PolicyLoss(), -1.25, 2.0)
+    assert value == pytest.approx(want, rel=2e-2)
+    torch.testing.assert_close(gradient, wanted, rtol=5e-2, atol=1e-3)
+    assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "advantages", "reference_log_probs", "importance_weights"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_field_that_is_not_finite_is_named_with_its_row(name: str, value: float) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, importance_weights=NEW)
+    rows = b.token_fields[name].clone()
+    # The third answer's second token is predicted at the second token of its sequence.
+    rows[b.bounds[2] + 1] = value
+    with pytest.raises(BatchError, match=rf"{name} is {value} at token 1 in sequence 2; it must be finite there"):
+        PolicyLoss(kl_coef=0.1).weights(b.with_fields(**{name: rows}))
+    rows[b.bounds[2] + 1] = 0.0
+    rows[b.bounds[2] - 1] = value
+    PolicyLoss(kl_coef=0.1).weights(b.with_fields(**{name: rows}))
+
+
+def test_published_settings() -> None:
+    gspo = POLICY_LOSSES["gspo"]
+    assert (gspo.ratio, gspo.aggregation, gspo.dual_clip) == ("sequence", "seq-mean-token-mean", None)
+    b = answers(old_log_probs=OLD, advantages=[[0.5] * 2, [-1.0], [2.0] * 3])
+    sums, _ = run(gspo, b)
+    wanted = []
+    for new, old, advantage in zip(NEW, OLD, (0.5, -1.0, 2.0), strict=True):
+        r = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / len(new))
+        wanted.append(max(-advantage * r, -advantage * min(max(r, 1 - 3e-4), 1 + 4e-4)))
+    assert float(sums.terms["policy"].detach()) / gspo.weights(b)["policy"] == pytest.approx(sum(wanted) / 3)
+    assert POLICY_LOSSES["dapo"].clip_high == 0.28
 
 
 def test_importance_weights_by_hand() -> None:
@@ -170,7 +268,7 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
         PolicyLoss().weights(answers(**fields))
     with pytest.raises(BatchError, match="'reference_log_probs'"):
         PolicyLoss(kl_coef=0.1).weights(answers(old_log_probs=OLD, advantages=ADV))
-    with pytest.raises(BatchError, match=r"advantages' is \(10, 2\); it must be \[10\]"):
+    with pytest.raises(BatchError, match=r"advantages' is \[10, 2\]; it must be \[10\]"):
         PolicyLoss().weights(batch().with_fields(advantages=torch.zeros(10, 2)))
 
 
@@ -195,8 +293,10 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
 
 
 def test_the_value_loss_by_hand() -> None:
-    got = clipped_value_loss(t(1.0, 3.0, 3.0), t(1.0, 1.0, 1.0), t(2.0, 4.0, 0.0), 0.5)
+    got, clipped = clipped_value_loss(t(1.0, 3.0, 3.0), t(1.0, 1.0, 1.0), t(2.0, 4.0, 0.0), 0.5)
     assert got.tolist() == pytest.approx([0.5, 0.5 * 2.5**2, 0.5 * 9.0])
+    # The third moved as far as the second, but away from what it should be: it is followed.
+    assert clipped.tolist() == [False, True, False]
     b = answers(returns=ADV, values=OLD)
     sums, _ = run(ValueLoss(clip=0.5), b)
     wanted = 0.0
@@ -291,9 +391,11 @@ def test_metrics_by_hand() -> None:
     assert told(sums, "ratio") == pytest.approx(sum(math.exp(x) for x in logs) / 6)
     assert told(sums, "advantages") == pytest.approx(sum(flat) / 6)
     value, _ = run(ValueLoss(clip=0.25), answers(returns=ADV, values=OLD))
-    moved = [abs(x) > 0.25 for x in logs]
-    assert 0 < sum(moved) < 6
-    assert told(value, "value_clip_fraction") == pytest.approx(sum(moved) / 6)
+    olds = [o for row in OLD for o in row]
+    near = [o + min(max(x, -0.25), 0.25) for o, x in zip(olds, logs, strict=True)]
+    counted = [(n - a) ** 2 > (o + x - a) ** 2 for n, a, o, x in zip(near, flat, olds, logs, strict=True)]
+    assert 0 < sum(counted) < sum(abs(x) > 0.25 for x in logs)
+    assert told(value, "value_clip_fraction") == pytest.approx(sum(counted) / 6)
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(ratio="sequence", kl_coef=0.1), PolicyLoss(), ValueLoss()])

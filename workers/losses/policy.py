@@ -10,24 +10,46 @@ Axes: T tokens, N sequences.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ...engine.batch import PackedBatch
-from ...engine.errors import BatchError, ConfigError
+from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from .fields import KNOWN_FIELDS, token_field
 from .sequences import sequence_of, sequence_sums
 
 Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
+
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to it on both sides before they are exponentiated, as verl does: beyond it a ratio is clipped by any
+sensible bound, and one log-probability of -100 must not make a gradient infinite."""
+LARGEST_K3 = 10.0
+"""k3 is clamped to it, as verl does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clipped:
+    """PPO's clipped loss, and what was clipped.
+
+    Args:
+        losses: by token.
+        clipped: bool, where the clipped ratio's loss is the larger one: the token has no gradient.
+        dual: bool, where the dual clip bounds the loss of a negative advantage.
+    """
+
+    losses: Tensor
+    clipped: Tensor
+    dual: Tensor
 
 
 def clipped_objective(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
+) -> Clipped:
     """PPO's clipped loss: max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c.
 
     Args:
@@ -38,30 +60,44 @@ def clipped_objective(
         dual_clip: c; None leaves it out.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; dual clip Ye et al. 2020, arXiv:1912.09729, equation 5; two
-    bounds Yu et al. 2025, arXiv:2503.14476, equation 8.
+    bounds Yu et al. 2025, arXiv:2503.14476, equation 8. What counts as clipped is counted as verl does.
     """
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses, clipped = torch.maximum(plain, bounded), bounded > plain
     if dual_clip is None:
-        return losses
-    return torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+        return Clipped(losses, clipped, torch.zeros_like(clipped))
+    most = -advantages * dual_clip
+    dual = (advantages < 0) & (losses > most)
+    return Clipped(torch.where(dual, most, losses), clipped, dual)
 
 
-def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *, clamp: bool = True) -> Tensor:
     """Estimate of KL(policy || reference) from samples of the policy, by token.
 
     Args:
-        log_probs: of the policy.
-        reference: of the reference.
-        estimator: k1 is log(p/q), k2 is log(p/q)^2 / 2, k3 is q/p - 1 - log(q/p).
+        log_probs: log p, of the policy.
+        reference: log q, of the reference.
+        estimator: k1 is log(p/q); k2 is log(p/q)^2 / 2; k3 is q/p - 1 - log(q/p); abs is |log(p/q)|; k3+ has the value of k3 and the
+            gradient of k2, whose expectation is the gradient of the divergence, which that of k3 is not.
+        clamp: of k3, log(q/p) to +-20 and the estimate to 10, as verl does.
 
-    Source: Schulman 2020, "Approximating KL divergence"; k3 as in Shao et al. 2024, arXiv:2402.03300, equation 4.
+    Source: Schulman 2020, "Approximating KL divergence"; k3 as in Shao et al. 2024, arXiv:2402.03300, equation 4; k3+ as verl's
+    straight-through estimator.
     """
     difference = log_probs - reference
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return 0.5 * difference**2
-    return torch.expm1(-difference) + difference
+    if estimator == "abs":
+        return difference.abs()
+    bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO) if clamp else difference
+    found = torch.expm1(-bounded) + bounded
+    found = found.clamp(max=LARGEST_K3) if clamp else found
+    if estimator == "k3":
+        return found
+    followed = 0.5 * difference**2
+    return found.detach() + followed - followed.detach()
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
@@ -98,22 +134,6 @@ def response_tokens(batch: PackedBatch) -> Tensor:
     return mask if given is None else mask & (given > 0)
 
 
-def token_field(batch: PackedBatch, name: str) -> Tensor:
-    """A token field.
-
-    Raises:
-        BatchError: the batch has none, or one of another shape.
-    """
-    found = batch.token_fields.get(name)
-    if found is None:
-        raise BatchError(f"this loss needs the token field {name!r}; the batch has {', '.join(batch.token_fields) or 'none'}")
-    if found.shape != (batch.num_tokens,):
-        raise BatchError(
-            f"token field {name!r} is {tuple(found.shape)}; it must be [{batch.num_tokens}], one number for each token"
-        )
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """The loss of a policy's update. Advantages are given, so PPO, GRPO, RLOO and REINFORCE++ differ in those alone.
@@ -130,6 +150,7 @@ class PolicyLoss:
         entropy_coef: weight of the entropy, which is to be large.
         kl_coef: weight of the distance to the reference (token field `reference_log_probs`).
         kl_estimator: see `kl_estimate`.
+        kl_clamp: see `kl_estimate`.
         temperature: of the answers' sampling; log-probabilities are taken at it.
 
     Raises:
@@ -145,8 +166,10 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
+    kl_clamp: bool = True
     temperature: float = 1.0
     linear: bool = False
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
 
     def __post_init__(self) -> None:
         for name, values in (("ratio", Ratio), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
@@ -180,8 +203,11 @@ class PolicyLoss:
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """Tokens or answers, by `aggregation`, for each term."""
+        tokens = self.tokens(batch)
         for name in ("old_log_probs", "advantages", *(["reference_log_probs"] if self.kl_coef else [])):
-            token_field(batch, name)
+            token_field(batch, name, tokens)
+        if "importance_weights" in batch.token_fields:
+            token_field(batch, "importance_weights", tokens)
         weight = aggregation_weight(batch, self.aggregation)
         terms = ("policy", *(["entropy"] if self.entropy_coef else []), *(["kl"] if self.kl_coef else []))
         return dict.fromkeys(terms, weight)
@@ -198,15 +224,17 @@ class PolicyLoss:
 
         advantages = given("advantages")
         log_ratio = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs)) - given("old_log_probs")
+        bound = LARGEST_LOG_RATIO
         if self.ratio == "token":
-            ratio = log_ratio.exp()
+            ratio = log_ratio.clamp(-bound, bound).exp()
         else:
             shared = sequence_log_ratio(log_ratio, mask, batch)
             if self.ratio == "sequence-token":
                 shared = shared.detach() + log_ratio - log_ratio.detach()
-            ratio = shared.exp()
+            ratio = shared.clamp(-bound, bound).exp()
         high = self.clip_low if self.clip_high is None else self.clip_high
-        losses = clipped_objective(ratio, advantages, self.clip_low, high, self.dual_clip)
+        objective = clipped_objective(ratio, advantages, self.clip_low, high, self.dual_clip)
+        losses = objective.losses
         if "importance_weights" in batch.token_fields:
             losses = losses * given("importance_weights")
         terms = {"policy": self._sum(losses, mask, batch)}
@@ -216,20 +244,19 @@ class PolicyLoss:
             terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
             metrics["entropy"] = ((outputs.entropy.detach() * mask).sum(), tokens)
         if self.kl_coef:
-            kl = kl_estimate(log_ratio + given("old_log_probs"), given("reference_log_probs"), self.kl_estimator)
+            own = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
+            kl = kl_estimate(own, given("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
             terms["kl"] = self.kl_coef * self._sum(kl, mask, batch)
             metrics["kl"] = ((kl.detach() * mask).sum(), tokens)
         with torch.no_grad():
-            r, up = ratio.detach(), advantages > 0
-            clipped = torch.where(up, r > 1 + high, (r < 1 - self.clip_low) & (advantages < 0)) & outputs.mask
             metrics |= {
-                "clip_fraction": (clipped.sum(), tokens),
-                "ratio": ((r * mask).sum(), tokens),
+                "clip_fraction": ((objective.clipped & outputs.mask).sum(), tokens),
+                "ratio": ((ratio.detach() * mask).sum(), tokens),
                 "approx_kl": (-(log_ratio.detach() * mask).sum(), tokens),
                 "advantages": ((advantages * mask).sum(), tokens),
             }
             if self.dual_clip is not None:
-                metrics["dual_clip_fraction"] = (((advantages < 0) & (r > self.dual_clip) & outputs.mask).sum(), tokens)
+                metrics["dual_clip_fraction"] = ((objective.dual & outputs.mask).sum(), tokens)
         return LossSums(terms=terms, metrics=metrics)
 
     def _sum(self, values: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
@@ -258,3 +285,20 @@ def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Agg
     if aggregation == "seq-mean-token-mean":
         return (sequence_sums(values, batch) / sequence_sums(mask, batch).clamp(min=1)).sum()
     return values.sum() / (length_norm or 1)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "ppo": PolicyLoss(),
+    "grpo": PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, kl_coef=0.04),
+    "dr_grpo": PolicyLoss(aggregation="seq-mean-token-sum", dual_clip=None),
+    "dapo": PolicyLoss(clip_high=0.28),
+    "gspo": PolicyLoss(
+        ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None
+    ),
+}
+"""The settings of published algorithms; `dataclasses.replace` changes some of them.
+
+Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al. 2025,
+arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which belongs to the run); DAPO Yu et al. 2025,
+arXiv:2503.14476; GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1.
+"""

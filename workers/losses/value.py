@@ -6,6 +6,7 @@ Axes: T tokens.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs
-from .policy import response_tokens, token_field
+from .fields import KNOWN_FIELDS, token_field
+from .policy import response_tokens
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
     """Half the squared error, of the value or of one that moved no further than the clip, whichever is worse.
 
     Args:
@@ -25,13 +29,16 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         returns: `[T]`, what they should be.
         clip: how far a value is followed; None follows it anywhere.
 
+    Returns:
+        the losses `[T]`; and where the clipped one is the worse, bool `[T]`: what verl counts as clipped.
+
     Source: Schulman et al. 2016, arXiv:1506.02438; clipping as in OpenAI's baselines, ppo2.
     """
     errors = (values - returns) ** 2
-    if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        errors = torch.maximum(errors, (near - returns) ** 2)
-    return 0.5 * errors
+    if clip is None:
+        return 0.5 * errors, torch.zeros_like(errors, dtype=torch.bool)
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+    return 0.5 * torch.maximum(errors, bounded), bounded > errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class ValueLoss:
     clip: float | None = 0.5
     request: OutputRequest = OutputRequest(values=True)
     linear: bool = False
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
 
     def __post_init__(self) -> None:
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
@@ -59,9 +67,10 @@ class ValueLoss:
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of tokens."""
+        tokens = self.tokens(batch)
         for name in ("returns", *(["values"] if self.clip is not None else [])):
-            token_field(batch, name)
-        return {"value": float(response_tokens(batch).sum())}
+            token_field(batch, name, tokens)
+        return {"value": float(tokens.sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Sums over the answers of a micro-batch."""
@@ -72,7 +81,8 @@ class ValueLoss:
         old = values.detach()
         if self.clip is not None:
             old = torch.where(outputs.mask, token_field(batch, "values").to(values.dtype), nothing)
-        losses = torch.where(outputs.mask, clipped_value_loss(values, old, returns, self.clip), torch.zeros_like(values))
+        losses, clipped = clipped_value_loss(values, old, returns, self.clip)
+        losses = torch.where(outputs.mask, losses, nothing)
         tokens, found = outputs.mask.sum(), values.detach()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
             "values": (found[outputs.mask].sum(), tokens),
@@ -80,5 +90,5 @@ class ValueLoss:
             "value_error": (((found - returns)[outputs.mask] ** 2).sum(), tokens),
         }
         if self.clip is not None:
-            metrics["value_clip_fraction"] = (((found - old).abs() > self.clip)[outputs.mask].sum(), tokens)
+            metrics["value_clip_fraction"] = ((clipped & outputs.mask).sum(), tokens)
         return LossSums(terms={"value": losses.sum()}, metrics=metrics)
