@@ -140,7 +140,7 @@ def main() -> None:
         for which in ("bare", "engine", "again"):
             start = time.process_time()
             if which == "engine":
-                result = engine.train_batch(method.batch(engine, pairs), method.loss)
+                result = engine.train_batch(method.batch(engine, pairs, training=True), method.loss)
                 losses.append(result.loss)
                 norms.append(result.grad_norm or 0.0)
             else:

@@ -208,9 +208,7 @@ class BaseEngine(Backend):
             forward_only: no gradient: an evaluation, dropout off.
         """
         self._check_outputs(loss.request)
-        budget, setting = self.config.micro_batch.max_tokens, "engine.micro_batch.max_tokens"
-        if forward_only:
-            budget, setting = self._infer_budget()
+        budget, setting = self._infer_budget() if forward_only else self._train_budget()
         plan = plan_step(
             self.topology,
             batch,
@@ -235,19 +233,23 @@ class BaseEngine(Backend):
             self._finite = self._finite and math.isfinite(result.loss)
         return result
 
-    def infer_batch(self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None) -> dict[str, Tensor]:
+    def infer_batch(
+        self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None, as_in_training: bool = False
+    ) -> dict[str, Tensor]:
         """Per-token outputs without gradients, dropout off.
 
         Args:
             batch: this rank's data-parallel share.
             outputs: which numbers.
             tokens: `[T]` bool, of which tokens; by default those with a label, or all when only values are asked for.
+            as_in_training: cut the batch into the micro-batches that `train_batch` makes of it, not into those of
+                `infer_max_tokens`. Of equal weights in an equal layout, the numbers then differ by no rounding.
 
         Returns:
             name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
         """
         self._check_outputs(outputs)
-        budget, setting = self._infer_budget()
+        budget, setting = self._train_budget() if as_in_training else self._infer_budget()
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
         plan = plan_step(self.topology, batch, None, budget, self.model_shape, setting=setting)
@@ -302,6 +304,9 @@ class BaseEngine(Backend):
     def lr_step(self) -> None:
         """Advance the schedule by one step."""
         self.step += 1
+
+    def _train_budget(self) -> tuple[int, str]:
+        return self.config.micro_batch.max_tokens, "engine.micro_batch.max_tokens"
 
     def _infer_budget(self) -> tuple[int, str]:
         sizes = self.config.micro_batch

@@ -22,6 +22,7 @@ from drivetrain.engine.config import (
 from drivetrain.engine.objective import StepResult
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers import dpo, rm
+from drivetrain.trainers import reference as reference_module
 from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
 from drivetrain.trainers.data.demo import make_tokenizer
 from drivetrain.trainers.data.encode import encode_row
@@ -265,7 +266,7 @@ def rank_lora(folder: str, cache: str) -> Any:
     method.open(engine, tokenizer, samples, None)
     engine.initialize()
     (drawn,) = Loader(samples, Order(samples.sizes, weights=None, seed=0, shuffle=False), batch_size=24).once()
-    found = [engine.train_batch(method.batch(engine, drawn), method.loss) for _ in range(2)]
+    found = [engine.train_batch(method.batch(engine, drawn, training=True), method.loss) for _ in range(2)]
     engine.close()
     return [(r.loss, r.grad_norm) for r in found]
 
@@ -425,7 +426,7 @@ def engine_steps(method: Method, engine: Any, samples: Any) -> list[StepResult]:
     batches = Loader(samples, order, batch_size=SIZE).once()
     found = []
     for _ in range(STEPS):
-        found.append(engine.train_batch(method.batch(engine, next(batches)), method.loss))
+        found.append(engine.train_batch(method.batch(engine, next(batches), training=True), method.loss))
     return found
 
 
@@ -494,6 +495,70 @@ def test_layouts_equal_float64(
         wanted = [(r.loss, r.grad_norm, dict(r.metrics)) for r in alone]
     for results in found:
         near(results, wanted)
+
+
+def rank_first_loss(
+    folder: str, cache: str, backend: str, parallel: dict[str, Any], lora: int, alike: bool
+) -> tuple[float, bool]:
+    """The first loss of a policy against itself, and whether both ran over the same micro-batches. `beta` makes a margin that is not 0
+    by rounding 50 times as large."""
+    root = Path(folder)
+    config = DPOConfig(
+        model=ModelConfig(path=str(root / "model"), lora=LoraConfig(rank=lora)),
+        data=DataConfig(train=(str(root / "pairs.jsonl"),), batch_size=24, cache_dir=cache),
+        engine=EngineConfig(backend=backend, parallel=ParallelConfig(**parallel), micro_batch=MicroBatchConfig(max_tokens=64)),
+        optim=OPTIM,
+        dpo=PreferenceConfig(beta=50.0),
+    )
+    if not alike:
+        module: Any = reference_module
+        real = module.log_probs_of
+        module.log_probs_of = lambda engine, drawn, training: real(engine, drawn, training=False)
+    method = PreferenceMethod(config)
+    tokenizer, samples, _ = load_data(config, method)
+    cls: Any = engine_class(backend)
+    run, ran = cls._run_micro_batches, []
+
+    def recorded(self: Any, micro_batches: Any, *args: Any, **options: Any) -> Any:
+        ran.append([m.batch.input_ids.tolist() for m in micro_batches])
+        return run(self, micro_batches, *args, **options)
+
+    cls._run_micro_batches = recorded
+    engine = cls(model=config.model, engine=config.engine, optim=config.optim)
+    method.open(engine, tokenizer, samples, None)
+    engine.initialize()
+    order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
+    drawn = next(Loader(samples, order, batch_size=24).once())
+    result = engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
+    assert result.micro_batches > 2
+    method.close()
+    engine.close()
+    cls._run_micro_batches = run
+    assert len(ran) == 2
+    return result.loss, ran[0] == ran[1]
+
+
+SELF: list[tuple[str, int, dict[str, Any], int]] = [
+    ("fsdp", 1, {}, 0),
+    ("fsdp", 2, {}, 0),
+    ("fsdp", 2, {"cp": 2}, 4),
+    ("mcore", 2, {"tp": 2, "tp_sequence": True}, 0),
+    ("mcore", 2, {"pp": 2}, 0),
+]
+
+
+@pytest.mark.parametrize(("backend", "nproc", "parallel", "lora"), SELF)
+def test_against_itself_the_first_loss_is_ln_2(
+    pairs_task: Path, tmp_path: Path, backend: str, nproc: int, parallel: dict[str, Any], lora: int
+) -> None:
+    for loss, alike in run_ranks(rank_first_loss, nproc, str(pairs_task), str(tmp_path), backend, parallel, lora, True):
+        assert abs(loss - math.log(2)) <= 2e-7
+        assert alike
+
+
+def test_the_control_of_the_test_above(pairs_task: Path, tmp_path: Path) -> None:
+    ((_, alike),) = run_ranks(rank_first_loss, 1, str(pairs_task), str(tmp_path), "fsdp", {}, 0, False)
+    assert not alike
 
 
 def test_a_reference_that_cannot_be_built_is_told_on_every_rank(pairs_task: Path, tmp_path: Path) -> None:

@@ -297,6 +297,9 @@ def test_the_value_loss_by_hand() -> None:
     assert got.tolist() == pytest.approx([0.5, 0.5 * 2.5**2, 0.5 * 9.0])
     # The third moved as far as the second, but away from what it should be: it is followed.
     assert clipped.tolist() == [False, True, False]
+    torch.manual_seed(0)
+    values, moved = torch.randn(2, 1000)
+    assert not clipped_value_loss(values + 0.4 * moved.clamp(-1, 1), values, moved, 0.5)[1].any()
     b = answers(returns=ADV, values=OLD)
     sums, _ = run(ValueLoss(clip=0.5), b)
     wanted = 0.0

@@ -1,19 +1,21 @@
 """Losses over preferences: the formulas by hand, what a batch must say, and another program's recorded numbers."""
 
+import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.batch import PackedBatch
+from drivetrain.engine.batch import IGNORE, PackedBatch
 from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError
-from drivetrain.engine.objective import LossSums, TokenOutputs
+from drivetrain.engine.objective import LossSums, TokenOutputs, labelled
 from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
 from drivetrain.trainers.data.demo import make_tokenizer
 from drivetrain.trainers.data.loader import Loader, Order
@@ -21,9 +23,10 @@ from drivetrain.trainers.method import Method, RewardMethod
 from drivetrain.trainers.preference import PreferenceMethod
 from drivetrain.trainers.prepare import load_data
 from drivetrain.workers.losses import preference
-from drivetrain.workers.losses.preference import KTOLoss, PreferenceLoss
+from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
 from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
+from drivetrain.workers.losses.sft import SFTLoss
 from engines import build
 from files import module_of
 
@@ -62,13 +65,74 @@ def test_formulas_by_hand(got: Tensor, wanted: float) -> None:
     assert got.item() == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("log_prob", [-1e-9, -0.1, -0.69, -0.7, -30.0])
+@pytest.mark.parametrize("log_prob", [-1e-7, -0.1, -0.69, -0.7, -30.0])
 def test_odds_keep_their_digits_at_both_ends(log_prob: float) -> None:
     x = numbers(log_prob).requires_grad_()
     odds = preference.log_odds(x)
     assert odds.item() == pytest.approx(log_prob - math.log(-math.expm1(log_prob)), rel=1e-12)
     (slope,) = torch.autograd.grad(odds, x)
     assert slope.item() == pytest.approx(1 / -math.expm1(log_prob), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_odds_of_what_is_certain_are_finite(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -1e-30, -1e-7, -200.0], dtype=dtype, requires_grad=True)
+    for chosen, rejected in itertools.product(x, x):
+        loss = preference.orpo_loss(chosen, rejected, 0.1)
+        (slopes,) = torch.autograd.grad(loss, x)
+        assert math.isfinite(float(loss.detach()))
+        assert bool(torch.isfinite(slopes).all())
+    assert float(preference.log_odds(x).detach()[0]) == pytest.approx(-math.log(2**-24), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [*(PreferenceLoss(kind=k) for k in get_args(PairLoss)), KTOLoss()])
+def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_row(loss: Any) -> None:
+    names = [f"pairs.jsonl:{i}" for i in range(6)]
+    whole = pairs_batch(names=names).with_sequence_fields(kl_baseline=torch.zeros(6))
+    assert loss.weights(whole)
+    one = whole.bounds[3]
+    labels = whole.labels.clone()
+    labels[one : whole.bounds[4]] = IGNORE
+    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty answer: none of its tokens is supervised"):
+        loss.weights(replace(whole, labels=labels))
+    if loss.needs_reference:
+        reference = whole.sequence_fields[REFERENCE].clone()
+        reference[4] = float("nan")
+        with pytest.raises(BatchError, match=r"reference_log_probs is nan in pairs.jsonl:4"):
+            loss.weights(whole.with_sequence_fields(**{REFERENCE: reference}))
+
+
+def test_a_margin_that_is_not_finite_is_refused_with_its_row() -> None:
+    margin = torch.tensor([0.5, 0.5, float("inf"), 0, 0, 0])
+    with pytest.raises(BatchError, match="margin is inf in sequence 2"):
+        RewardLoss().weights(pairs_batch().with_sequence_fields(**{MARGIN: margin}))
+
+
+def test_weights_of_tokens_that_are_not_learned_may_be_anything() -> None:
+    batch = from_lists([[1, 2, 3], [4, 5]], supervised=[[False, False, True], [True, True]])
+    loss, mask = SFTLoss(), labelled(batch)
+    log_probs = torch.full((batch.num_tokens,), -2.0) * mask
+    weights = torch.tensor([float("nan"), 0.5, float("inf"), 3.0, float("nan")], dtype=torch.float16)
+    weighed = batch.with_fields(loss_weights=weights)
+    assert loss.weights(weighed) == {"nll": 3.5}
+    assert float(loss(TokenOutputs(mask=mask, log_probs=log_probs), weighed).terms["nll"]) == 7.0
+    with pytest.raises(BatchError, match="loss_weights is nan at token 0 in sequence 1"):
+        loss.weights(batch.with_fields(loss_weights=torch.tensor([0.0, 0.5, 0.0, float("nan"), 0.0])))
+
+
+def test_a_policy_against_itself_has_a_margin_of_exactly_zero() -> None:
+    torch.manual_seed(0)
+    documents = [list(range(1, 402)), list(range(1, 702))]
+    batch = from_lists(documents, sequence_fields={CHOSEN: [1, 0]}, group_ids=[0, 0])
+    mask = labelled(batch)
+    log_probs = torch.randn(batch.num_tokens).abs().neg() * mask
+    # The reference's own sums, as the trainer makes them.
+    reference = sequence_sums(log_probs.double(), batch)
+    batch = batch.with_sequence_fields(**{REFERENCE: reference})
+    got = PreferenceLoss(beta=50.0)(TokenOutputs(mask=mask, log_probs=log_probs), batch)
+    assert float(got.terms["preference"]) == pytest.approx(math.log(2), abs=1e-12)
+    # Control: sums in float32 are off by enough to be seen.
+    assert float((sequence_sums(log_probs, batch) - reference).abs().max()) > 1e-6
 
 
 def pairs_batch(**changes: Any) -> PackedBatch:
@@ -191,7 +255,7 @@ def first_step(method: Method, config: Any) -> Any:
         try:
             order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
             (drawn,) = Loader(samples, order, batch_size=len(CASE.PAIRS)).once()
-            return engine.train_batch(method.batch(engine, drawn), method.loss)
+            return engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
         finally:
             method.close()
 

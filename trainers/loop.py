@@ -89,7 +89,7 @@ def train(
         while step < total and why == "done":
             began = time.perf_counter()
             drawn, cursor = next(batches)
-            result = engine.train_batch(method.batch(engine, drawn), method.loss)
+            result = engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
             seconds = time.perf_counter() - began
             step += 1
             record = {
@@ -141,7 +141,9 @@ def evaluate(
     for drawn in evaluation.loader.once():
         if stop.asked(engine.topology):
             return None
-        result = engine.forward_backward(method.batch(engine, drawn), method.evaluation_loss, forward_only=True)
+        result = engine.forward_backward(
+            method.batch(engine, drawn, training=False), method.evaluation_loss, forward_only=True
+        )
         tokens += result.tokens
         for term, weight in result.weights.items():
             sums[term] += result.terms[term] * weight

@@ -87,8 +87,14 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch) -> PackedBatch:
-        """This rank's share of a global batch, with all that the loss asks for. Collective."""
+    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+        """This rank's share of a global batch, with all that the loss asks for. Collective.
+
+        Args:
+            engine: the policy's.
+            drawn: the documents.
+            training: for a training step, otherwise for an evaluation.
+        """
 
     def close(self) -> None:  # noqa: B027  # most have nothing to free
         """Free what `open` made."""
@@ -110,7 +116,7 @@ class SFTMethod(Method):
         """With the accuracy of single tokens."""
         return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch) -> PackedBatch:
+    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
         """The documents as they are."""
         return drawn.share_of(engine).batch
 
@@ -143,6 +149,6 @@ class RewardMethod(Method):
         """Bradley-Terry."""
         return self._loss
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch) -> PackedBatch:
+    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
         """The pairs as they are."""
         return drawn.share_of(engine).batch

@@ -82,12 +82,13 @@ class PreferenceMethod(Method):
             every = [samples] if held_out is None else [samples, held_out]
             self._reference = open_reference(self._config, engine, every)
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch) -> PackedBatch:
+    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
         """The documents, with what the reference thinks of them."""
         share = drawn.share_of(engine)
         if self._reference is None:
             return share.batch
-        batch = share.batch.with_sequence_fields(**{REFERENCE: self._reference.log_probs(drawn)[share.places]})
+        told = self._reference.log_probs(drawn, training=training)
+        batch = share.batch.with_sequence_fields(**{REFERENCE: told[share.places]})
         if not isinstance(self._loss, KTOLoss):
             return batch
         others = mismatched(drawn, self._longest)

@@ -37,11 +37,17 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 
 
-def log_probs_of(engine: BaseEngine, drawn: GlobalBatch) -> Tensor:
+def log_probs_of(engine: BaseEngine, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
     """`[D]` float64: the log-probability of each document's supervised tokens, of the whole global batch, on every rank.
-    Collective over the engine's ranks, which are all of the job."""
+    Collective over the engine's ranks, which are all of the job.
+
+    Args:
+        engine: initialised.
+        drawn: the documents.
+        training: over the micro-batches that a training step makes of them.
+    """
     share = drawn.share_of(engine)
-    found = engine.infer_batch(share.batch, OutputRequest(log_probs=True))["log_probs"]
+    found = engine.infer_batch(share.batch, OutputRequest(log_probs=True), as_in_training=training)["log_probs"]
     sums = sequence_sums(found.double(), share.batch).tolist()
     every = torch.zeros(len(drawn), dtype=torch.float64)
     for answers, places, values in engine.topology.exchange((engine.topology.is_output_rank, share.places, sums)):
@@ -54,7 +60,7 @@ class Reference(ABC):
     """Says how likely the reference finds documents."""
 
     @abstractmethod
-    def log_probs(self, drawn: GlobalBatch) -> Tensor:
+    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
         """`[D]` float64, as `log_probs_of`. Collective."""
 
     def close(self) -> None:  # noqa: B027  # some have nothing to free
@@ -71,9 +77,9 @@ class FrozenModel(Reference):
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
-    def log_probs(self, drawn: GlobalBatch) -> Tensor:
+    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
         """By its forward pass."""
-        return log_probs_of(self._engine, drawn)
+        return log_probs_of(self._engine, drawn, training=training)
 
     def close(self) -> None:
         """Free the engine."""
@@ -90,10 +96,10 @@ class WithoutAdapters(Reference):
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
-    def log_probs(self, drawn: GlobalBatch) -> Tensor:
+    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
         """By the policy's forward pass with its adapters off."""
         with self._engine.disable_adapter():
-            return log_probs_of(self._engine, drawn)
+            return log_probs_of(self._engine, drawn, training=training)
 
 
 class Kept(Reference):
@@ -106,7 +112,7 @@ class Kept(Reference):
     def __init__(self, tables: dict[str, NDArray[Any]]) -> None:
         self._tables = tables
 
-    def log_probs(self, drawn: GlobalBatch) -> Tensor:
+    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
         """Looked up."""
         assert drawn.numbers is not None
         return torch.from_numpy(self._tables[drawn.digest][drawn.numbers])

@@ -292,9 +292,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "grpo": PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, kl_coef=0.04),
     "dr_grpo": PolicyLoss(aggregation="seq-mean-token-sum", dual_clip=None),
     "dapo": PolicyLoss(clip_high=0.28),
-    "gspo": PolicyLoss(
-        ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None
-    ),
+    "gspo": PolicyLoss(ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None),
 }
 """The settings of published algorithms; `dataclasses.replace` changes some of them.
 

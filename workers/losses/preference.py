@@ -6,9 +6,9 @@ Axes: T tokens, N sequences, P pairs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError, ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from .fields import KNOWN_FIELDS, check_finite
 from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"]
@@ -109,10 +110,13 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """log p - log(1 - p), exact for p near 1 and near 0."""
+    """log p - log(1 - p), exact for p near 0 and near 1, up to the last float32 below 1; from there on, where odds and slope go to infinity,
+    the odds of that number."""
     # log(1 - e^x) by the branch that keeps its digits: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
     near_one = log_prob > -0.6931471805599453
-    safe_near, safe_far = torch.where(near_one, log_prob, -0.5), torch.where(near_one, -1.0, log_prob)
+    # Models compute in float32 at best: a log-probability of 0 is one that was lost in rounding, and its odds would end the run.
+    near = log_prob.clamp(max=-torch.finfo(torch.float32).eps / 2)
+    safe_near, safe_far = torch.where(near_one, near, -0.5), torch.where(near_one, -1.0, log_prob)
     return log_prob - torch.where(near_one, torch.log(-torch.expm1(safe_near)), torch.log1p(-torch.exp(safe_far)))
 
 
@@ -147,6 +151,27 @@ def reference_of(batch: PackedBatch) -> Tensor:
     return found
 
 
+def check_answers(batch: PackedBatch, fields: Sequence[str]) -> None:
+    """Refuse answers that a loss over whole sequences can say nothing of.
+
+    Args:
+        batch: of the loss.
+        fields: sequence fields whose numbers it takes.
+
+    Raises:
+        BatchError: names a sequence without a supervised token, or a number that is not finite.
+    """
+    empty = (sequence_sums(labelled(batch).long(), batch) == 0).nonzero()
+    if len(empty):
+        raise BatchError(
+            f"{batch.name_of(int(empty[0]))} has an empty answer: none of its tokens is supervised, so it cannot be compared; leave "
+            f"{'the pair' if batch.group_ids is not None else 'it'} out"
+        )
+    for name in fields:
+        values = batch.sequence_fields[name]
+        check_finite(batch, name, values, torch.ones_like(values, dtype=torch.bool))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
     """A loss over pairs, averaged over the pairs of the global batch.
@@ -177,6 +202,7 @@ class PreferenceLoss:
     sft_weight: float | None = None
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = False
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(PairLoss):
@@ -218,6 +244,7 @@ class PreferenceLoss:
         pairs = pairs_of(batch)
         if self.needs_reference:
             reference_of(batch)
+        check_answers(batch, [REFERENCE] if self.needs_reference else [])
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
             weights["sft"] = float(sequence_sums(labelled(batch).float(), batch)[pairs.chosen].sum())
@@ -227,8 +254,9 @@ class PreferenceLoss:
         """Sums over the pairs of a micro-batch."""
         assert outputs.log_probs is not None
         pairs = pairs_of(batch)
-        sums = sequence_sums(outputs.log_probs, batch)
-        counts = sequence_sums(outputs.mask.to(sums.dtype), batch)
+        # In float64, as the reference's are: before the first step the two are equal, and the loss is what it is by definition.
+        sums = sequence_sums(outputs.log_probs.double(), batch)
+        counts = sequence_sums(outputs.mask.double(), batch)
         scale = 1 / counts if self._normalize else torch.ones_like(counts)
         policy = sums * scale
         against = reference_of(batch).to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
@@ -299,6 +327,7 @@ class KTOLoss:
     undesirable_weight: float = 1.0
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = False
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
     needs_reference: bool = True
 
     def __post_init__(self) -> None:
@@ -316,12 +345,14 @@ class KTOLoss:
         for name in (CHOSEN, BASELINE):
             if name not in batch.sequence_fields:
                 raise BatchError(f"KTO needs the sequence field {name!r}; this batch has none")
+        check_answers(batch, [REFERENCE, BASELINE])
         return {"preference": float(batch.num_sequences)}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Sums over the answers of a micro-batch."""
         assert outputs.log_probs is not None
-        sums = sequence_sums(outputs.log_probs, batch)
+        # In float64, as the reference's are.
+        sums = sequence_sums(outputs.log_probs.double(), batch)
         ratio = sums - reference_of(batch).to(sums.dtype)
         chosen, baseline = batch.sequence_fields[CHOSEN] > 0, batch.sequence_fields[BASELINE].to(sums.dtype)
         losses = kto_loss(ratio, chosen, baseline, self.beta, self.desirable_weight, self.undesirable_weight)

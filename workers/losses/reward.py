@@ -6,6 +6,7 @@ Axes: T tokens, N sequences, P pairs.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs
+from .fields import KNOWN_FIELDS, check_finite
 from .sequences import MARGIN, last_tokens, pairs_of
 
 
@@ -59,6 +61,7 @@ class RewardLoss:
     centering: float = 0.0
     request: OutputRequest = OutputRequest(values=True)
     linear: bool = False
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
 
     def __post_init__(self) -> None:
         if not (self.centering >= 0 and math.isfinite(self.centering)):
@@ -73,6 +76,8 @@ class RewardLoss:
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of pairs."""
         pairs = float(len(pairs_of(batch).chosen))
+        if (margin := batch.sequence_fields.get(MARGIN)) is not None:
+            check_finite(batch, MARGIN, margin, torch.ones_like(margin, dtype=torch.bool))
         return {"reward": pairs, **({"centering": pairs} if self.centering else {})}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:

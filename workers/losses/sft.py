@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ...engine.batch import PackedBatch
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from .fields import KNOWN_FIELDS, token_field
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class SFTLoss:
 
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = True
+    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """The supervised tokens."""
@@ -29,15 +33,17 @@ class SFTLoss:
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of supervised tokens, or the sum of their weights."""
         mask = labelled(batch)
-        loss_weights = batch.token_fields.get("loss_weights")
-        return {"nll": float(mask.sum() if loss_weights is None else loss_weights[mask].sum())}
+        if "loss_weights" not in batch.token_fields:
+            return {"nll": float(mask.sum())}
+        return {"nll": float(token_field(batch, "loss_weights", mask)[mask].double().sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Sum of negative log-probabilities; metrics leave the weights out."""
         assert outputs.log_probs is not None
         nll = -outputs.log_probs
         loss_weights = batch.token_fields.get("loss_weights")
-        weighed = nll if loss_weights is None else nll * loss_weights
+        # Outside the supervised tokens there may stand anything; NaN would spoil the loss, times zero too.
+        weighed = nll if loss_weights is None else nll * torch.where(outputs.mask, loss_weights.to(nll.dtype), 0.0)
         metrics = {"nll": (nll.detach().sum(), outputs.mask.sum())}
         if outputs.greedy is not None:
             hits = (outputs.greedy == batch.labels) & outputs.mask

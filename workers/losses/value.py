@@ -18,9 +18,7 @@ from .fields import KNOWN_FIELDS, token_field
 from .policy import response_tokens
 
 
-def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
-) -> tuple[Tensor, Tensor]:
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Half the squared error, of the value or of one that moved no further than the clip, whichever is worse.
 
     Args:
@@ -37,7 +35,8 @@ def clipped_value_loss(
     errors = (values - returns) ** 2
     if clip is None:
         return 0.5 * errors, torch.zeros_like(errors, dtype=torch.bool)
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+    # Inside the bounds it is the very value: one that was added up again would differ from it, and count as clipped, by rounding.
+    bounded = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
     return 0.5 * torch.maximum(errors, bounded), bounded > errors
 
 
