@@ -4,6 +4,7 @@ A backend subclasses `BaseEngine` and says only what differs (`backend.py`): how
 What a step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
 """
 
+import logging
 import math
 import os
 import tempfile
@@ -28,10 +29,12 @@ from .model_path import fingerprint
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
 from .residency import PARTS, Part, Residency, free_memory
-from .step import Collected, Objective, plan_step
+from .step import Collected, Objective, StepPlan, plan_step
 from .topology import resolve_parallel
 
 Mode = Literal["train", "eval", "save"]
+
+log = logging.getLogger(__name__)
 
 
 class BaseEngine(Backend):
@@ -67,6 +70,7 @@ class BaseEngine(Backend):
         self._was_deterministic: bool | None = None
         self._files: Mapping[str, bytes] | None = None
         self._model_fingerprint: str | None = None
+        self._warned_of_positions = False
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -207,18 +211,7 @@ class BaseEngine(Backend):
             total_weights: the weights to divide by, when several calls make one step: those of all their batches.
             forward_only: no gradient: an evaluation, dropout off.
         """
-        self._check_outputs(loss.request)
-        budget, setting = self._infer_budget() if forward_only else self._train_budget()
-        plan = plan_step(
-            self.topology,
-            batch,
-            loss,
-            budget,
-            self.model_shape,
-            setting=setting,
-            training=not forward_only,
-            total_weights=total_weights,
-        )
+        plan = self._plan(batch, loss, training=not forward_only, total_weights=total_weights)
         objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
             try:
@@ -232,6 +225,86 @@ class BaseEngine(Backend):
         if not forward_only:
             self._finite = self._finite and math.isfinite(result.loss)
         return result
+
+    def check_batches(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
+        """Refuse what `train_batch` would refuse of any of these batches, before a first step is made of them. Collective.
+
+        Args:
+            batches: this rank's share of each step, equally many on every rank.
+            loss: of all of them.
+
+        Raises:
+            BatchError: see `train_batch`.
+        """
+        counts = self.topology.exchange(len(batches))
+        if len(set(counts)) > 1:
+            raise BatchError(f"the ranks are to make {', '.join(map(str, counts))} optimizer steps; give every rank as many")
+        for batch in batches:
+            self._plan(batch, loss, training=True)
+
+    def _plan(
+        self,
+        batch: PackedBatch,
+        loss: Loss | None,
+        *,
+        training: bool,
+        asked: OutputRequest | None = None,
+        total_weights: Mapping[str, float] | None = None,
+    ) -> StepPlan:
+        """How a batch is worked on. Collective.
+
+        Args:
+            batch: this rank's share.
+            loss: None for inference.
+            training: by the budget of training.
+            asked: outputs; those of the loss by default.
+            total_weights: see `forward_backward`.
+        """
+        asked = asked or (OutputRequest() if loss is None else loss.request)
+        if asked.values != (self.model_config.head == "value") or (len(asked.names) > 1 and asked.values):
+            raise ConfigError(
+                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
+                "values, a language-model head log_probs, entropy and greedy tokens"
+            )
+        sizes = self.config.micro_batch
+        budget, setting = sizes.max_tokens, "engine.micro_batch.max_tokens"
+        if not training and sizes.infer_max_tokens is not None:
+            budget, setting = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+        elif not training:
+            budget, setting = 2 * budget, "engine.micro_batch.infer_max_tokens (unset: twice max_tokens)"
+        plan = plan_step(
+            self.topology,
+            batch,
+            loss,
+            budget,
+            self.model_shape,
+            setting=setting,
+            training=training and loss is not None,
+            total_weights=total_weights,
+        )
+        self.warn_of_positions(plan.longest)
+        return plan
+
+    def warn_of_positions(self, longest: int, which: str = "a document") -> None:
+        """Say, once for an engine, that a document is longer than the model was made for.
+
+        Args:
+            longest: tokens of the longest document.
+            which: what is longer.
+        """
+        positions = self.model_shape.positions
+        if positions is None or longest <= positions or self._warned_of_positions:
+            return
+        self._warned_of_positions = True
+        if self.topology.is_main:
+            log.warning(
+                "%s is longer than the %d positions that %s was made for (max_position_embeddings): %d tokens; give shorter ones (the "
+                "trainers' data.max_length), or scale the model's rope",
+                which,
+                positions,
+                self.model_config.path,
+                longest,
+            )
 
     def infer_batch(
         self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None, as_in_training: bool = False
@@ -248,11 +321,9 @@ class BaseEngine(Backend):
         Returns:
             name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
         """
-        self._check_outputs(outputs)
-        budget, setting = self._train_budget() if as_in_training else self._infer_budget()
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
-        plan = plan_step(self.topology, batch, None, budget, self.model_shape, setting=setting)
+        plan = self._plan(batch, None, training=as_in_training, asked=outputs)
         collected = Collected(batch, outputs, tokens, plan)
         with self.eval_mode():
             self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collected, backward=False)
@@ -283,13 +354,6 @@ class BaseEngine(Backend):
             )
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
 
-    def _check_outputs(self, asked: OutputRequest) -> None:
-        if asked.values != (self.model_config.head == "value") or (len(asked.names) > 1 and asked.values):
-            raise ConfigError(
-                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
-                "values, a language-model head log_probs, entropy and greedy tokens"
-            )
-
     def _require_optimizer(self) -> OptimConfig:
         if self.optim_config is None:
             raise ConfigError("this engine was built without optim: it can infer, not train")
@@ -304,15 +368,6 @@ class BaseEngine(Backend):
     def lr_step(self) -> None:
         """Advance the schedule by one step."""
         self.step += 1
-
-    def _train_budget(self) -> tuple[int, str]:
-        return self.config.micro_batch.max_tokens, "engine.micro_batch.max_tokens"
-
-    def _infer_budget(self) -> tuple[int, str]:
-        sizes = self.config.micro_batch
-        if sizes.infer_max_tokens is not None:
-            return sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-        return 2 * sizes.max_tokens, "engine.micro_batch.infer_max_tokens (unset: twice max_tokens)"
 
     def _aux_coef(self) -> float:
         return self.model_config.router_aux_loss_coef or 0.0

@@ -3,7 +3,8 @@
 Axes: T tokens, N sequences (documents), A position axes of multi-axis rope, M rows of a media field.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any, Self
@@ -44,6 +45,10 @@ class PackedBatch:
         media: name -> `MediaField`.
         group_ids: `[N]` int64; sequences of one group are never split over micro-batches or ranks.
         names: where each sequence comes from, for messages (`data.jsonl:12`).
+        passengers: names of fields that ride along and that nobody needs to read; any other that a loss does not read is refused
+            by the engine, as it is most likely misspelt.
+
+    Integers of another width are taken and converted.
 
     Raises:
         BatchError: a shape, a dtype, a border or a label breaks the format.
@@ -58,10 +63,16 @@ class PackedBatch:
     media: Mapping[str, MediaField] = field(default_factory=dict)
     group_ids: Tensor | None = None
     names: tuple[str, ...] | None = None
+    passengers: frozenset[str] = frozenset()
     bounds: tuple[int, ...] = field(init=False)
     """`cu_seqlens` on the host: reading it never waits for a device."""
 
     def __post_init__(self) -> None:
+        for name in ("input_ids", "position_ids", "labels", "group_ids"):
+            if (value := getattr(self, name)) is not None and value.dtype in (torch.int32, torch.int16, torch.uint8, torch.int8):
+                object.__setattr__(self, name, value.long())
+        if self.cu_seqlens.dtype == torch.int64:
+            object.__setattr__(self, "cu_seqlens", self.cu_seqlens.int())
         object.__setattr__(self, "bounds", _check_bounds(self.cu_seqlens, self.input_ids))
         _check(self)
 
@@ -116,6 +127,10 @@ class PackedBatch:
         derived = self._derive(sequence_fields={**self.sequence_fields, **sequence_fields})
         _check_fields(derived)
         return derived
+
+    def with_passengers(self, *names: str) -> Self:
+        """The same batch, with these fields declared as ones that nobody needs to read."""
+        return self._derive(passengers=self.passengers | set(names))
 
     def select(self, sequences: Sequence[int]) -> Self:
         """The given sequences, in the given order, as a batch of their own."""
@@ -178,6 +193,7 @@ class PackedBatch:
             },
             group_ids=None if first.group_ids is None else _distinct_groups([b.group_ids for b in batches]),
             names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
+            passengers=frozenset().union(*(b.passengers for b in batches)),
             bounds=bounds,
         )
 
@@ -214,6 +230,27 @@ def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | 
     # A document of no tokens has no last token, so an index of -1 must not wrap around.
     labels[[end - 1 for start, end in pairwise(bounds) if end > start]] = IGNORE
     return labels
+
+
+def check_read(fields: Iterable[str], read: Collection[str], passengers: Collection[str]) -> None:
+    """Refuse fields that nobody reads.
+
+    Args:
+        fields: names.
+        read: those that are read.
+        passengers: those that need not be.
+
+    Raises:
+        BatchError: names one of them, and the nearest that is read.
+    """
+    for name in fields:
+        if name in read or name in passengers:
+            continue
+        near = difflib.get_close_matches(name, read, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(read))}."
+        raise BatchError(
+            f"the batch has the field {name!r}, which nobody reads; {hint} Leave it out, or declare it: passengers=({name!r},)"
+        )
 
 
 def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ class ModelShape:
         parameters: of the model, adapters and head included, each once.
         parameters_trained: how many of them are trained.
         positions: the longest document that the model was made for, or None.
+        vocabulary: rows of the input embeddings: ids are below it; 0 where it is not known.
     """
 
     weights: float
@@ -38,6 +39,7 @@ class ModelShape:
     parameters: int = 0
     parameters_trained: int = 0
     positions: int | None = None
+    vocabulary: int = 0
 
     @property
     def attention_ratio(self) -> float:

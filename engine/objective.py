@@ -75,7 +75,11 @@ class LossSums:
 
 
 class Loss(Protocol):
-    """A loss over packed documents. Implementations are pure: the same outputs and batch give the same sums."""
+    """A loss over packed documents. Implementations are pure: the same outputs and batch give the same sums.
+
+    One that has an attribute `fields`, a collection of names, says with it which fields of a batch it may read; others, but for the
+    batch's passengers, are then refused.
+    """
 
     @property
     def request(self) -> OutputRequest:

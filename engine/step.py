@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch
+from .batch import PackedBatch, check_read
 from .batch_convert import unsupervised
 from .errors import BatchError, BudgetError
 from .flops import ModelShape
@@ -64,6 +64,7 @@ class StepPlan:
         sequences: of the global batch.
         flops: of the global batch; 0 without a loss.
         filled: micro-batches over all data-parallel ranks that are no filler.
+        longest: tokens of the global batch's longest document.
     """
 
     parts: list[list[int]]
@@ -72,6 +73,7 @@ class StepPlan:
     sequences: int
     flops: float
     filled: int
+    longest: int
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
         """The micro-batches, in order, on the device."""
@@ -97,6 +99,7 @@ class _Share:
     units: int
     tokens: int
     sequences: int
+    longest: int
     flops: float
     weights: dict[str, float]
 
@@ -126,7 +129,7 @@ def plan_step(
 
     Raises:
         BudgetError: a sequence is over the budget.
-        BatchError: a term's global weight is zero.
+        BatchError: a term's global weight is zero; an id is no token of the model's; a field is one that the loss does not read.
         RemoteError: another rank failed.
     """
     # Ranks that share a sequence hold equal slices, so a budget that they do not divide would be exceeded by its padding.
@@ -136,8 +139,11 @@ def plan_step(
     weights: dict[str, float] = {}
     count, flops = 0, 0.0
     try:
+        check_ids(batch, shape.vocabulary)
         count = len(_cut(batch, bound, 1, ratio, setting))
         if loss is not None:
+            if (read := getattr(loss, "fields", None)) is not None:
+                check_read((*batch.token_fields, *batch.sequence_fields), read, batch.passengers)
             weights = {k: float(v) for k, v in loss.weights(batch).items()}
             flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
     except Exception as e:  # whatever it is, the other ranks are about to wait for this one
@@ -149,6 +155,7 @@ def plan_step(
         units=len(set(batch.groups())),
         tokens=batch.num_tokens,
         sequences=batch.num_sequences,
+        longest=batch.max_seqlen,
         flops=flops,
         weights=weights,
     )
@@ -184,6 +191,32 @@ def plan_step(
         sequences=sequences,
         flops=sum(share.flops for share in counted),
         filled=sum(min(most, share.units) for share in counted),
+        longest=max(share.longest for share in shares),
+    )
+
+
+def check_ids(batch: PackedBatch, vocabulary: int) -> None:
+    """Refuse ids that have no row in the embeddings, which would end in an index error inside the model, or on a GPU in an
+    assertion that nothing can be done after.
+
+    Args:
+        batch: to look through.
+        vocabulary: rows of the embeddings; 0 where it is not known.
+
+    Raises:
+        BatchError: names the sequence, the token and its id.
+    """
+    ids = batch.input_ids
+    if not vocabulary or not len(ids):
+        return
+    low, high = (int(x) for x in ids.aminmax())
+    if low >= 0 and high < vocabulary:
+        return
+    at = int(((ids < 0) | (ids >= vocabulary)).nonzero()[0])
+    sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
+    raise BatchError(
+        f"token {at - batch.bounds[sequence]} of {batch.name_of(sequence)} has the id {int(ids[at])}; the model has embeddings for the ids "
+        f"0 to {vocabulary - 1}: use the model's own tokenizer, or make the embeddings grow by model.added_tokens"
     )
 
 

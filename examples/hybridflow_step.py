@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.process import leave, report_failure
 from drivetrain.workers.actor import ActorConfig, ActorWorker
 from drivetrain.workers.advantages import gae, grpo, spread, token_rewards, whiten
 from drivetrain.workers.critic import CriticConfig, CriticWorker
@@ -41,16 +42,18 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
     """The four roles, all on one pool and in one layout."""
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
+    # Which prompt an answer is to: our own business, no worker's.
+    common: dict[str, Any] = {"engine": engine, "passengers": ("uids",)}
     policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
     return {
-        "actor": Role(worker=ActorWorker, config=ActorConfig(model=policy, engine=engine, optim=optim, loss=PPO)),
+        "actor": Role(worker=ActorWorker, config=ActorConfig(model=policy, optim=optim, loss=PPO, **common)),
         "critic": Role(
-            worker=CriticWorker, config=CriticConfig(model=reward, engine=engine, optim=optim, loss=ValueLoss(clip=0.2))
+            worker=CriticWorker, config=CriticConfig(model=reward, optim=optim, loss=ValueLoss(clip=0.2), **common)
         ),
         "reference": Role(
-            worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), engine=engine)
+            worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), **common)
         ),
-        "reward": Role(worker=RewardWorker, config=WorkerConfig(model=reward, engine=engine)),
+        "reward": Role(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
     }
 
 
@@ -138,4 +141,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as e:
+        # At once: its peers under torchrun may be waiting for this process.
+        leave(report_failure(e))

@@ -82,7 +82,7 @@ def valid() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cu_seqlens": torch.tensor([0, 3, 5])}, "torch.int32"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0, 5.0])}, "torch.int32"),
         ({"cu_seqlens": torch.tensor([0, 3, 4], dtype=torch.int32)}, "must run from 0 to the 5 tokens"),
         ({"cu_seqlens": torch.tensor([0, 3, 3, 5], dtype=torch.int32)}, "sequence 1"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 5], dtype=torch.int32)}, "sequence 1"),

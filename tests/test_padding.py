@@ -1,5 +1,6 @@
 """The workers' door: every form that callers hold, there and back, to the number."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.engine.batch import IGNORE
 from drivetrain.engine.errors import BatchError
-from drivetrain.workers.padding import open_door
+from drivetrain.workers.padding import open_door as open_any
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5).filter(
     lambda r: any(n for _, n in r)
@@ -40,11 +41,15 @@ def padded(lengths: list[tuple[int, int]], extra: int = 0) -> dict[str, Tensor]:
     }
 
 
+def opened(data: Any) -> Any:
+    return open_any(data, passengers=("scores",))
+
+
 @settings(deadline=None, max_examples=60)
 @given(lengths=LENGTHS, extra=st.integers(0, 2))
 def test_padded_rows_and_back(lengths: list[tuple[int, int]], extra: int) -> None:
     data = padded(lengths, extra)
-    door = open_door(data)
+    door = opened(data)
     batch = door.batch
     assert batch.lengths == [a + b for a, b in lengths]
     assert batch.position_ids.tolist() == [i for a, b in lengths for i in range(a + b)]
@@ -83,7 +88,7 @@ def test_the_forms_agree(lengths: list[tuple[int, int]]) -> None:
         },
         batch_size=[len(lengths)],
     )
-    one, other = open_door(data), open_door(nested)
+    one, other = opened(data), opened(nested)
     assert torch.equal(one.batch.input_ids, other.batch.input_ids)
     assert torch.equal(one.batch.labels, other.batch.labels)
     assert torch.equal(one.batch.token_fields["advantages"], other.batch.token_fields["advantages"])
@@ -93,11 +98,11 @@ def test_the_forms_agree(lengths: list[tuple[int, int]]) -> None:
     assert back["mine"].offsets().tolist() == nested["responses"].offsets().tolist()
     assert back["mine"].values().tolist() == [x for row in answers for x in row]
     # A packed batch goes through as it is.
-    packed = open_door(one.batch)
-    assert packed.batch is one.batch
+    packed = opened(one.batch)
+    assert packed.batch.input_ids is one.batch.input_ids
     assert packed.answer({"x": one.batch.labels})["x"] is one.batch.labels
     # The same rows in a TensorDict of padded tensors come back as one.
-    dense = open_door(TensorDict(data, batch_size=[len(lengths)]))
+    dense = opened(TensorDict(data, batch_size=[len(lengths)]))
     again = dense.answer({"mine": dense.batch.token_fields["advantages"]})
     assert isinstance(again, TensorDict)
     assert torch.equal(again["mine"], torch.nan_to_num(data["advantages"], nan=0.0))
@@ -107,19 +112,19 @@ def test_a_mask_over_all_columns_and_answers_of_several_turns() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 0, 1, 2, 3, 4]])
     attention = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
     own = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]])
-    door = open_door({"input_ids": ids, "attention_mask": attention, "response_mask": own})
+    door = opened({"input_ids": ids, "attention_mask": attention, "response_mask": own})
     assert [x for x in door.batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
     back = door.answer({"labels": door.batch.labels.float()})["labels"]
     assert back.tolist() == [[0, 0, 7, 0, 9, 0], [0, 0, 0, 2, 3, 4]]
     # As wide as the responses it says which of their tokens are the policy's; all of them still have log-probabilities.
-    inside = open_door({"input_ids": ids, "attention_mask": attention, "response_mask": own[:, 3:]})
+    inside = opened({"input_ids": ids, "attention_mask": attention, "response_mask": own[:, 3:]})
     assert [x for x in inside.batch.labels.tolist() if x != IGNORE] == [8, 9, 2, 3, 4]
     assert inside.batch.token_fields["response_mask"].tolist() == [0, 0, 0, 1, 0, 1, 1, 1, 0]
     nested = TensorDict(
         {"input_ids": jagged([[5, 6, 7, 8, 9], [1, 2, 3, 4]]), "response_mask": jagged([[0, 0, 1, 0, 1], [0, 1, 1, 1]])},
         batch_size=[2],
     )
-    assert [x for x in open_door(nested).batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
+    assert [x for x in opened(nested).batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
 
 
 GOOD = padded([(2, 3), (1, 2)])
@@ -130,7 +135,7 @@ def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
     ids = torch.tensor([[1, 2, 8, 9, 0, 0], [1, 2, 3, 4, 8, 9]])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     with pytest.raises(BatchError, match=r"row 0: responses are not the last 2 columns .*give response_mask \[B, L\]"):
-        open_door({"input_ids": ids, "attention_mask": mask, "responses": torch.tensor([[8, 9], [8, 9]])})
+        opened({"input_ids": ids, "attention_mask": mask, "responses": torch.tensor([[8, 9], [8, 9]])})
 
 
 @pytest.mark.parametrize(
@@ -146,30 +151,82 @@ def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])}, "has a hole"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]])}, "row 1 has no prompt"),
         ({"input_ids": None}, "this is a dict with"),
-        ({"input_ids": [[1, 2]]}, "input_ids is a list; it must be a tensor"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids is a list that makes no tensor"),
+        ({"input_ids": GOOD["input_ids"].float()}, "input_ids are float32; token ids are integers"),
+        ({"input_ids": "text"}, "input_ids is a str; a field is a tensor"),
+        ({"reponse_mask": GOOD["responses"]}, "the field 'reponse_mask', which nobody reads; did you mean 'response_mask'"),
+        ({"importance_weight": GOOD["responses"]}, "did you mean 'importance_weights'"),
+        ({"uid": torch.zeros(2)}, r"'uid', which nobody reads; there are advantages.*passengers=\('uid',\)"),
+        ({"rewards": torch.zeros(2, 1)}, r"rewards is \[2, 1\]; it must be \[2\]"),
+        ({"advantages": [["a", "b"], ["c", "d"]]}, "advantages is a list that makes no tensor .*as columns"),
         ({"responses": GOOD["responses"] + 1}, "row 0: responses are not the last 3 columns"),
         ({"response_mask": torch.tensor([[1, 1, 1], [1, 1, 1]])}, "response_mask is 1 where attention_mask is 0"),
         ({"response_mask": torch.tensor([[1, 1, 0.3], [1, 1, 0]])}, "neither 0 nor 1"),
         ({"attention_mask": torch.full((2, 5), float("nan"))}, "attention_mask has values that are neither 0 nor 1"),
         ({"scores": torch.zeros(3)}, r"scores is \[3\]; it must be \[2\]"),
-        ({"old_log_probs": [[1.0]]}, "old_log_probs is a list"),
+        ({"old_log_probs": [[1.0]]}, r"old_log_probs is \[1, 1\]; it must be \[2, 3\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     data = {k: v for k, v in {**GOOD, **change}.items() if v is not None}
     with pytest.raises(BatchError, match=message):
-        open_door(data)
+        opened(data)
+
+
+def test_lists_and_other_integers_are_taken() -> None:
+    want = opened(GOOD).batch
+    for change in (
+        {name: value.tolist() for name, value in GOOD.items()},
+        {name: value.numpy() for name, value in GOOD.items()},
+        {name: value if value.is_floating_point() else value.int() for name, value in GOOD.items()},
+        {"attention_mask": GOOD["attention_mask"].bool().tolist(), "response_mask": GOOD["attention_mask"][:, 2:].tolist()},
+    ):
+        got = opened({**GOOD, **change}).batch
+        assert torch.equal(got.input_ids, want.input_ids)
+        assert torch.equal(got.labels, want.labels)
+        assert torch.equal(got.token_fields["advantages"].float(), want.token_fields["advantages"])
+    whole = TensorDict({"input_ids": jagged([[1, 2], [3]], torch.int32), "responses": jagged([[2], []])}, batch_size=[2])
+    assert opened(whole).batch.input_ids.dtype == torch.int64
+    packed = replace(want, input_ids=want.input_ids.int(), labels=want.labels.int(), cu_seqlens=want.cu_seqlens.long())
+    assert (packed.input_ids.dtype, packed.labels.dtype, packed.cu_seqlens.dtype) == (torch.int64, torch.int64, torch.int32)
+
+
+def test_answers_of_no_tokens_and_batches_of_no_rows() -> None:
+    none = {name: value[:, :0] if name in ("responses", "advantages") else value for name, value in GOOD.items()}
+    door = opened(none)
+    assert (door.batch.labels == IGNORE).all()
+    assert door.answer({"log_probs": door.batch.labels.float()})["log_probs"].shape == (2, 0)
+    empty = opened({name: value[:0] for name, value in GOOD.items()})
+    assert empty.batch.num_sequences == 0
+    assert empty.answer({"log_probs": torch.zeros(0)})["log_probs"].shape == (0, 3)
+
+
+def test_passengers_ride_along() -> None:
+    data = {**GOOD, "uid": torch.tensor([4.0, 5.0]), "source": ["a", "b"], "pixels": torch.zeros(2, 3, 4)}
+    with pytest.raises(BatchError, match="'uid'"):
+        opened(data)
+    batch = open_any(data, passengers=("uid", "source", "pixels", "scores")).batch
+    assert batch.select([1]).sequence_fields["uid"].tolist() == [5.0]
+    assert batch.select([1]).passengers >= {"uid"}
+    # Declared once, they pass every other door; undeclared ones do not.
+    assert open_any(batch).batch.passengers == batch.passengers
+    with pytest.raises(BatchError, match=r"'(uid|scores)', which nobody reads"):
+        open_any(replace(batch, passengers=frozenset()))
+    # A reward function reads all numbers, and what is no number has a way of its own.
+    assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, passengers=None).batch.sequence_fields
+    with pytest.raises(BatchError, match="source is a list that makes no tensor .*as columns"):
+        open_any(data, passengers=None)
 
 
 def test_jagged_fields_of_other_borders_are_refused() -> None:
     rows: dict[str, Any] = {"input_ids": jagged([[1, 2, 3], [4, 5]]), "responses": jagged([[3], [5]])}
     with pytest.raises(BatchError, match="advantages has other borders"):
-        open_door(TensorDict({**rows, "advantages": jagged([[1], [1, 2]], torch.float32)}, batch_size=[2]))
+        opened(TensorDict({**rows, "advantages": jagged([[1], [1, 2]], torch.float32)}, batch_size=[2]))
     with pytest.raises(BatchError, match="it must be jagged like them"):
-        open_door(TensorDict({**rows, "advantages": torch.zeros(2)}, batch_size=[2]))
+        opened(TensorDict({**rows, "advantages": torch.zeros(2)}, batch_size=[2]))
     with pytest.raises(BatchError, match="do not fit"):
-        open_door(TensorDict({**rows, "responses": jagged([[3], [4, 5, 6]])}, batch_size=[2]))
+        opened(TensorDict({**rows, "responses": jagged([[3], [4, 5, 6]])}, batch_size=[2]))
     with pytest.raises(BatchError, match="row 1 has no prompt"):
-        open_door(TensorDict({**rows, "responses": jagged([[3], [4, 5]])}, batch_size=[2]))
+        opened(TensorDict({**rows, "responses": jagged([[3], [4, 5]])}, batch_size=[2]))
     with pytest.raises(BatchError, match="a batch is a PackedBatch"):
-        open_door([1, 2])
+        opened([1, 2])

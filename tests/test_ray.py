@@ -67,7 +67,8 @@ def test_all_roles_on_two_actors_give_the_numbers_of_plain_float64(
 def actor_role(models: Path, pool: str = "main") -> Role:
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
     model = ModelConfig(path=str(models / "policy"))
-    return Role(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3)), pool=pool)
+    config = ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3), passengers=("uids",))
+    return Role(worker=ActorWorker, config=config, pool=pool)
 
 
 def batch_of(group: RayWorkerGroup) -> dict[str, Any]:

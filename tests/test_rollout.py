@@ -1,6 +1,7 @@
 """Rollout by transformers: plain generation's own answers, their log-probabilities, an actor's weights."""
 
 from dataclasses import replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,9 @@ def rank_group(folder: str) -> Any:
     with LocalWorkerGroup(roles) as group:
         first = group["rollout"].generate(PROMPTS, GREEDY)
         data: Any = to_padded([a for some in first for a in some])
-        sampled = group["rollout"].generate(PROMPTS, SAMPLED)
+        with pytest.raises(ConfigError, match=r"rollout.generate samples at temperature=1.5, .*at 1: .*evaluation=True"):
+            group["rollout"].generate(PROMPTS, SAMPLED)
+        sampled = group["rollout"].generate(PROMPTS, replace(SAMPLED, evaluation=True))
         log_probs = group["actor"].compute_log_probs(data)["log_probs"]
         assert torch.allclose(log_probs, data["rollout_log_probs"], atol=2e-5)
         data |= {"old_log_probs": log_probs, "advantages": torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)}
@@ -229,7 +232,7 @@ def rank_group(folder: str) -> Any:
         second = group["rollout"].generate(PROMPTS, GREEDY)
         # Answers to one prompt by several processes are not the same ones.
         for seed in (3, None):
-            same = group["rollout"].generate([[5, 6, 7]] * 2, SamplingOptions(max_tokens=6, temperature=2.0, seed=seed))
+            same = group["rollout"].generate([[5, 6, 7]] * 2, SamplingOptions(max_tokens=6, seed=seed))
             assert same[0][0].response != same[1][0].response
         state = torch.get_rng_state()
         group["rollout"].generate([[5, 6, 7]], SamplingOptions(max_tokens=2, seed=1))

@@ -42,9 +42,9 @@ def policy(models: Path, name: str = "policy") -> ModelConfig:
     return ModelConfig(path=str(models / name), head="value" if name == "reward" else "lm")
 
 
-def padded_data() -> dict[str, Any]:
+def padded_data(*, uids: bool = False) -> dict[str, Any]:
     data: dict[str, Any] = EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json")
-    return data
+    return data if uids else {name: value for name, value in data.items() if name != "uids"}
 
 
 def rows_of(padded: torch.Tensor) -> list[list[float]]:
@@ -172,7 +172,7 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
         return reward_by_length(answers)
 
     worker = FunctionRewardWorker(FunctionRewardConfig(function=count, tokenizer=str(models / "policy"))).initialize()
-    assert worker.compute_rewards(padded_data())["rewards"].tolist() == [float(len(r["response"])) for r in ROWS]
+    assert worker.compute_rewards(padded_data(uids=True))["rewards"].tolist() == [float(len(r["response"])) for r in ROWS]
     assert (seen[0].prompt, seen[0].response) == (ROWS[0]["prompt"], ROWS[0]["response"])
     assert seen[0].fields == {"uids": float(ROWS[0]["group"])}
     assert seen[0].prompt_text.startswith("<user>")
@@ -180,7 +180,7 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
     # What tensors do not hold goes beside them.
     columns = {"solution": [f"solution {i}" for i in range(len(ROWS))]}
     seen.clear()
-    worker.compute_rewards(padded_data(), columns=columns)
+    worker.compute_rewards(padded_data(uids=True), columns=columns)
     assert [a.fields["solution"] for a in seen] == columns["solution"]
     for given, message in (
         ({"solution": ["x"]}, "column 'solution' has 1 entries for 12 rows"),
@@ -188,15 +188,15 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
         ({"uids": ["x"] * 12}, "'uids' is a column and a field of the batch"),
     ):
         with pytest.raises(BatchError, match=message):
-            worker.compute_rewards(padded_data(), columns=given)  # type: ignore[arg-type]
+            worker.compute_rewards(padded_data(uids=True), columns=given)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="returned a float; it returns one reward for each answer"):
-        FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(padded_data())  # type: ignore[arg-type,return-value]
+        FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(padded_data(uids=True))  # type: ignore[arg-type,return-value]
     for wrong, message in ((None, "returned None for"), (float("nan"), "returned nan for"), ("good", "returned 'good' for")):
         strange = FunctionRewardConfig(function=lambda some, value=wrong: [value for _ in some])  # type: ignore[misc]
         with pytest.raises(BatchError, match=message):
-            FunctionRewardWorker(strange).initialize().compute_rewards(padded_data())
+            FunctionRewardWorker(strange).initialize().compute_rewards(padded_data(uids=True))
     with pytest.raises(BatchError, match="returned 1 rewards for 12 answers"):
-        FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(padded_data())
+        FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(padded_data(uids=True))
 
 
 def test_roles_refuse_models_that_cannot_play_them(models: Path) -> None:

@@ -276,15 +276,10 @@ def _announce(engine: BaseEngine, config: RunConfig, samples: Samples, order: Or
         times = "" if drawn == size else f"; {drawn} an epoch ({drawn / size:.2f} times)"
         split = f"; {apart} chats, each answer a sample of its own (data.turns={config.data.turns})" if apart else ""
         log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, times, split)
-    positions, longest = engine.model_shape.positions, int(samples.lengths.max())
-    if positions is not None and longest > positions:
-        log.warning(
-            "%d samples are longer than the %d positions that the model was made for (max_position_embeddings), the longest has %d "
-            "tokens; lower data.max_length, or scale the model's rope",
-            int((samples.lengths > positions).any(1).sum()),
-            positions,
-            longest,
-        )
+    positions = engine.model_shape.positions
+    if positions is not None:
+        longer = int((samples.lengths > positions).any(1).sum())
+        engine.warn_of_positions(int(samples.lengths.max()), f"the longest sample (of {longer} such)")
 
 
 def _export_best(

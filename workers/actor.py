@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..engine.errors import ConfigError
 from ..engine.objective import OutputRequest, StepResult
 from .dispatch import dispatched
 from .losses.policy import PolicyLoss
@@ -19,6 +20,11 @@ class ActorConfig(WorkerConfig):
     """
 
     loss: PolicyLoss = PolicyLoss()
+
+    @property
+    def temperature(self) -> float:
+        """Of its log-probabilities; all roles of a group must have the same."""
+        return self.loss.temperature
 
 
 class ActorWorker(Worker):
@@ -58,4 +64,9 @@ class ActorWorker(Worker):
         Returns:
             each step's result.
         """
+        if loss is not None and loss.temperature != self.config.temperature:
+            raise ConfigError(
+                f"loss.temperature={loss.temperature}: the actor's log-probabilities are taken at {self.config.temperature} (config.loss), so "
+                "ratios would compare two distributions; use one temperature"
+            )
         return self._update(data, loss or self.config.loss, steps)

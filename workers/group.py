@@ -18,6 +18,7 @@ from ..engine.topology import agree, exchange, init_distributed
 from .dispatch import Deal, MiniBatches, check_columns, deal_shares, deal_steps, dispatch_of, gather
 from .host import Call, Facts, Host, Role
 from .padding import open_door
+from .rollout.engine import SamplingOptions
 
 
 class RoleHandle:
@@ -49,6 +50,13 @@ class WorkerGroup(ABC):
         if not roles:
             raise ConfigError("a worker group needs at least one role")
         self.roles = dict(roles)
+        told = {name: t for name, role in roles.items() if (t := getattr(role.config, "temperature", None)) is not None}
+        if len(set(told.values())) > 1:
+            raise ConfigError(
+                f"the roles take log-probabilities at different temperatures ({', '.join(f'{n}: {t:g}' for n, t in told.items())}), so they "
+                "could not be compared; give all of them the temperature at which answers are sampled"
+            )
+        self._temperature = next(iter(told.values()), None)
 
     def __getitem__(self, name: str) -> RoleHandle:
         """A role.
@@ -98,7 +106,9 @@ class WorkerGroup(ABC):
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
             # Prompts, of which nothing is known but their tokens.
             args = (from_lists(args[0]), *args[1:])
-        door = open_door(args[0])
+        self._check_temperature(f"{role}.{method}", (*args, *options.values()))
+        # A role without passengers of its own reads what there is.
+        door = open_door(args[0], getattr(self._role(role).config, "passengers", None))
         batch, facts = door.batch, self._facts(role)
         if dispatch.returns == "objects":
             # Which of the global batch's rows they are: what is drawn for a row must not depend on who draws it.
@@ -126,6 +136,18 @@ class WorkerGroup(ABC):
             return [placed[row] for row in range(batch.num_sequences)]
         found = gather(batch, deal.rows, answers, dispatch.returns)
         return door.answer(found) if dispatch.returns == "tokens" else door.answer_rows(found)
+
+    def _check_temperature(self, what: str, given: Sequence[Any]) -> None:
+        """Refuse answers to be learned from that are sampled at another temperature than the roles compute at."""
+        for options in given:
+            if not isinstance(options, SamplingOptions) or options.evaluation or self._temperature is None:
+                continue
+            if options.temperature not in (0.0, self._temperature):
+                raise ConfigError(
+                    f"{what} samples at temperature={options.temperature:g}, the group's other roles compute log-probabilities at "
+                    f"{self._temperature:g}: ratios and distances would be of other distributions; use one temperature, or set "
+                    "SamplingOptions(evaluation=True) where nothing is learned from the answers"
+                )
 
     @abstractmethod
     def _facts(self, role: str) -> Sequence[Facts]:

@@ -19,30 +19,21 @@ Axes: B rows, L padded length, R padded length of responses, T tokens.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import PackedBatch
+from ..engine.batch import PackedBatch, check_read
 from ..engine.batch_convert import from_padded, from_tensordict
 from ..engine.errors import BatchError
+from .losses.fields import KNOWN_FIELDS, SEQUENCE_FIELDS, TOKEN_FIELDS
 
 SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "labels", "group_ids")
 """Names that are no fields of their own."""
-TOKEN_FIELDS = (
-    "response_mask",
-    "old_log_probs",
-    "reference_log_probs",
-    "rollout_log_probs",
-    "importance_weights",
-    "advantages",
-    "returns",
-    "values",
-)
-"""Fields that must belong to response tokens; a field of another name does where its shape says so."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,35 +118,67 @@ class JaggedDoor(Door):
         return _tensordict(fields, len(self.offsets) - 1)
 
 
-def open_door(data: Any) -> Door:
+def open_door(data: Any, passengers: Collection[str] | None = ()) -> Door:
     """Take a caller's batch.
 
     Args:
-        data: one of the forms of this module.
+        data: one of the forms of this module. Lists of numbers are taken as tensors.
+        passengers: fields that ride along and that nobody reads; any other that nobody reads is refused. None: all numbers are
+            read, as by a reward function.
 
     Raises:
-        BatchError: it is none of them, or a field has another shape than its batch.
+        BatchError: it is none of them; a field has another shape than its batch, or nobody reads it.
     """
     if isinstance(data, PackedBatch):
-        return PackedDoor(batch=data)
+        if passengers is not None:
+            check_read(
+                (*data.token_fields, *data.sequence_fields), KNOWN_FIELDS, data.passengers | frozenset(passengers)
+            )
+        declared = data.token_fields.keys() | data.sequence_fields.keys() if passengers is None else passengers
+        return PackedDoor(batch=data.with_passengers(*declared) if declared else data)
     keys = list(data.keys()) if hasattr(data, "keys") else []
     if "input_ids" not in keys:
         raise BatchError(
             f"a batch is a PackedBatch, or has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; this is a "
             f"{type(data).__name__}{f' with {keys}' if keys else ''}"
         )
-    if not torch.is_tensor(data["input_ids"]):
-        raise BatchError(f"input_ids is a {type(data['input_ids']).__name__}; it must be a tensor [B, L], or jagged [B, j]")
-    if data["input_ids"].is_nested:
-        return _open_jagged(data, keys)
-    return _open_padded(data, keys)
+    if passengers is not None:
+        check_read((key for key in keys if key not in SHAPES), KNOWN_FIELDS, passengers)
+    tensordict = _is_tensordict(data)
+    held = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers or ())) is not None}
+    door = _open_jagged(held) if held["input_ids"].is_nested else _open_padded(held, tensordict)
+    batch = door.batch
+    declared = {*batch.token_fields, *batch.sequence_fields} if passengers is None else passengers
+    return replace(door, batch=batch.with_passengers(*declared))
 
 
-def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
+def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
+    """A field as a tensor; None for a passenger that is none."""
+    if torch.is_tensor(value):
+        if name == "input_ids" and (value.is_floating_point() or value.dtype == torch.bool):
+            raise BatchError(f"input_ids are {str(value.dtype).removeprefix('torch.')}; token ids are integers")
+        return value
+    if isinstance(value, list | tuple | np.ndarray):
+        try:
+            return _tensor(name, torch.as_tensor(value), passengers)
+        except (ValueError, TypeError, RuntimeError) as e:
+            if name not in passengers:
+                raise BatchError(
+                    f"{name} is a {type(value).__name__} that makes no tensor ({str(e).splitlines()[0]}); rows of several lengths are padded, "
+                    "or jagged, and what is no number goes beside the batch, as columns"
+                ) from e
+    elif name not in passengers:
+        raise BatchError(
+            f"{name} is a {type(value).__name__}; a field is a tensor, and what is no number goes beside the batch, as columns"
+        )
+    return None
+
+
+def _open_padded(data: Mapping[str, Tensor], tensordict: bool) -> PaddedDoor:
     ids = data["input_ids"]
-    if "attention_mask" not in keys:
+    if "attention_mask" not in data:
         raise BatchError("padded input_ids need attention_mask [B, L], or padding could not be told from tokens")
-    shown = data["response_mask"] if "response_mask" in keys else data["responses"] if "responses" in keys else None
+    shown = data.get("response_mask", data.get("responses"))
     if shown is None:
         raise BatchError("padded input_ids need responses [B, R], the last R columns, or response_mask [B, R] or [B, L]")
     if ids.dim() != 2 or shown.dim() != 2 or len(shown) != len(ids) or shown.shape[1] > ids.shape[1]:
@@ -168,12 +191,12 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
     width = shown.shape[1]
     begin = ids.shape[1] - width
     where = mask[:, begin:].clone()
-    if "responses" in keys:
+    if "responses" in data:
         _check_responses(data["responses"], ids, mask)
-    if "response_mask" in keys and bool((_binary(shown, "response_mask") & ~where).any()):
+    if "response_mask" in data and bool((_binary(shown, "response_mask") & ~where).any()):
         raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be a response's")
     if not begin:
-        if "response_mask" not in keys:
+        if "response_mask" not in data:
             raise BatchError(
                 f"responses is as wide as input_ids ({width}): there is no prompt; give response_mask [B, L] to tell it"
             )
@@ -185,18 +208,17 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
     lonely = (supervised & starts & mask).any(1).nonzero()[:, 0].tolist()
     if lonely:
         raise BatchError(f"row {lonely[0]} has no prompt: its response's first token has nothing that predicts it")
-    packed = from_padded(ids, mask, supervised=supervised, group_ids=data["group_ids"] if "group_ids" in keys else None)
+    packed = from_padded(ids, mask, supervised=supervised, group_ids=data.get("group_ids"))
     place = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
     at = place[:, begin:][where] - 1
     tokens: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
-    for name in keys:
-        value = data[name]
-        if name in TOKEN_FIELDS and not isinstance(value, Tensor):
-            raise BatchError(f"{name} is a {type(value).__name__}; it must be a tensor, one number for each response token")
-        if name in SHAPES or not isinstance(value, Tensor):
+    for name, value in data.items():
+        if name in SHAPES:
             continue
-        if value.shape == where.shape:
+        if name in SEQUENCE_FIELDS and name not in TOKEN_FIELDS:
+            rows[name] = _row_field(name, value, len(ids))
+        elif value.shape == where.shape:
             tokens[name] = value.new_zeros(packed.num_tokens).index_put((at,), value[where])
         elif name in TOKEN_FIELDS:
             raise BatchError(
@@ -205,15 +227,15 @@ def _open_padded(data: Any, keys: list[str]) -> PaddedDoor:
         elif value.dim() == 1:
             rows[name] = _row_field(name, value, len(ids))
     batch = packed.with_fields(**tokens).with_sequence_fields(**rows)
-    return PaddedDoor(batch=batch, where=where, at=at, tensordict=_is_tensordict(data))
+    return PaddedDoor(batch=batch, where=where, at=at, tensordict=tensordict)
 
 
-def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
+def _open_jagged(data: Mapping[str, Any]) -> JaggedDoor:
     ids: Any = data["input_ids"]
     if ids.layout != torch.jagged:
         raise BatchError("input_ids is nested without layout=torch.jagged; make it so")
     borders = ids.offsets()
-    shown: Any = data["response_mask"] if "response_mask" in keys else data["responses"] if "responses" in keys else None
+    shown = data.get("response_mask", data.get("responses"))
     if shown is None or not shown.is_nested:
         raise BatchError(
             "jagged input_ids need jagged responses [B, j'], the last tokens of each row, or a jagged response_mask"
@@ -228,10 +250,10 @@ def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
     token = first[row] + torch.arange(len(row), device=first.device) - offsets[:-1][row]
     real = token > borders[:-1][row]
     if whole:
-        real &= _binary(shown.values(), "response_mask") if "response_mask" in keys else real
+        real &= _binary(shown.values(), "response_mask") if "response_mask" in data else real
     elif not bool(real.all()):
         raise BatchError(f"row {int(row[~real][0])} has no prompt: its response's first token has nothing that predicts it")
-    if "responses" in keys and "response_mask" not in keys and not torch.equal(shown.values(), ids.values()[token]):
+    if "responses" in data and "response_mask" not in data and not torch.equal(shown.values(), ids.values()[token]):
         raise BatchError("responses are not the last tokens of input_ids")
     at = (token - 1).clamp(min=0)
     supervised = torch.zeros(len(ids.values()), dtype=torch.bool, device=first.device)
@@ -239,14 +261,13 @@ def _open_jagged(data: Any, keys: list[str]) -> JaggedDoor:
     from tensordict import TensorDict
 
     plain: dict[str, Any] = {"input_ids": ids, "loss_mask": torch.nested.nested_tensor_from_jagged(supervised, borders)}
-    if "group_ids" in keys:
+    if "group_ids" in data:
         plain["group_ids"] = data["group_ids"]
     packed = from_tensordict(TensorDict(plain, batch_size=[len(answers)]))
     tokens: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
-    for name in keys:
-        value: Any = data[name]
-        if name in SHAPES or not hasattr(value, "is_nested"):
+    for name, value in data.items():
+        if name in SHAPES:
             continue
         if value.is_nested:
             if not torch.equal(value.offsets(), offsets):
@@ -282,7 +303,7 @@ def _check_responses(responses: Tensor, ids: Tensor, mask: Tensor) -> None:
 
 
 def _row_field(name: str, value: Tensor, rows: int) -> Tensor:
-    if len(value) != rows:
+    if value.shape != (rows,):
         raise BatchError(f"{name} is {list(value.shape)}; it must be [{rows}], one number for each row")
     return value
 

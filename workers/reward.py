@@ -43,7 +43,7 @@ class RewardWorker(Worker):
     @dispatched("shares", returns="rows")
     def compute_rewards(self, data: Any) -> Any:
         """`rewards` `[B]` of the rows."""
-        door = open_door(data)
+        door = self._open(data)
         mask = torch.zeros(door.batch.num_tokens, dtype=torch.bool, device=door.batch.device)
         last = last_tokens(door.batch)
         mask[last] = True
@@ -126,7 +126,7 @@ class FunctionRewardWorker:
             BatchError: the function returned another number of rewards, or one that is no finite number; or a column has not one
                 entry for each row, or the name of a field of the batch.
         """
-        door = open_door(data)
+        door = open_door(data, passengers=None)
         batch, columns = door.batch, columns or {}
         check_columns(columns, batch.num_sequences)
         if both := sorted(set(columns) & set(batch.sequence_fields)):

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ..engine.backend import Adapters
 from ..engine.base import BaseEngine
+from ..engine.batch import PackedBatch
 from ..engine.config import EngineConfig, ModelConfig, OptimConfig
 from ..engine.errors import BatchError, ConfigError
 from ..engine.objective import Loss, OutputRequest, StepResult
 from ..engine.registry import engine_class
 from .dispatch import dispatched
-from .padding import open_door
+from .padding import Door, open_door
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +29,14 @@ class WorkerConfig:
         engine: layout, precision, budgets.
         optim: of a role that learns.
         total_steps: of the whole run; needed by schedules that end.
+        passengers: fields of the caller's batches that ride along; any other that nobody reads is refused.
     """
 
     model: ModelConfig
     engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig | None = None
     total_steps: int | None = None
+    passengers: tuple[str, ...] = ()
 
 
 class Worker:
@@ -97,23 +100,48 @@ class Worker:
         """Free the engine."""
         self.engine.close()
 
+    def _open(self, data: Any) -> Door:
+        """The caller's batch. Collective: what is wrong with one rank's share is raised on all."""
+        door: Door | None = None
+        error: Exception | None = None
+        try:
+            door = open_door(data, self.config.passengers)
+        except Exception as e:  # whatever it is, the other ranks are about to wait for this one
+            error = e
+        self.engine.topology.agree(error)
+        assert door is not None
+        return door
+
     def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
-        door = open_door(data)
+        door = self._open(data)
         found = self.engine.infer_batch(door.batch, request, tokens=door.batch.labels != -100)
         return door.answer({names[name]: value for name, value in found.items()})
 
     def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
-        """An optimizer step for each part of the share.
+        """An optimizer step for each part of the share. All of them are checked before the first is made.
 
         Raises:
-            BatchError: there is nothing to learn from.
+            BatchError: there is nothing to learn from, or a step cannot be made.
         """
-        batch = open_door(data).batch
-        parts = [list(range(batch.num_sequences))] if steps is None else steps
-        if not parts:
-            raise BatchError("an update of no steps; give a batch with sequences in it")
+        batch = self._open(data).batch
+        error: Exception | None = None
+        batches: list[PackedBatch] = []
+        try:
+            batches = [batch] if steps is None else [_rows(batch, rows) for rows in steps]
+            if not batches:
+                raise BatchError("an update of no steps; give a batch with sequences in it")
+        except BatchError as e:
+            error = e
+        self.engine.topology.agree(error)
+        self.engine.check_batches(batches, loss)
         with self.engine.train_mode():
-            return [self.engine.train_batch(batch.select(part), loss) for part in parts]
+            return [self.engine.train_batch(part, loss) for part in batches]
+
+
+def _rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
+    if off := [row for row in rows if not 0 <= row < batch.num_sequences]:
+        raise BatchError(f"steps names row {off[0]}; this rank's share has the rows 0 to {batch.num_sequences - 1}")
+    return batch.select(rows)
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         parameters=sum(p.numel() for p in root.parameters()),
         parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),
         positions=getattr(config, "max_position_embeddings", None),
+        vocabulary=len(lm.get_input_embeddings().weight),
     )
 
 

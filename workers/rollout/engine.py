@@ -1,5 +1,6 @@
 """The interface of an inference engine, what it is asked for and what it answers. Imports no engine."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ class SamplingOptions:
         samples: answers to each prompt.
         stop_tokens: that end an answer, beside those of the model's generation config.
         seed: of the sampling; None: another one in every call.
+        evaluation: the answers are looked at, and nothing is learned from them: in a group with an actor they need not have its
+            temperature then.
     """
 
     max_tokens: int = 256
@@ -32,11 +35,13 @@ class SamplingOptions:
     samples: int = 1
     stop_tokens: tuple[int, ...] = ()
     seed: int | None = None
+    evaluation: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("samples", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least {least}")
+            value = getattr(self, name)
+            if not (value >= least and math.isfinite(value)):
+                raise ConfigError(f"{name}={value}; it must be at least {least}, and finite")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p}; it is a probability above 0")
         if self.samples > 1 and self.temperature == 0:
@@ -124,8 +129,8 @@ def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]
     Returns:
         `input_ids` and `attention_mask` `[B, P + R]`, `responses`, `response_mask` and `rollout_log_probs` `[B, R]`.
     """
-    rows, p = len(generations), max(len(g.prompt) for g in generations)
-    r = max(len(g.response) for g in generations)
+    rows, p = len(generations), max((len(g.prompt) for g in generations), default=0)
+    r = max((len(g.response) for g in generations), default=0)
     ids, mask = torch.full((rows, p + r), pad, dtype=torch.int64), torch.zeros(rows, p + r, dtype=torch.int64)
     log_probs = torch.zeros(rows, r)
     for row, g in enumerate(generations):
