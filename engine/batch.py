@@ -69,7 +69,12 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "position_ids", "labels", "group_ids"):
-            if (value := getattr(self, name)) is not None and value.dtype in (torch.int32, torch.int16, torch.uint8, torch.int8):
+            if (value := getattr(self, name)) is not None and value.dtype in (
+                torch.int32,
+                torch.int16,
+                torch.uint8,
+                torch.int8,
+            ):
                 object.__setattr__(self, name, value.long())
         if self.cu_seqlens.dtype == torch.int64:
             object.__setattr__(self, "cu_seqlens", self.cu_seqlens.int())

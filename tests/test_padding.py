@@ -214,7 +214,7 @@ def test_passengers_ride_along() -> None:
         open_any(replace(batch, passengers=frozenset()))
     # A reward function reads all numbers, and what is no number has a way of its own.
     assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, passengers=None).batch.sequence_fields
-    with pytest.raises(BatchError, match="source is a list that makes no tensor .*as columns"):
+    with pytest.raises(BatchError, match=r"source is a list that makes no tensor .*as columns"):
         open_any(data, passengers=None)
 
 

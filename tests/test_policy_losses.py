@@ -421,3 +421,79 @@ def test_equal_rewards_are_no_advantage_and_whole_numbers_are_numbers() -> None:
     assert grpo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == pytest.approx([0.70710578, -0.70710578])
     assert rloo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == [1.0, -1.0]
     assert not whiten(torch.ones(1, 2), torch.zeros(1, 2)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.bool])
+def test_rewards_of_any_number_format_are_computed_in_float32(dtype: torch.dtype) -> None:
+    rewards, mask, groups = torch.tensor([0, 0, 0, 1]), torch.ones(4, 2, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
+    wanted, given = rewards.double(), rewards.to(dtype)
+
+    def same(got: Tensor, want: Tensor) -> None:
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+    same(token_rewards(given, mask), token_rewards(wanted, mask))
+    same(grpo(given, groups), grpo(wanted, groups))
+    same(rloo(given, groups), rloo(wanted, groups))
+    same(spread(given, mask), spread(wanted, mask))
+    single = torch.ones(4, 1)
+    advantages, returns = reinforce_plus_plus(given[:, None], single)
+    assert returns[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0]
+    # Whitened by hand: a mean of 1/4, a variance of 1/4.
+    assert advantages[:, 0].tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-6)
+    same(gae(given[:, None], given[:, None], single)[0], gae(wanted[:, None], wanted[:, None], single)[0])
+
+
+def test_what_stands_in_padding_leaks_nowhere() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]])
+    full = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 4.0]])
+    for nothing in (float("nan"), float("inf"), -1e38):
+        dirty = torch.where(mask > 0, full, nothing)
+        # The second answer has no token: neither has its reward a place.
+        rewards = torch.tensor([1.0, nothing, 3.0])
+        calls: list[tuple[Any, Any]] = [
+            (token_rewards(rewards, mask, dirty, 0.1), token_rewards(t(1, 0, 3).float(), mask, full, 0.1)),
+            (gae(dirty, dirty, mask)[0], gae(full, full, mask)[0]),
+            (gae(dirty, dirty, mask)[1], gae(full, full, mask)[1]),
+            (whiten(dirty, mask), whiten(full, mask)),
+            (reinforce_plus_plus(dirty, mask)[0], reinforce_plus_plus(full, mask)[0]),
+            (spread(rewards, mask), spread(t(1, 0, 3).float(), mask)),
+        ]
+        for got, want in calls:
+            assert torch.equal(got, want)
+            assert not got[mask == 0].any()
+
+
+def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
+    for rows, width in ((0, 3), (2, 0), (0, 0)):
+        empty, mask = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
+        rewards = torch.ones(rows)
+        assert token_rewards(rewards, mask).shape == (rows, width)
+        assert gae(empty, empty, mask)[1].shape == (rows, width)
+        assert whiten(empty, mask).shape == (rows, width)
+        assert spread(rewards, mask).shape == (rows, width)
+        assert grpo(rewards, torch.zeros(rows, dtype=torch.int64)).shape == (rows,)
+        assert rloo(rewards, torch.zeros(rows, dtype=torch.int64)).shape == (rows,)
+    assert grpo([], []).tolist() == []
+    assert grpo([1, 0], [7, 7]).tolist() == pytest.approx([0.70710578, -0.70710578])
+    assert spread([1.5, 2], [[1, 0], [True, True]]).tolist() == [[1.5, 0.0], [2.0, 2.0]]
+    assert token_rewards([1, 2], [[1, 1], [1, 0]]).tolist() == [[0.0, 1.0], [2.0, 0.0]]
+    assert whiten([[1.0, 2.0]], [[1, 1]]).tolist() == [pytest.approx([-0.70710678, 0.70710678], rel=1e-6)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards is nan of answer 1"),
+        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards is nan of answer 0"),
+        (lambda x: spread(t(1.0, x), torch.ones(2, 2)), "advantages is nan of answer 1"),
+        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards is nan of answer 1"),
+        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values is nan at token 1 of answer 1"),
+        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards is nan at token 1 of answer 0"),
+        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values is nan at token 0 of answer 0"),
+        (lambda x: whiten([1.0, 2.0], [1, 1]), r"mask is \[2\]; it must be \[B, R\]"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named_with_their_answer(call: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        call(float("nan"))

@@ -1,7 +1,6 @@
 """Rollout by transformers: plain generation's own answers, their log-probabilities, an actor's weights."""
 
 from dataclasses import replace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

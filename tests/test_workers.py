@@ -1,6 +1,7 @@
 """Workers on engines, alone and in local groups: the same numbers in every form, every layout, and as plain float64."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.errors import BatchError, ConfigError, DrivetrainError
 from drivetrain.workers.actor import ActorConfig, ActorWorker
 from drivetrain.workers.critic import CriticConfig, CriticWorker
 from drivetrain.workers.dispatch import MiniBatches, deal_shares, deal_steps, gather
 from drivetrain.workers.group import LocalWorkerGroup
 from drivetrain.workers.host import Role
 from drivetrain.workers.losses.policy import PolicyLoss
+from drivetrain.workers.losses.sft import SFTLoss
 from drivetrain.workers.padding import open_door
 from drivetrain.workers.reference import ReferenceConfig, ReferenceWorker
 from drivetrain.workers.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
 from drivetrain.workers.worker import WorkerConfig
+from engines import build
 from harness import run_ranks
 from hybridflow import EXAMPLES, Plain, example, expected, logs, values
 
@@ -190,13 +193,17 @@ def test_a_reward_may_be_a_function(models: Path) -> None:
         with pytest.raises(BatchError, match=message):
             worker.compute_rewards(padded_data(uids=True), columns=given)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="returned a float; it returns one reward for each answer"):
-        FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(padded_data(uids=True))  # type: ignore[arg-type,return-value]
+        FunctionRewardWorker(FunctionRewardConfig(function=lambda some: 1.0)).initialize().compute_rewards(
+            padded_data(uids=True)
+        )  # type: ignore[arg-type,return-value]
     for wrong, message in ((None, "returned None for"), (float("nan"), "returned nan for"), ("good", "returned 'good' for")):
         strange = FunctionRewardConfig(function=lambda some, value=wrong: [value for _ in some])  # type: ignore[misc]
         with pytest.raises(BatchError, match=message):
             FunctionRewardWorker(strange).initialize().compute_rewards(padded_data(uids=True))
     with pytest.raises(BatchError, match="returned 1 rewards for 12 answers"):
-        FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(padded_data(uids=True))
+        FunctionRewardWorker(FunctionRewardConfig(function=reward_too_few)).initialize().compute_rewards(
+            padded_data(uids=True)
+        )
 
 
 def test_roles_refuse_models_that_cannot_play_them(models: Path) -> None:
@@ -210,6 +217,139 @@ def test_roles_refuse_models_that_cannot_play_them(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no reward head \(score.weight\)"):
         headless.check()
     RewardWorker(WorkerConfig(model=policy(models, "reward"), engine=ENGINE)).check()
+
+
+# ---- what is refused before anything is changed -------------------------------------------------------------------------
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    with worker.weights() as stream:
+        return {name: tensor.clone() for name, tensor in stream}
+
+
+def rank_update_with_a_bad_step(models: str, backend: str, bad: str) -> tuple[str, bool, int]:
+    """An update whose third step cannot be made, for what stands in the last rank's share alone."""
+    engine = replace(ENGINE, backend=backend)
+    actor = ActorWorker(ActorConfig(model=policy(Path(models)), engine=engine, optim=OPTIM)).initialize()
+    data = {name: value[:6] for name, value in padded_data().items()}
+    old = actor.compute_log_probs(data)["log_probs"]
+    batch = {**data, "old_log_probs": old, "advantages": torch.ones_like(old)}
+    before, step = weights_of(actor), actor.engine.step
+    steps = [[0, 1], [2, 3], [4, 5]]
+    topology = actor.engine.topology
+    if topology.rank == topology.size - 1:
+        if bad == "nan":
+            batch["advantages"][5, 0] = float("nan")
+        elif bad == "id":
+            batch["input_ids"] = batch["input_ids"].clone()
+            batch["input_ids"][4, -batch["responses"].shape[1] - 1] = 99
+        elif bad == "row":
+            steps[2] = [4, 6]
+        elif bad == "count":
+            steps.append([0])
+        elif bad == "shape":
+            batch["advantages"] = batch["advantages"][:, 1:]
+        elif bad == "field":
+            batch["advantage"] = batch["advantages"]
+    told = ""
+    try:
+        actor.update(batch, steps)
+    except DrivetrainError as e:
+        told = str(e)
+    after = weights_of(actor)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    made = actor.engine.step - step
+    actor.close()
+    return told, same, made
+
+
+BAD = {
+    "nan": r"advantages is nan at token \d+ in row 5",
+    "id": r"token \d+ of row 4 has the id 99; the model has embeddings for the ids 0 to \d+",
+    "row": "steps names row 6; this rank's share has the rows 0 to 5",
+    "count": "the ranks are to make 3, 4 optimizer steps",
+    "shape": r"advantages is \[6, \d\]; it must be \[6, \d\]",
+    "field": "the batch has the field 'advantage', which nobody reads; did you mean 'advantages'",
+}
+
+
+@pytest.mark.parametrize("bad", [*BAD, "none"])
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_all_steps_of_an_update_are_checked_before_the_first_is_made(models: Path, backend: str, bad: str) -> None:
+    for told, same, made in run_ranks(rank_update_with_a_bad_step, 2, str(models), backend, bad):
+        if bad == "none":
+            # The control.
+            assert (told, same, made) == ("", False, 3)
+        else:
+            assert re.search(BAD[bad], told)
+            assert same
+            assert made == 0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ids_outside_the_vocabulary_are_one_error_with_row_and_id(models: Path) -> None:
+    data = padded_data()
+    wrong = {name: value.clone() for name, value in data.items()}
+    wrong["input_ids"][3, -data["responses"].shape[1] - 1] = -1
+    roles = {name: role for name, role in EXAMPLE.roles_on("fsdp", models, ParallelConfig()).items() if name != "critic"}
+    with LocalWorkerGroup(roles) as group:
+        for call in (group["actor"].compute_log_probs, group["reference"].compute_log_probs, group["reward"].compute_rewards):
+            with pytest.raises(
+                BatchError, match=r"token \d+ of row 3 has the id -1; the model has embeddings for the ids 0 to"
+            ):
+                call(wrong)
+        packed = from_lists([[3, 4], [5, 10**9]])
+        with pytest.raises(BatchError, match="token 1 of sequence 1 has the id 1000000000"):
+            group["actor"].compute_log_probs(packed)
+        narrow = {name: value.int() if not value.is_floating_point() else value for name, value in data.items()}
+        assert torch.equal(
+            group["actor"].compute_log_probs(narrow)["log_probs"], group["actor"].compute_log_probs(data)["log_probs"]
+        )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_documents_beyond_the_models_positions_are_warned_of_once(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    actor = ActorWorker(
+        ActorConfig(model=policy(models), engine=replace(ENGINE, micro_batch=MicroBatchConfig(max_tokens=4096)), optim=OPTIM)
+    ).initialize()
+    positions = actor.engine.model_shape.positions
+    assert positions is not None
+    long = from_lists([[3] * 2 * positions])
+    actor.compute_log_probs(from_lists([[3] * positions]))
+    assert "positions" not in caplog.text
+    for _ in range(2):
+        actor.compute_log_probs(long)
+    assert caplog.text.count(f"is longer than the {positions} positions that {models / 'policy'} was made for") == 1
+    assert f"{2 * positions} tokens" in caplog.text
+    actor.close()
+
+
+def test_roles_of_a_group_have_one_temperature(models: Path) -> None:
+    roles = EXAMPLE.roles_on("fsdp", models, ParallelConfig())
+    warm = replace(roles["reference"], config=replace(roles["reference"].config, temperature=0.7))
+    with pytest.raises(ConfigError, match=r"at different temperatures \(actor: 1, reference: 0.7\)"):
+        LocalWorkerGroup({**roles, "reference": warm})
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_update_at_another_temperature_is_refused(models: Path) -> None:
+    actor = ActorWorker(ActorConfig(model=policy(models), engine=ENGINE, optim=OPTIM)).initialize()
+    with pytest.raises(ConfigError, match=r"loss.temperature=2.0: the actor's log-probabilities are taken at 1.0"):
+        actor.update(padded_data(), loss=PolicyLoss(temperature=2.0))
+    actor.close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_misspelt_field_of_a_packed_batch_is_refused_by_the_engine(models: Path) -> None:
+    engine = build(models / "policy")
+    batch = from_lists([[3, 4, 5], [6, 7]], token_fields={"loss_weight": [[1, 1, 0], [1, 1]]})
+    before = engine.step
+    with pytest.raises(BatchError, match="the field 'loss_weight', which nobody reads; did you mean 'loss_weights'"):
+        engine.train_batch(batch, SFTLoss())
+    assert engine.step == before
+    engine.train_batch(batch.with_passengers("loss_weight"), SFTLoss())
+    assert engine.step == before + 1
+    engine.close()
 
 
 # ---- who works on what --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ form. Here is what all groups share, and the group whose processes are all contr
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -110,6 +111,9 @@ class WorkerGroup(ABC):
         # A role without passengers of its own reads what there is.
         door = open_door(args[0], getattr(self._role(role).config, "passengers", None))
         batch, facts = door.batch, self._facts(role)
+        if batch.names is None:
+            # In its share a sequence has another number than the caller knows.
+            batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
         if dispatch.returns == "objects":
             # Which of the global batch's rows they are: what is drawn for a row must not depend on who draws it.
             batch = batch.with_sequence_fields(row=torch.arange(batch.num_sequences))

@@ -131,9 +131,7 @@ def open_door(data: Any, passengers: Collection[str] | None = ()) -> Door:
     """
     if isinstance(data, PackedBatch):
         if passengers is not None:
-            check_read(
-                (*data.token_fields, *data.sequence_fields), KNOWN_FIELDS, data.passengers | frozenset(passengers)
-            )
+            check_read((*data.token_fields, *data.sequence_fields), KNOWN_FIELDS, data.passengers | frozenset(passengers))
         declared = data.token_fields.keys() | data.sequence_fields.keys() if passengers is None else passengers
         return PackedDoor(batch=data.with_passengers(*declared) if declared else data)
     keys = list(data.keys()) if hasattr(data, "keys") else []
@@ -149,7 +147,9 @@ def open_door(data: Any, passengers: Collection[str] | None = ()) -> Door:
     door = _open_jagged(held) if held["input_ids"].is_nested else _open_padded(held, tensordict)
     batch = door.batch
     declared = {*batch.token_fields, *batch.sequence_fields} if passengers is None else passengers
-    return replace(door, batch=batch.with_passengers(*declared))
+    # By which a message can name a row wherever it is worked on.
+    named = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
+    return replace(door, batch=named.with_passengers(*declared))
 
 
 def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
