@@ -61,6 +61,23 @@ def test_row_agrees_with_plain_hugging_face(word: str, models: tuple[str, ...], 
     assert all(told["ok"] for told in judged), "\n".join(table(judged, references(job)))
 
 
+BUFFERS = ("deepseek_v3", "glm4_moe", "apertus")
+"""Families with tensors on disk that are no parameters: a router's bias, an activation's."""
+
+
+def test_families_with_buffers_on_disk_have_a_row(tmp_path: Path) -> None:
+    words = ["fsdp", "fsdp:cp=2"]
+    rows = [parse_row(word, model) for word in words for model in BUFFERS]
+    made = Job(folder=str(tmp_path), data=None, rows=rows, steps=2, dtype="float32", batch_size=8, max_tokens=192)
+    run_ranks(rank_reference, 1, made)
+    for word in words:
+        chosen = [parse_row(word, model) for model in BUFFERS]
+        results = run_ranks(rank_rows, chosen[0].nproc, made, chosen)[0]
+        for row, result in zip(chosen, results, strict=True):
+            told = judge(row, result, references(made)[row.model], "float32")
+            assert told["ok"], "\n".join(table([told], references(made)))
+
+
 def test_a_row_that_is_off_fails() -> None:
     row = parse_row("mcore:tp=2,tp_sequence=true", "qwen3")
     assert (row.layout, row.nproc) == ("tp2 ts", 2)

@@ -1,11 +1,14 @@
 """Rollout by transformers: plain generation's own answers, their log-probabilities, an actor's weights."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.batch_convert import from_lists
@@ -249,3 +252,167 @@ def test_a_group_answers_learns_and_answers_anew(folder: Path) -> None:
         assert found[1] != found[0]
         # However many processes answer, they draw the same.
         assert (found[0], found[2]) == (alone[0], alone[2])
+
+
+# ---- what a model's folder asks for -------------------------------------------------------------------------------------
+
+FOLDER_SETTINGS = {
+    "use_cache": False,
+    "repetition_penalty": 1.3,
+    "suppress_tokens": list(range(3, 128)),
+    "min_new_tokens": 5,
+    "no_repeat_ngram_size": 1,
+    "forced_eos_token_id": 2,
+    "guidance_scale": 3.0,
+    "num_beams": 4,
+    "temperature": 0.6,
+    "top_k": 3,
+    "do_sample": True,
+    "renormalize_logits": True,
+    "max_length": 9,
+}
+
+
+def folder_with(folder: Path, to: Path, generation: dict[str, Any], **config: Any) -> Path:
+    """The same model, with other settings beside its weights."""
+    shutil.copytree(folder, to)
+    for name, changes in (("generation_config.json", generation), ("config.json", config)):
+        told = json.loads((to / name).read_text())
+        (to / name).write_text(json.dumps({**told, **changes}))
+    return to
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_generation_follows_no_settings_of_the_folder_but_names_them_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, continuous: bool
+) -> None:
+    more: dict[str, Any] = {"continuous": True, "batch_tokens": 2048} if continuous else {}
+    plain = worker(folder, **more)
+    assert "does not follow" not in caplog.text
+    asks = worker(folder_with(folder, tmp_path / "asks", FOLDER_SETTINGS, use_cache=False), **more)
+    sampled = SamplingOptions(max_tokens=6, samples=2, seed=3)
+    for options in (GREEDY, sampled):
+        assert answers_of(asks.generate(PROMPTS, options)) == answers_of(plain.generate(PROMPTS, options))
+    told = [record.getMessage() for record in caplog.records if "does not follow" in record.getMessage()]
+    assert len(told) == 1
+    for name, value in FOLDER_SETTINGS.items():
+        assert f"{name}={value}" in told[0]
+    # The tokens that end an answer are the model's own affair.
+    assert " eos_token_id" not in told[0]
+
+
+def test_the_control_of_the_test_above(folder: Path, tmp_path: Path) -> None:
+    """What the folder asks for changes plain generation."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name in ("repetition_penalty", "suppress_tokens", "no_repeat_ngram_size"):
+        changed = folder_with(folder, tmp_path / name, {name: FOLDER_SETTINGS[name]})
+        asks: Any = AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32).eval()
+        assert plain_answers(asks, 12) != plain_answers(plain, 12)
+
+
+def test_generation_always_has_a_cache(folder: Path, tmp_path: Path) -> None:
+    off = folder_with(folder, tmp_path / "off", {"use_cache": False}, use_cache=False)
+    (off / "generation_config.json").unlink()
+    rollout: Any = worker(off)
+    widths: list[int] = []
+    rollout._engine._model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    rollout.generate([[5, 6, 7]], GREEDY)
+    # The prompt once, then a token at a time.
+    assert widths == [3, *[1] * 6]
+
+
+# ---- what ends in one clear error ---------------------------------------------------------------------------------------
+
+
+def spoiled(folder: Path, to: Path, value: float) -> Path:
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_on_load_and_on_sync(folder: Path, tmp_path: Path, value: float) -> None:
+    with pytest.raises(
+        ModelError, match=r"model.layers.1.mlp.up_proj.weight has numbers not finite .*the weights are damaged"
+    ):
+        worker(spoiled(folder, tmp_path / "spoiled", value))
+    rollout, model = worker(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bad = {**good, "model.norm.weight": torch.full_like(good["model.norm.weight"], value)}
+    with pytest.raises(ModelError, match=r"model.norm.weight has numbers not finite .*that were sent are damaged"):
+        rollout.load_weights(bad.items())
+    with pytest.raises(ModelError, match="weights are of two models"):
+        rollout.generate(PROMPTS, GREEDY)
+    rollout.load_weights(good.items())
+    assert rollout.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "continuous"), [(GREEDY, False), (SAMPLED, False), (SamplingOptions(max_tokens=3, seed=1), True)]
+)
+def test_logits_that_are_nan_are_one_error(folder: Path, options: SamplingOptions, continuous: bool) -> None:
+    rollout: Any = worker(folder, continuous=continuous, batch_tokens=2048)
+    head = rollout._engine._model.lm_head
+    head.register_forward_hook(lambda module, args, output: output * float("nan"))
+    with pytest.raises(ModelError, match="computes NaN"):
+        rollout.generate(PROMPTS, options)
+
+
+def test_continuous_batching_without_a_token_that_ends_answers(folder: Path, tmp_path: Path) -> None:
+    endless = folder_with(folder, tmp_path / "endless", {"eos_token_id": None}, eos_token_id=None)
+    rollout = worker(endless, continuous=True, batch_tokens=2048)
+    with pytest.raises(ConfigError, match=r"no token that ends an answer.*give SamplingOptions\(stop_tokens=...\)"):
+        rollout.generate(PROMPTS, GREEDY)
+    stopped = replace(GREEDY, stop_tokens=(2,))
+    assert answers_of(rollout.generate(PROMPTS, stopped)) == answers_of(worker(endless).generate(PROMPTS, stopped))
+    assert worker(endless).generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_sampling_that_is_no_number_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        SamplingOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (torch.tensor([[0, 5, 6], [7, 8, 9]]), r"prompts is a Tensor \[2, 3\]: padding could not be told"),
+        ({"input_ids": torch.tensor([[0, 5]])}, "prompts is a dict: padding could not be told"),
+        (["text"], "prompt 0 is a str; it must be a list of token ids"),
+        ([5, 6], "prompt 0 is a int; it must be a list of token ids"),
+        ([[5] * 250], r"prompt 0 has 250 tokens; with an answer of at most 7 it goes beyond the 256 positions"),
+    ],
+)
+def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        worker(folder).generate(prompts, GREEDY)
+    with (
+        LocalWorkerGroup(
+            {"rollout": Role(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))))}
+        ) as group,
+        pytest.raises(ConfigError, match=message),
+    ):
+        group["rollout"].generate(prompts, GREEDY)
+
+
+def test_no_prompts_and_no_answers(folder: Path) -> None:
+    assert worker(folder).generate([], GREEDY) == []
+    data = to_padded([])
+    assert data["input_ids"].shape == (0, 0)
+    assert [a[0].response for a in worker(folder).generate([torch.tensor(PROMPTS[0])], GREEDY)]
+
+
+def test_a_folder_without_a_language_models_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    headless = tmp_path / "headless"
+    shutil.copytree(folder, headless)
+    tensors = {name: tensor for name, tensor in load_file(headless / "model.safetensors").items() if name != "lm_head.weight"}
+    save_file(tensors, headless / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 tensors that a language model needs, lm_head.weight among them"):
+        worker(headless)

@@ -19,7 +19,7 @@ from ..engine.topology import agree, exchange, init_distributed
 from .dispatch import Deal, MiniBatches, check_columns, deal_shares, deal_steps, dispatch_of, gather
 from .host import Call, Facts, Host, Role
 from .padding import open_door
-from .rollout.engine import SamplingOptions
+from .rollout.engine import SamplingOptions, check_prompts
 
 
 class RoleHandle:
@@ -106,6 +106,7 @@ class WorkerGroup(ABC):
             raise ConfigError(f"{role}.{method} needs a batch")
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
             # Prompts, of which nothing is known but their tokens.
+            check_prompts(args[0])
             args = (from_lists(args[0]), *args[1:])
         self._check_temperature(f"{role}.{method}", (*args, *options.values()))
         # A role without passengers of its own reads what there is.

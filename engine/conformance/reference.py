@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ..config import OptimConfig
 from ..hf.layout import DiskLayout
+from ..hf.weights import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,14 @@ class Reference:
         return result
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name and form on disk."""
+        """Parameters, and buffers that belong to the weights (a router's bias), by name and form on disk."""
         layout = DiskLayout(self.model)
+        named = dict(self.model.named_parameters())
+        for prefix, module in self.model.named_modules():
+            named |= {f"{prefix}.{name}" if prefix else name: buffer for name, buffer in persistent_buffers(module)}
         found = {}
-        for name, parameter in self.model.named_parameters():
-            for segment in layout.segments(name, parameter.shape):
-                part = parameter.detach()[segment.box.within((0,) * parameter.dim())]
+        for name, tensor in named.items():
+            for segment in layout.segments(name, tensor.shape):
+                part = tensor.detach()[segment.box.within((0,) * tensor.dim())]
                 found[segment.name] = part.reshape(segment.shape)
         return found

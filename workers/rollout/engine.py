@@ -1,7 +1,7 @@
 """The interface of an inference engine, what it is asked for and what it answers. Imports no engine."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,26 @@ class SamplingOptions:
             raise ConfigError(
                 f"samples={self.samples} with temperature=0: all of them would be the same; sample, or ask for one"
             )
+
+
+def check_prompts(prompts: Any) -> None:
+    """Refuse prompts that are not lists of token ids.
+
+    Args:
+        prompts: to be answered.
+
+    Raises:
+        ConfigError: they are padded, or no lists.
+    """
+    shape = getattr(prompts, "shape", None)
+    if isinstance(prompts, str | Mapping) or hasattr(prompts, "keys") or shape is not None:
+        kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
+        raise ConfigError(
+            f"prompts is a {kind}: padding could not be told from tokens; give a list of token ids for each prompt, or a PackedBatch"
+        )
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
+            raise ConfigError(f"prompt {i} is a {type(prompt).__name__}; it must be a list of token ids")
 
 
 @dataclass(frozen=True, kw_only=True)

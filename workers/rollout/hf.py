@@ -1,6 +1,7 @@
 """Answers by transformers' own generation."""
 
-import copy
+import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...engine.model_path import resolve_folder
 from ...engine.residency import free_memory
 from .engine import Generation, RolloutConfig, SamplingOptions
 from .sampling import TokenSampler, seed_of
+
+log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 8192
 """Tokens of a forward pass under continuous batching, at most."""
@@ -39,14 +42,36 @@ class TransformersRollout:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        folder = resolve_folder(config.model.path)
+        path, folder = config.model.path, resolve_folder(config.model.path)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, config.dtype), trust_remote_code=config.model.trust_remote_code
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, config.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+                output_loading_info=True,
             )
         except (OSError, ValueError) as e:
-            raise ModelError(f"model.path={config.model.path} cannot be loaded for rollout: {e}") from e
-        self._model = model.to(self._device).eval()
+            raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
+        if missing := sorted(told["missing_keys"]):
+            raise ModelError(
+                f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among them; its "
+                "answers would be chance"
+            )
+        self._model: Any = model.to(self._device).eval()
+        broken = _not_finite((name, parameter) for name, parameter in self._model.named_parameters())
+        if broken:
+            raise ModelError(f"model.path={path}: {_named(broken)} not finite (NaN or infinity); the weights are damaged")
+        # generate() fills what it is not told from the model's own settings: they are replaced, not argued with.
+        asked, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        self._ends = _ids(asked.eos_token_id)
+        self._pad = config.pad if config.pad is not None else asked.pad_token_id or 0
+        if ignored := _asked_for(asked):
+            log.warning(
+                "%s asks for %s in generation_config.json or config.json, which rollout does not follow: answers are drawn as "
+                "SamplingOptions says, or their log-probabilities would not be the policy's",
+                path,
+                ", ".join(f"{name}={value}" for name, value in ignored.items()),
+            )
         self._whole = True
 
     @torch.no_grad()
@@ -56,8 +81,9 @@ class TransformersRollout:
         """See `RolloutEngine.generate`. Prompts of like length share a batch.
 
         Raises:
-            ConfigError: a prompt is empty, has a token that the model does not know, or does not fit `batch_tokens` with its answers.
-            ModelError: the last weights were not taken to their end.
+            ConfigError: a prompt is empty, has a token that the model does not know, or does not fit `batch_tokens` or the model's
+                positions with its answers.
+            ModelError: the last weights were not taken to their end; or the model computes NaN.
         """
         if self._config.continuous and (options.top_p < 1 or options.top_k):
             raise ConfigError(
@@ -69,7 +95,13 @@ class TransformersRollout:
                 "the rollout's weights are of two models: it failed while it took new ones; give it a whole set (sync_weights)"
             )
         known = self._model.get_input_embeddings().num_embeddings
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
+            if positions is not None and len(prompt) + options.max_tokens > positions:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens; with an answer of at most {options.max_tokens} it goes beyond the {positions} "
+                    f"positions of {self._config.model.path} (max_position_embeddings); give a shorter one, or lower max_tokens"
+                )
             need = (len(prompt) + options.max_tokens) * options.samples
             if not prompt or need > self._config.batch_tokens:
                 raise ConfigError(
@@ -91,24 +123,21 @@ class TransformersRollout:
         return found
 
     def _settings(self, options: SamplingOptions) -> GenerationConfig:
-        settings = copy.deepcopy(self._model.generation_config)
+        """All that `generate` is told; nothing of the model folder but the tokens that end an answer."""
         drawn = self._config.continuous and options.temperature > 0
-        stops = settings.eos_token_id
-        stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-        pad = self._config.pad if self._config.pad is not None else settings.pad_token_id
-        settings.update(
+        return GenerationConfig(
             max_new_tokens=options.max_tokens,
-            max_length=None,
             num_return_sequences=1,
-            eos_token_id=sorted({*stops, *options.stop_tokens}) or None,
-            pad_token_id=0 if pad is None else pad,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=sorted({*self._ends, *options.stop_tokens}) or None,
+            pad_token_id=self._pad,
             # The sampler leaves one token to choose. Only the continuous scheduler draws by itself.
             do_sample=drawn,
             temperature=options.temperature if drawn else 1.0,
             top_p=options.top_p if drawn else 1.0,
             top_k=options.top_k if drawn else 50,
         )
-        return settings
 
     def _batches(self, prompts: Sequence[Sequence[int]], options: SamplingOptions) -> Iterator[list[int]]:
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -142,6 +171,11 @@ class TransformersRollout:
             generation_config=settings,
             logits_processor=LogitsProcessorList([sampler]),
         )
+        if sampler.saw_nan():
+            raise ModelError(
+                f"rollout: {self._config.model.path} computes NaN for a prompt of this batch: its weights, or its number format (dtype="
+                f"{self._config.dtype}), are at fault"
+            )
         responses, log_probs = out[:, width:].tolist(), torch.stack(sampler.log_probs, 1).tolist()
         stops = settings.eos_token_id or []
         rows = [
@@ -163,6 +197,11 @@ class TransformersRollout:
         options: SamplingOptions,
         settings: GenerationConfig,
     ) -> list[list[Generation]]:
+        if settings.eos_token_id is None:
+            raise ConfigError(
+                f"continuous=True with {self._config.model.path}, which has no token that ends an answer: transformers' scheduler needs one; "
+                "give SamplingOptions(stop_tokens=...), or use continuous=False"
+            )
         asked = [i for i in range(len(prompts)) for _ in range(options.samples)]
         devices = [self._device] if self._device.type == "cuda" else []
         # The scheduler draws from torch's random state: processes that answer the same prompt must not draw the same answers,
@@ -177,8 +216,17 @@ class TransformersRollout:
         # Requests are named by their number, and come back in the order in which they ended.
         for name, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2])):
             if out.error:
-                raise ModelError(f"rollout: request {name} failed: {out.error}")
+                nan = (
+                    "computes NaN or infinity: its weights, or its number format, are at fault"
+                    if "nan" in out.error
+                    else "failed"
+                )
+                raise ModelError(f"rollout: {self._config.model.path} {nan} (request {name}: {out.error})")
         ordered = [out for _, out in sorted(outs.items(), key=lambda pair: int(pair[0].rpartition("_")[2]))]
+        if any(math.isnan(number) for out in ordered for number in out.logprobs):
+            raise ModelError(
+                f"rollout: {self._config.model.path} computes NaN: its weights, or its number format, are at fault"
+            )
         found: list[list[Generation]] = [[] for _ in prompts]
         for i, out in zip(asked, ordered, strict=True):
             found[i].append(
@@ -191,8 +239,8 @@ class TransformersRollout:
         """See `RolloutEngine.load_weights`.
 
         Raises:
-            ModelError: a tensor belongs to no parameter or has another shape, or parameters are left without. It answers no more
-                until it has taken others.
+            ModelError: a tensor belongs to no parameter, has another shape or numbers that are not finite, or parameters are left
+                without. It answers no more until it has taken others.
         """
         self._whole = False
         layout = DiskLayout(self._model)
@@ -203,7 +251,9 @@ class TransformersRollout:
                 part = parameter[segment.box.within((0,) * parameter.dim())]
                 places.setdefault(segment.name, []).append((part, tuple(segment.shape)))
         unknown, tied = [], set(self._model.all_tied_weights_keys)
+        sums: list[tuple[str, Tensor]] = []
         for name, tensor in weights:
+            sums.append((name, _sum(tensor)))
             found = places.pop(name, None)
             if found is None:
                 if name not in tied:
@@ -220,6 +270,8 @@ class TransformersRollout:
                 f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors belong nowhere ({', '.join(unknown[:3]) or 'none'}), "
                 f"{len(places)} parameters got none ({', '.join(list(places)[:3]) or 'none'})"
             )
+        if broken := [name for name, total in sums if not math.isfinite(float(total))]:
+            raise ModelError(f"{_named(broken)} not finite (NaN or infinity); the weights that were sent are damaged")
         self._whole = True
 
     def to(self, place: str) -> None:
@@ -236,3 +288,37 @@ class TransformersRollout:
         """Free the model."""
         del self._model
         free_memory(self._device)
+
+
+FOLLOWED = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+"""Of a folder's generation settings, what rollout takes over, and what asks for nothing."""
+
+
+def _asked_for(settings: GenerationConfig) -> dict[str, Any]:
+    """What a folder wants of generation that is not the default."""
+    plain = GenerationConfig().to_dict()
+    # Unset, both are what rollout does anyway.
+    harmless = {"use_cache": True, "output_attentions": False, "output_hidden_states": False}
+    return {
+        name: value
+        for name, value in settings.to_diff_dict().items()
+        if name not in FOLLOWED and value is not None and value != harmless.get(name, plain.get(name))
+    }
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """NaN or infinite where one of the numbers is; on the tensor's device, so that nothing waits for it."""
+    return tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    sums = [(name, _sum(tensor.detach())) for name, tensor in tensors]
+    return [name for name, total in sums if not math.isfinite(float(total))]
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} {'has numbers' if len(names) == 1 else 'have numbers'}"

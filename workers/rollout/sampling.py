@@ -50,10 +50,13 @@ class TokenSampler(LogitsProcessor):
             self._uniform_bl = torch.cat(drawn).to(device)
         self.log_probs: list[Tensor] = []
         """For each step `[B]`."""
+        self._nan = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Logits `[B, V]` of a step in, logits that allow one token out."""
         scaled = scores.float() / (self._options.temperature or 1.0)
+        # Asked at the end: each step would wait for the device.
+        self._nan |= scaled.isnan().any()
         chosen = scaled.argmax(-1, keepdim=True) if self._uniform_bl is None else self._drawn(input_ids, scaled)
         self.log_probs.append(scaled.log_softmax(-1).gather(1, chosen)[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
@@ -63,5 +66,9 @@ class TokenSampler(LogitsProcessor):
         # In float64: a float32 sum over a vocabulary would give its last tokens another probability.
         cumulative = self._warpers(input_ids, scaled).softmax(-1, dtype=torch.float64).cumsum(-1)
         place = self._uniform_bl[:, len(self.log_probs), None] * cumulative[:, -1:]
-        # The first token whose cumulative probability is above it: one of probability 0 never is.
-        return torch.searchsorted(cumulative, place, right=True)
+        # The first token whose cumulative probability is above it: one of probability 0 never is, and NaN would be behind the last.
+        return torch.searchsorted(cumulative, place, right=True).clamp(max=scaled.shape[-1] - 1)
+
+    def saw_nan(self) -> bool:
+        """Whether a logit was NaN in any step."""
+        return bool(self._nan)

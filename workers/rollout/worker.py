@@ -9,7 +9,7 @@ from ...engine.batch import PackedBatch
 from ...engine.batch_convert import to_lists
 from ...engine.errors import ConfigError
 from ..dispatch import dispatched
-from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions
+from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions, check_prompts
 
 
 class RolloutWorker:
@@ -45,6 +45,8 @@ class RolloutWorker:
                 global batch, on which its draws depend beside the seed; a group adds it. Without it prompts are counted here.
             options: of the sampling.
         """
+        if not isinstance(prompts, PackedBatch):
+            check_prompts(prompts)
         texts = to_lists(prompts) if isinstance(prompts, PackedBatch) else prompts
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(texts)) if numbers is None else numbers.tolist()
