@@ -13,10 +13,11 @@ import pytest
 from soak import soak
 
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.checkpoint import save
+from drivetrain.engine.checkpoint import save, storage
+from drivetrain.engine.checkpoint.folder import latest, recover
 from drivetrain.engine.checkpoint.manager import CheckpointManager
-from drivetrain.engine.checkpoint.manifest import write_manifest
-from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
+from drivetrain.engine.checkpoint.manifest import SEAL, write_manifest
+from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, RemoteStore, open_store
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CheckpointError, DrivetrainError
 from drivetrain.trainers.sft import main
@@ -310,3 +311,96 @@ def test_tools_find_checkpoints_where_a_runs_settings_say(tmp_path: Path) -> Non
     assert inspect(tmp_path / "run").where == f"{elsewhere}/step-00000002"
     (tmp_path / "file").write_text("")
     assert main(words(tmp_path, f"trainer.checkpoint_dir={tmp_path / 'file'}")) == 1
+
+
+# ---- what a kill cannot show --------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What a save asks of the disk, in order: files and folders that are made to last, and renames."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str, str]] = []
+        sync, rename = os.fsync, Path.rename
+
+        def fsync(handle: int) -> None:
+            self.events.append(("sync", os.readlink(f"/proc/self/fd/{handle}"), ""))
+            sync(handle)
+
+        def renamed(path: Path, target: Path) -> Path:
+            self.events.append(("rename", str(path), str(target)))
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(Path, "rename", renamed)
+
+    def forgotten(self, final: Path) -> list[str]:
+        """What could be lost in a power cut although the folder has its name."""
+        (at,) = (i for i, (kind, _, to) in enumerate(self.events) if kind == "rename" and to == str(final))
+        made = Path(self.events[at][1])
+        before = {path for kind, path, _ in self.events[:at] if kind == "sync"}
+        after = {path for kind, path, _ in self.events[at:] if kind == "sync"}
+        inside = [made, *(made / p.relative_to(final) for p in final.rglob("*"))]
+        return [str(p) for p in inside if str(p) not in before] + [str(p) for p in [final.parent] if str(p) not in after]
+
+
+def test_files_and_folders_last_before_they_have_their_name(
+    engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    engine.save_checkpoint(tmp_path / "c", 1)
+    final = tmp_path / "c" / "step-00000001"
+    assert len([p for p in final.rglob("*") if p.is_file()]) >= 3
+    assert disk.forgotten(final) == []
+    # The control: folders that are left to chance.
+    monkeypatch.setattr(storage, "fsync_folder", lambda folder: None)
+    disk.events.clear()
+    engine.save_checkpoint(tmp_path / "c", 2)
+    assert {Path(p).name for p in disk.forgotten(tmp_path / "c" / "step-00000002")} >= {"c", "model"}
+
+
+@pytest.mark.parametrize("fails", [SEAL, MANIFEST])
+def test_on_an_object_store_a_manifest_comes_after_its_checksum(
+    engine: BaseEngine, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    root = open_store(f"memory://{fails}")
+    engine.save_checkpoint(str(root), 1)
+    real = RemoteStore.write
+
+    def full(self: RemoteStore, name: str, data: bytes) -> None:
+        if name == fails:
+            raise OSError(28, "No space left on device")
+        real(self, name, data)
+
+    monkeypatch.setattr(RemoteStore, "write", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        engine.save_checkpoint(str(root), 2)
+    assert root.child("step-00000002").size(MANIFEST) is None
+    assert (root.child("step-00000002").size(SEAL) is None) == (fails == SEAL)
+    manifest, _ = latest(root)
+    assert manifest is not None
+    assert manifest.step == 1
+
+
+def test_a_step_saved_again_is_there_whenever_its_publication_fails(
+    engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, final = LocalStore(tmp_path / "c"), tmp_path / "c" / "step-00000001"
+    engine.save_checkpoint(root.path, 1, {"attempt": 1})
+    real = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if target == final:
+            raise OSError(5, "Input/output error")
+        return real(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fails)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            engine.save_checkpoint(root.path, 1, {"attempt": 2})
+    assert not final.exists()
+    recover(root)
+    assert engine.load_checkpoint(final).extra == {"attempt": 1}
+    engine.save_checkpoint(root.path, 1, {"attempt": 3})
+    assert engine.load_checkpoint(final).extra == {"attempt": 3}
+    assert [p.name for p in root.path.iterdir()] == ["step-00000001"]

@@ -432,3 +432,73 @@ def test_repository_root_is_no_import_path() -> None:
     )
     assert done.returncode != 0
     assert "attempted relative import" in done.stderr
+
+
+# ---- clipping -----------------------------------------------------------------------------------------------------------
+
+
+CLIPS = (0.25, 1.3, None)
+
+
+def clipped_to(clip: float | None) -> OptimConfig:
+    # With so large an eps, Adam's step grows with the gradient: that it is clipped shows in the weights.
+    return replace(OPTIM, lr=1e-2, eps=1.0, clip_grad_norm=clip)
+
+
+def rank_clipped(folder: str, backend: str, parallel: dict[str, Any]) -> Any:
+    found = []
+    for clip in CLIPS:
+        engine = build(folder, backend=backend, optim=clipped_to(clip), parallel=ParallelConfig(**parallel))
+        found.append((steps(engine, 2), weights(engine)))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("backend", "parallel"), [("fsdp", {}), ("fsdp", {"cp": 2}), ("mcore", {}), ("mcore", {"tp": 2})])
+def test_the_gradient_is_clipped_to_what_the_settings_say(backend: str, parallel: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    plain = {}
+    for clip in (*CLIPS, 1.0):
+        reference = Reference(folder, clipped_to(clip))
+        done = [reference.step(tiny_documents(8, seed=s)) for s in range(2)]
+        # Before clipping the norm is larger than all of the bounds.
+        assert min(step.grad_norm for step in done) > 1.35
+        plain[clip] = done, reference.weights()
+    for found in run_ranks(rank_clipped, 2, str(folder), backend, parallel):
+        for clip, (made, kept) in zip(CLIPS, found, strict=True):
+            close_to(made, [(step.loss, step.grad_norm) for step in plain[clip][0]])
+            off, other = (max(float((kept[n] - plain[c][1][n]).abs().max()) for n in kept) for c in (clip, 1.0))
+            assert off < 1e-6
+            # The control: clipped to 1 whatever the settings say, they would be elsewhere.
+            assert other > 1e-5
+
+
+# ---- frozen numbers in more digits than are computed with ---------------------------------------------------------------
+
+
+def rank_frozen_in_16_bits(folder: str, root: str) -> Any:
+    frozen = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+    options: dict[str, Any] = {
+        "backend": "mcore",
+        "model": {"freeze": (*frozen, "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight")},
+        "precision": PrecisionConfig(params="float32", compute="bfloat16"),
+    }
+    engine = build(folder, **options)
+    steps(engine, 1)
+    saved = engine.save_checkpoint(root, 1)
+    first = weights(engine)
+    engine.load_checkpoint(saved)
+    second = weights(engine)
+    engine.close()
+    return {name: (first[name], second[name]) for name in frozen}
+
+
+def test_a_frozen_parameter_that_the_ranks_do_not_divide_is_kept_to_its_last_number(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    stored = Reference(folder, OPTIM).weights()
+    for found in run_ranks(rank_frozen_in_16_bits, 3, str(folder), str(tmp_path / "c")):
+        for name, (first, second) in found.items():
+            # Three ranks do not divide its 64, or 8192, numbers.
+            assert stored[name].numel() % 3
+            assert torch.equal(first, stored[name]), name
+            assert torch.equal(second, stored[name]), name
