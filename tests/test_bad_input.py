@@ -3,6 +3,7 @@ be known, exit code not 0, and nothing lost."""
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -166,6 +167,20 @@ def test_the_control_of_the_test_above(task: Path, capfd: pytest.CaptureFixture[
     (task / "model" / "model.safetensors").unlink()
     assert main(words(task, "trainer.max_steps=1")) == 1
     one_line(capfd.readouterr().err, "has neither model.safetensors nor")
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_tokens_that_the_model_has_no_embeddings_for(backend: str, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer that knows more than the model: one line, with the row and the id."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(task / "model", vocab_size=8, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(task / "model")
+    assert main(words(task, f"engine.backend={backend}", "data.shuffle=false")) == 1
+    error = capfd.readouterr().err
+    one_line(error, "the model has embeddings for the ids 0 to 7")
+    assert re.search(r"token \d+ of \S+train.jsonl:\d+ has the id (8|9|1\d);", error)
+    assert not list((task / "run").glob("checkpoints/step-*"))
 
 
 def test_an_output_folder_that_may_not_be_written(task: Path, capfd: pytest.CaptureFixture[str]) -> None:

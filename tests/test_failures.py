@@ -110,7 +110,7 @@ def failed_alone(words: list[str]) -> str:
     destroyed = []
     run_module.close_distributed = lambda: destroyed.append(True)  # type: ignore[assignment]
     if dist.get_rank() == 1:
-        run_module.make_folder = _refuse
+        run_module.make_folder = _refuse  # type: ignore[assignment]
     try:
         run_module.run(config, SFTMethod(config))
     except Exception as e:

@@ -476,7 +476,7 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
         assert rloo(rewards, torch.zeros(rows, dtype=torch.int64)).shape == (rows,)
     assert grpo([], []).tolist() == []
     assert grpo([1, 0], [7, 7]).tolist() == pytest.approx([0.70710578, -0.70710578])
-    assert spread([1.5, 2], [[1, 0], [True, True]]).tolist() == [[1.5, 0.0], [2.0, 2.0]]
+    assert spread([1.5, 2], [[1, 0], [1, 1]]).tolist() == [[1.5, 0.0], [2.0, 2.0]]
     assert token_rewards([1, 2], [[1, 1], [1, 0]]).tolist() == [[0.0, 1.0], [2.0, 0.0]]
     assert whiten([[1.0, 2.0]], [[1, 1]]).tolist() == [pytest.approx([-0.70710678, 0.70710678], rel=1e-6)]
 

@@ -406,7 +406,7 @@ def test_no_prompts_and_no_answers(folder: Path) -> None:
     assert worker(folder).generate([], GREEDY) == []
     data = to_padded([])
     assert data["input_ids"].shape == (0, 0)
-    assert [a[0].response for a in worker(folder).generate([torch.tensor(PROMPTS[0])], GREEDY)]
+    assert [a[0].response for a in worker(folder).generate([torch.tensor(PROMPTS[0])], GREEDY)]  # type: ignore[list-item]
 
 
 def test_a_folder_without_a_language_models_head_is_refused(folder: Path, tmp_path: Path) -> None:

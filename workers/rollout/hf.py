@@ -44,7 +44,7 @@ class TransformersRollout:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         path, folder = config.model.path, resolve_folder(config.model.path)
         try:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, config.dtype),
                 trust_remote_code=config.model.trust_remote_code,
@@ -52,6 +52,7 @@ class TransformersRollout:
             )
         except (OSError, ValueError) as e:
             raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
+        model, told = loaded
         if missing := sorted(told["missing_keys"]):
             raise ModelError(
                 f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among them; its "
