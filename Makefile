@@ -44,6 +44,7 @@ wheels-gpu: $(SETUP)
 		echo "checkout and wheels: $$size MB"; test $$size -lt 60
 
 check: $(SETUP) .types/drivetrain
+	$(PY) .ci/check_files.py
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=.types:tests $(PY) -m mypy -p drivetrain.engine -p drivetrain.trainers -p drivetrain.workers -p drivetrain.checkpoint_tools -m drivetrain.cli -m drivetrain.faces -m drivetrain.launch
