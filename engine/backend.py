@@ -13,8 +13,9 @@ from .capabilities import Capabilities
 from .checkpoint.pieces import Piece
 from .config import OptimConfig, ParallelConfig
 from .flops import ModelShape
+from .plan import MicroBatch
 from .residency import Part
-from .step import MicroBatch, Task
+from .step import Task
 from .topology import Topology
 
 Adapters = Literal["folded", "only"]

@@ -28,8 +28,9 @@ from .errors import BatchError, ConfigError, NonFiniteError
 from .model_path import fingerprint
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
+from .plan import StepPlan, TokenBudget, plan_step
 from .residency import PARTS, Part, Residency, free_memory
-from .step import Collected, Objective, StepPlan, plan_step
+from .step import Collected, Objective
 from .topology import resolve_parallel
 
 Mode = Literal["train", "eval", "save"]
@@ -266,19 +267,12 @@ class BaseEngine(Backend):
                 f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
                 "values, a language-model head log_probs, entropy and greedy tokens"
             )
-        sizes = self.config.micro_batch
-        budget, setting = sizes.max_tokens, "engine.micro_batch.max_tokens"
-        if not training and sizes.infer_max_tokens is not None:
-            budget, setting = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-        elif not training:
-            budget, setting = 2 * budget, "engine.micro_batch.infer_max_tokens (unset: twice max_tokens)"
         plan = plan_step(
             self.topology,
             batch,
             loss,
-            budget,
+            TokenBudget.of(self.config.micro_batch, training=training),
             self.model_shape,
-            setting=setting,
             training=training and loss is not None,
             total_weights=total_weights,
         )

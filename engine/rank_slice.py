@@ -12,7 +12,7 @@ from torch import Tensor
 from .objective import HeadRequest, OutputRequest, TokenOutputs, labelled
 from .ops.attention import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
-from .step import MicroBatch
+from .plan import MicroBatch
 from .topology import Topology
 
 

@@ -1,21 +1,16 @@
-"""One step's bookkeeping, the same for every backend: global weights, micro-batches, the loss's sums.
+"""One step's outputs, the same for every backend: the loss's sums over micro-batches, or an inference pass's numbers.
 
 Axes: T tokens of a micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch, check_read
-from .batch_convert import unsupervised
-from .errors import BatchError, BudgetError
-from .flops import ModelShape
-from .microbatch import partition
+from .batch import PackedBatch
+from .errors import BatchError
 from .objective import (
     HeadRequest,
     Loss,
@@ -27,204 +22,9 @@ from .objective import (
     expected_gradient,
     labelled,
 )
+from .plan import MicroBatch, StepPlan
 from .residency import peak_bytes
-from .topology import Topology, error_text, raise_agreed
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """One forward pass.
-
-    Args:
-        batch: on the device; documents of this rank's share, or one unsupervised filler.
-        index: from 0.
-        count: micro-batches of this step, the same on every rank.
-        filler: this rank had no more documents, but others do, and collectives must pair up.
-    """
-
-    batch: PackedBatch
-    index: int
-    count: int
-    filler: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether gradients are complete after this one."""
-        return self.index == self.count - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """How a global batch is worked on.
-
-    Args:
-        parts: for each micro-batch of this rank its sequences; an empty one is filler.
-        weights: global weight of each term.
-        tokens: of the global batch.
-        sequences: of the global batch.
-        flops: of the global batch; 0 without a loss.
-        filled: micro-batches over all data-parallel ranks that are no filler.
-        longest: tokens of the global batch's longest document.
-    """
-
-    parts: list[list[int]]
-    weights: Mapping[str, float]
-    tokens: int
-    sequences: int
-    flops: float
-    filled: int
-    longest: int
-
-    def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
-        """The micro-batches, in order, on the device."""
-        count = len(self.parts)
-        return [
-            MicroBatch(
-                batch=batch.select(part).to(device) if part else unsupervised(1, device),
-                index=i,
-                count=count,
-                filler=not part,
-            )
-            for i, part in enumerate(self.parts)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """What a rank tells the others of its share."""
-
-    error: str | None
-    counts: bool
-    micro_batches: int
-    units: int
-    tokens: int
-    sequences: int
-    longest: int
-    flops: float
-    weights: dict[str, float]
-
-
-def plan_step(
-    topology: Topology,
-    batch: PackedBatch,
-    loss: Loss | None,
-    budget: int,
-    shape: ModelShape,
-    *,
-    setting: str,
-    training: bool = False,
-    total_weights: Mapping[str, float] | None = None,
-) -> StepPlan:
-    """Agree on weights and on the number of micro-batches. Collective.
-
-    Args:
-        topology: of the engine.
-        batch: this rank's data-parallel share.
-        loss: whose weights are added up; None for inference.
-        budget: tokens of a micro-batch.
-        shape: of the model: the cost of a document.
-        setting: the budget's name, for messages.
-        training: with a backward pass.
-        total_weights: used instead of the global batch's own, by a caller that accumulates over several batches.
-
-    Raises:
-        BudgetError: a sequence is over the budget.
-        BatchError: a term's global weight is zero; an id is no token of the model's; a field is one that the loss does not read.
-        RemoteError: another rank failed.
-    """
-    # Ranks that share a sequence hold equal slices, so a budget that they do not divide would be exceeded by its padding.
-    bound = budget // topology.token_multiple * topology.token_multiple
-    ratio = shape.attention_ratio
-    error: Exception | None = None
-    weights: dict[str, float] = {}
-    count, flops = 0, 0.0
-    try:
-        check_ids(batch, shape.vocabulary)
-        count = len(_cut(batch, bound, 1, ratio, setting))
-        if loss is not None:
-            if (read := getattr(loss, "fields", None)) is not None:
-                check_read((*batch.token_fields, *batch.sequence_fields), read, batch.passengers)
-            weights = {k: float(v) for k, v in loss.weights(batch).items()}
-            flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
-    except Exception as e:  # whatever it is, the other ranks are about to wait for this one
-        error = e
-    mine = _Share(
-        error=error_text(error),
-        counts=topology.is_output_rank,
-        micro_batches=count,
-        units=len(set(batch.groups())),
-        tokens=batch.num_tokens,
-        sequences=batch.num_sequences,
-        longest=batch.max_seqlen,
-        flops=flops,
-        weights=weights,
-    )
-    shares: list[_Share] = topology.exchange(mine)
-    raise_agreed(error, ((rank, share.error) for rank, share in zip(topology.ranks, shares, strict=True)))
-    for rank, share in zip(topology.ranks, shares, strict=True):
-        if share.weights.keys() != weights.keys():
-            raise BatchError(
-                f"the loss weighs the terms {sorted(weights)} here and {sorted(share.weights)} on rank {rank}; every rank must "
-                "return the same terms, with a weight of 0 where it has nothing"
-            )
-    most = max(share.micro_batches for share in shares)
-    most += -most % topology.micro_batch_multiple
-    counted = [share for share in shares if share.counts]
-    totals: Mapping[str, float] = {term: sum(share.weights[term] for share in counted) for term in weights}
-    sequences = sum(share.sequences for share in counted)
-    if total_weights is not None:
-        totals = total_weights
-    for term, weight in totals.items():
-        if not weight > 0:
-            names = ", ".join(batch.name_of(i) for i in range(min(batch.num_sequences, 8))) or "none on this rank"
-            raise BatchError(
-                f"the global batch has a weight of {weight:g} for the loss term {term!r}: none of its {sequences} sequences "
-                f"has anything to learn from ({names}{', ...' if batch.num_sequences > 8 else ''}); check the labels, or "
-                "leave such samples out"
-            )
-    parts = _cut(batch, bound, most, ratio, setting)
-    parts += [[] for _ in range(most - len(parts))]
-    return StepPlan(
-        parts=parts,
-        weights=totals,
-        tokens=sum(share.tokens for share in counted),
-        sequences=sequences,
-        flops=sum(share.flops for share in counted),
-        filled=sum(min(most, share.units) for share in counted),
-        longest=max(share.longest for share in shares),
-    )
-
-
-def check_ids(batch: PackedBatch, vocabulary: int) -> None:
-    """Refuse ids that have no row in the embeddings, which would end in an index error inside the model, or on a GPU in an
-    assertion that nothing can be done after.
-
-    Args:
-        batch: to look through.
-        vocabulary: rows of the embeddings; 0 where it is not known.
-
-    Raises:
-        BatchError: names the sequence, the token and its id.
-    """
-    ids = batch.input_ids
-    if not vocabulary or not len(ids):
-        return
-    low, high = (int(x) for x in ids.aminmax())
-    if low >= 0 and high < vocabulary:
-        return
-    at = int(((ids < 0) | (ids >= vocabulary)).nonzero()[0])
-    sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
-    raise BatchError(
-        f"token {at - batch.bounds[sequence]} of {batch.name_of(sequence)} has the id {int(ids[at])}; the model has embeddings for the ids "
-        f"0 to {vocabulary - 1}: use the model's own tokenizer, or make the embeddings grow by model.added_tokens"
-    )
-
-
-def _cut(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
-    if budget < 1:
-        raise BudgetError(f"{setting}={budget} is less than one token for each rank that shares a sequence; raise it")
-    groups = None if batch.group_ids is None else batch.groups()
-    return partition(batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting)
+from .topology import Topology
 
 
 class Task(Protocol):

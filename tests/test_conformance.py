@@ -16,8 +16,8 @@ from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.objective import HeadRequest, StepResult, TokenOutputs
+from drivetrain.engine.plan import MicroBatch
 from drivetrain.engine.registry import BackendSpec, register, unregister
-from drivetrain.engine.step import MicroBatch
 from harness import run_ranks
 
 LAYOUTS = [

@@ -23,9 +23,10 @@ from ..hf.shape import router_aux_coef
 from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, TokenOutputs
 from ..ops.norm import sum_of_squares
+from ..plan import MicroBatch
 from ..rank_slice import RankSlice
 from ..residency import Part
-from ..step import MicroBatch, Task
+from ..step import Task
 from ..topology import Topology, init_distributed
 from .build import Built, build, check_config
 from .optimizer import ShardOptimizer

@@ -26,9 +26,10 @@ from ..hf.shape import router_aux_coef, router_settings
 from ..hf.weights import seed_ranks
 from ..objective import HeadRequest, OutputRequest
 from ..ops.router import balancing_loss
+from ..plan import MicroBatch
 from ..rank_slice import RankSlice
 from ..residency import Part
-from ..step import MicroBatch, Task
+from ..step import Task
 from ..topology import Topology, init_distributed
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
