@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -179,12 +179,13 @@ class BaseEngine(Backend):
 
     # ---- the driver ----------------------------------------------------------------------------------------------
 
-    def train_batch(self, batch: PackedBatch, loss: Loss) -> StepResult:
+    def train_batch(self, batch: PackedBatch, loss: Loss, *, plan: StepPlan | None = None) -> StepResult:
         """One optimizer step on a global batch.
 
         Args:
             batch: this rank's data-parallel share, the same on its context-parallel peers.
             loss: what to minimise.
+            plan: of `check_batches` for this batch and this loss, on every rank; made anew by default.
 
         Raises:
             NonFiniteError: under `engine.non_finite=raise`; the parameters are untouched.
@@ -193,7 +194,7 @@ class BaseEngine(Backend):
         self._require_optimizer()
         with self.train_mode():
             self.zero_grad()
-            result = self.forward_backward(batch, loss)
+            result = self.forward_backward(batch, loss, plan=plan)
             return self.optimizer_step(result)
 
     def forward_backward(
@@ -203,6 +204,7 @@ class BaseEngine(Backend):
         *,
         total_weights: Mapping[str, float] | None = None,
         forward_only: bool = False,
+        plan: StepPlan | None = None,
     ) -> StepResult:
         """Loss of a global batch, and its gradient added to what is there.
 
@@ -211,8 +213,9 @@ class BaseEngine(Backend):
             loss: what to minimise.
             total_weights: the weights to divide by, when several calls make one step: those of all their batches.
             forward_only: no gradient: an evaluation, dropout off.
+            plan: see `train_batch`.
         """
-        plan = self._plan(batch, loss, training=not forward_only, total_weights=total_weights)
+        plan = plan or self._plan(batch, loss, training=not forward_only, total_weights=total_weights)
         objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
             try:
@@ -227,21 +230,24 @@ class BaseEngine(Backend):
             self._finite = self._finite and math.isfinite(result.loss)
         return result
 
-    def check_batches(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
+    def check_batches(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
         """Refuse what `train_batch` would refuse of any of these batches, before a first step is made of them. Collective.
 
         Args:
-            batches: this rank's share of each step, equally many on every rank.
+            batches: this rank's share of each step; one at a time is held.
+            count: how many they are, equally many on every rank.
             loss: of all of them.
+
+        Returns:
+            how each is worked on, for `train_batch`.
 
         Raises:
             BatchError: see `train_batch`.
         """
-        counts = self.topology.exchange(len(batches))
+        counts = self.topology.exchange(count)
         if len(set(counts)) > 1:
             raise BatchError(f"the ranks are to make {', '.join(map(str, counts))} optimizer steps; give every rank as many")
-        for batch in batches:
-            self._plan(batch, loss, training=True)
+        return [self._plan(batch, loss, training=True) for batch in batches]
 
     def _plan(
         self,

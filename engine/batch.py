@@ -69,15 +69,14 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "position_ids", "labels", "group_ids"):
-            if (value := getattr(self, name)) is not None and value.dtype in (
-                torch.int32,
-                torch.int16,
-                torch.uint8,
-                torch.int8,
-            ):
-                object.__setattr__(self, name, value.long())
-        if self.cu_seqlens.dtype == torch.int64:
-            object.__setattr__(self, "cu_seqlens", self.cu_seqlens.int())
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, as_int64(value))
+        # Any width whose numbers int32 can hold.
+        if is_integer(self.cu_seqlens) and len(self.cu_seqlens) and int(self.cu_seqlens.max()) == len(self.input_ids):
+            object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to(torch.int32))
+        if isinstance(self.passengers, str):
+            raise BatchError(f"passengers={self.passengers!r}; give a collection of names, as in ({self.passengers!r},)")
+        object.__setattr__(self, "passengers", frozenset(self.passengers))
         object.__setattr__(self, "bounds", _check_bounds(self.cu_seqlens, self.input_ids))
         _check(self)
 
@@ -222,6 +221,16 @@ class PackedBatch:
         )
 
 
+def is_integer(tensor: Tensor) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    """Whole numbers of any width as int64; any other tensor as it is."""
+    return tensor.to(torch.int64) if is_integer(tensor) else tensor
+
+
 def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | None = None) -> Tensor:
     """Labels `[T]` of packed documents: the next token, `IGNORE` at the end of each document.
 
@@ -252,9 +261,10 @@ def check_read(fields: Iterable[str], read: Collection[str], passengers: Collect
         if name in read or name in passengers:
             continue
         near = difflib.get_close_matches(name, read, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(read))}."
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(read)) or 'none'}."
         raise BatchError(
-            f"the batch has the field {name!r}, which nobody reads; {hint} Leave it out, or declare it: passengers=({name!r},)"
+            f"the batch has the field {name!r}, which nobody reads; {hint} Leave it out, or declare it: passengers=({name!r},) of a "
+            f"worker's config, or batch.with_passengers({name!r})"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from .batch import IGNORE, MediaField, PackedBatch, shift_labels
+from .batch import IGNORE, MediaField, PackedBatch, as_int64, shift_labels
 from .errors import BatchError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def from_padded(
     Raises:
         BatchError: shapes differ, a row is empty, or a mask has a hole.
     """
-    mask = attention_mask.bool()
+    mask, input_ids = attention_mask.bool(), as_int64(input_ids)
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         raise BatchError(f"input_ids {tuple(input_ids.shape)} and attention_mask {tuple(mask.shape)} must both be [B, L]")
     for name, value in {**(token_fields or {}), **({} if supervised is None else {"supervised": supervised})}.items():
@@ -194,7 +194,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
         raise BatchError("a jagged TensorDict needs a nested tensor 'input_ids' [N, j]")
     offsets = data["input_ids"].offsets()
     bounds = offsets.tolist()
-    ids = data["input_ids"].values()
+    ids = as_int64(data["input_ids"].values())
     tokens: dict[str, Tensor] = {}
     sequences: dict[str, Tensor] = {}
     media: dict[str, MediaField] = {}

@@ -35,25 +35,28 @@ def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any
 
 
 def expand_path(value: str, name: str) -> str:
-    """A path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` replaced, as a shell does it, but for `$` in the name of a file that
-    exists. A shell itself does not expand what stands behind `key=`.
+    """A path with `~`, `~user` and `$VARIABLE` replaced, as a shell does it, but for `$` in the name of a file that exists. A shell
+    itself does not expand what stands behind `key=`.
 
     Args:
         value: the path; a URL or a Hugging Face name may stand there too.
         name: of the setting.
 
     Raises:
-        ConfigError: a user or a variable does not exist.
+        ConfigError: a user or a variable does not exist, or a variable is empty.
     """
     expanded = os.path.expanduser(value)
     if value.startswith("~") and expanded == value:
         raise ConfigError(f"{name}={value}: there is no user {value.partition('/')[0][1:]!r}; give the path in full")
     if "$" not in expanded or os.path.exists(expanded):
         return expanded
-    expanded = os.path.expandvars(expanded)
-    if missing := re.search(r"\$(\w+|\{[^}]*\})", expanded):
-        raise ConfigError(f"{name}={value}: the environment has no variable {missing[0]}; set it, or give the path in full")
-    return expanded
+    for variable in re.findall(r"\$(\w+|\{[^}]*\})", expanded):
+        # An empty one would leave another path than anybody meant.
+        if not os.environ.get(variable.strip("{}")):
+            raise ConfigError(
+                f"{name}={value}: the environment has no variable ${variable}, or an empty one; set it, or give the path in full"
+            )
+    return os.path.expandvars(expanded)
 
 
 def expand_paths(settings: Any, prefix: str) -> None:
@@ -70,8 +73,9 @@ def expand_paths(settings: Any, prefix: str) -> None:
         value, name = getattr(settings, f.name), f"{prefix}.{f.name}"
         if not f.metadata.get("path") or value is None:
             continue
-        found = expand_path(value, name) if isinstance(value, str) else tuple(expand_path(v, name) for v in value)
-        object.__setattr__(settings, f.name, found)
+        single = isinstance(value, str | os.PathLike)
+        found = tuple(expand_path(os.fspath(v), name) for v in ([value] if single else value))
+        object.__setattr__(settings, f.name, found[0] if single else found)
 
 
 @dataclass(frozen=True, kw_only=True)

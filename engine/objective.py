@@ -77,8 +77,8 @@ class LossSums:
 class Loss(Protocol):
     """A loss over packed documents. Implementations are pure: the same outputs and batch give the same sums.
 
-    One that has an attribute `fields`, a collection of names, says with it which fields of a batch it may read; others, but for the
-    batch's passengers, are then refused.
+    One that has the attributes `token_fields` and `sequence_fields`, collections of names, says with them which fields of a batch it
+    has heard of; others, but for the batch's passengers, are then refused.
     """
 
     @property

@@ -187,8 +187,9 @@ def _share_of(
         check_ids(batch, shape.vocabulary)
         count = len(_cut(batch, budget, 1, shape.attention_ratio, setting))
         if loss is not None:
-            if (read := getattr(loss, "fields", None)) is not None:
-                check_read((*batch.token_fields, *batch.sequence_fields), read, batch.passengers)
+            for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
+                if (read := getattr(loss, kind, None)) is not None:
+                    check_read(fields, read, batch.passengers)
             weights = {k: float(v) for k, v in loss.weights(batch).items()}
             flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
     except Exception as e:  # whatever it is, the other ranks are about to wait for this one
@@ -241,7 +242,8 @@ def check_ids(batch: PackedBatch, vocabulary: int) -> None:
     ids = batch.input_ids
     if not vocabulary or not len(ids):
         return
-    low, high = (int(x) for x in ids.aminmax())
+    # On a device one read of two numbers, not two.
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low >= 0 and high < vocabulary:
         return
     at = int(((ids < 0) | (ids >= vocabulary)).nonzero()[0])

@@ -36,7 +36,8 @@ def leave(code: int) -> NoReturn:
 
 
 def report_failure(error: BaseException) -> int:
-    """Print what ended this process, once for all processes that one torchrun started, and tell torchrun.
+    """Print what ended this process, once for all processes that one torchrun started, and tell torchrun. Never raises: whoever
+    calls it is about to `leave`.
 
     The first of them to fail prints. Those that fail after it do so because of it (a connection that broke, say), and are
     silent. An error that is not Drivetrain's own comes with its traceback.
@@ -50,27 +51,34 @@ def report_failure(error: BaseException) -> int:
     message = f"error: {error}"
     if not isinstance(error, DrivetrainError):
         message = f"error: {_rank_prefix()}{type(error).__name__}: {error}"
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:
-        # torchrun gives each process a folder beside those of the others.
-        claimed = _claim(Path(report).parent.parent / "first-failure", patient=isinstance(error, RemoteError))
-    else:
-        # Ranks that something else started: the first one tells what all know of, and the others what they alone know of.
-        known = isinstance(error, RemoteError) or getattr(error, "agreed", False)
-        claimed = os.environ.get("RANK", "0") == "0" or not known
-    if not claimed:
+    if not _tells(error):
         return 1
-    if not isinstance(error, DrivetrainError):
-        traceback.print_exception(error)
-    print(message, file=sys.stderr, flush=True)
-    if report:
+    # Whoever read standard error may have left, and the disk may be full.
+    with suppress(Exception):
+        if not isinstance(error, DrivetrainError):
+            traceback.print_exception(error)
+        print(message, file=sys.stderr, flush=True)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's own report ends with this; `launch` then leaves that report out.
-        Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        with suppress(Exception):
+            Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     return 1
 
 
 def _rank_prefix() -> str:
-    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    return f"rank {rank}: " if rank is not None and size != "1" else ""
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether it is this process that prints the error."""
+    report, run = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("TORCHELASTIC_RUN_ID")
+    if report and run is not None and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        # torchrun gives each process a folder beside those of the others.
+        return _claim(Path(report).parent.parent / "first-failure", patient=isinstance(error, RemoteError))
+    # Alone, or among ranks that something else started: the first one tells what all know of, and the others what they alone do.
+    known = isinstance(error, RemoteError) or getattr(error, "agreed", False)
+    return os.environ.get("RANK", "0") == "0" or not known
 
 
 def _claim(file: Path, *, patient: bool) -> bool:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from drivetrain.engine.config import EngineConfig, OptimConfig
+from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.optim import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
+from drivetrain.trainers.config import DataConfig, DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.options import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -96,11 +96,21 @@ def test_paths_are_expanded(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         given("~nobody-here/a")
     with pytest.raises(ConfigError, match=r"an environment variable is written \$NAME"):
         given("${HOME}/a")
+    monkeypatch.setenv("EMPTY", "")
+    with pytest.raises(ConfigError, match=r"no variable \$EMPTY, or an empty one"):
+        given("$EMPTY/a")
+    monkeypatch.setenv("PRICE", "5$")
+    assert given("$PRICE/a") == ["5$/a"]
     # A file that is called so.
     (tmp_path / "cost$NOWHERE").touch()
     assert given(f"{tmp_path}/cost$NOWHERE") == [f"{tmp_path}/cost$NOWHERE"]
     if name in ("data.train", "data.eval"):
         assert given("~/a", "$WHERE") == [f"{tmp_path}/a", "here"]
+
+
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    assert ModelConfig(path=tmp_path / "m").path == str(tmp_path / "m")  # type: ignore[arg-type]
+    assert DataConfig(train=[tmp_path / "a", "b"]).train == (str(tmp_path / "a"), "b")  # type: ignore[arg-type,list-item]
 
 
 def test_every_setting_that_names_a_file_or_folder_is_a_path() -> None:

@@ -277,6 +277,11 @@ def test_sharegpt_rows_are_read_with_their_roles() -> None:
     assert told({"conversations": ours}, template) == told({"messages": ours}, template)
     assert told({"conversations": turns, "system": "s"}, template)[0][0].startswith("system: s|user: 1+1|")
     assert told({"conversations": [{"from": "system", "value": "s"}, *turns]}, template)[0][0].startswith("system: s|")
+    # As parquet has them, and as others write the roles.
+    nulls = [{**t, "from": t["from"].title(), "role": None, "content": None, "weight": None} for t in turns]
+    assert told({"conversations": nulls}, template) == told({"messages": ours}, template)
+    both = [{**t, "from": None, "value": None} for t in ours]
+    assert told({"conversations": both}, template) == told({"messages": ours}, template)
     weighed = [*turns[:1], turns[1] | {"weight": 0}, *turns[2:]]
     assert told({"conversations": weighed}, template)[0][1] == "3<end>|"
 
@@ -286,13 +291,14 @@ def test_sharegpt_rows_are_read_with_their_roles() -> None:
     [
         ({"instruction": "a", "output": ""}, "row: output is empty"),
         ({"instruction": "", "input": "", "output": "b"}, "instruction and input are empty"),
-        ({"instruction": "a", "input": 3, "output": "b"}, "input is a int; it must be text"),
-        ({"instruction": "a", "output": ["b"]}, "output is a list; it must be text"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is int; it must be text"),
+        ({"instruction": "a", "output": ["b"]}, "output is list; it must be text"),
         ({"instruction": "a", "output": "b", "history": "c"}, "history is a str"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "turn 1 of history must be"),
         ({"conversations": []}, "conversations is empty"),
         ({"conversations": "a"}, "conversations is a str"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "conversations 1 has from='alien'"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"conversations 1 has from=\['human'\]"),
         ({"conversations": [{"from": "human", "text": "a"}]}, "it must have value and from"),
         ({"conversations": [{"from": "gpt", "value": "a", "weight": 0.5}]}, "weight of conversations 1 is 0.5"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no message has the role assistant"),
@@ -316,6 +322,11 @@ def test_preferences_in_other_conventions_keep_their_prompt() -> None:
     sides = {"chosen": {"from": "gpt", "value": "7"}, "rejected": {"from": "gpt", "value": "15"}}
     assert told({"conversations": conversation, **sides}, template, "pairs") == want
     assert told({"conversations": conversation, "chosen": "7", "rejected": "15"}, template, "pairs") == want
+    # An empty prompt is none.
+    assert told({**row, "prompt": ""}, template, "pairs") == want
+    ended = [*conversation, {"from": "gpt", "value": "7"}]
+    with pytest.raises(DataError, match="row: conversations ends with an answer"):
+        encode_row(template, {"conversations": ended, **sides}, "row", DataConfig(), "pairs")
     assert told(row, plain(), "pairs")[0] == ("add\n\n1 2\n\n7<end>", "7<end>")
 
 

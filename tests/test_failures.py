@@ -1,5 +1,6 @@
 """An error that one of several processes meets alone, in the middle of a step: all end, at once, and the cause is shown once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -142,6 +143,8 @@ def test_the_rank_that_has_an_error_reports_it_and_not_one_that_heard_of_it(
     for report in reports:
         report.parent.mkdir()
     monkeypatch.setattr("drivetrain.engine.process.REMOTE_WAIT_SECONDS", 0.05)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def fail(rank: int, error: Exception) -> str:
         monkeypatch.setenv("RANK", str(rank))
@@ -156,6 +159,22 @@ def test_the_rank_that_has_an_error_reports_it_and_not_one_that_heard_of_it(
     # On another machine nobody has it: there it is told by who heard of it.
     (tmp_path / "first-failure").unlink()
     assert fail(0, RemoteError("rank 9 failed: ConfigError: y")) == "error: rank 9 failed: ConfigError: y\n"
+    # Where nothing can be written it is told all the same.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "0" / "error.json"))
+    for _ in range(2):
+        assert report_failure(ConfigError("v")) == 1
+        assert capfd.readouterr().err == "error: v\n"
+    # Alone a process tells every one of its errors, and leaves nothing beside its report.
+    alone = tmp_path / "alone" / "0" / "error.json"
+    alone.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(alone))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for text in ("u", "v"):
+        report_failure(ConfigError(text))
+        assert capfd.readouterr().err == f"error: {text}\n"
+    assert json.loads(alone.read_text())["message"] == "error: v"
+    assert [p.name for p in (tmp_path / "alone").iterdir()] == ["0"]
     # Without torchrun the first rank tells what all know of, and the others what they alone know of.
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -172,5 +191,9 @@ def test_the_rank_that_has_an_error_reports_it_and_not_one_that_heard_of_it(
         monkeypatch.setenv("RANK", str(rank))
         report_failure(error)
         assert capfd.readouterr().err == told
+    monkeypatch.delenv("RANK")
+    report_failure(MemoryError("of nobody"))
+    assert capfd.readouterr().err.endswith("error: MemoryError: of nobody\n")
+    monkeypatch.setenv("RANK", "3")
     report_failure(MemoryError("of rank 3"))
     assert capfd.readouterr().err.endswith("error: rank 3: MemoryError: of rank 3\n")

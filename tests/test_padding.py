@@ -163,7 +163,6 @@ def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
         ({"response_mask": torch.tensor([[1, 1, 1], [1, 1, 1]])}, "response_mask is 1 where attention_mask is 0"),
         ({"response_mask": torch.tensor([[1, 1, 0.3], [1, 1, 0]])}, "neither 0 nor 1"),
         ({"attention_mask": torch.full((2, 5), float("nan"))}, "attention_mask has values that are neither 0 nor 1"),
-        ({"scores": torch.zeros(3)}, r"scores is \[3\]; it must be \[2\]"),
         ({"old_log_probs": [[1.0]]}, r"old_log_probs is \[1, 1\]; it must be \[2, 3\]"),
     ],
 )
@@ -185,6 +184,10 @@ def test_lists_and_other_integers_are_taken() -> None:
         assert torch.equal(got.input_ids, want.input_ids)
         assert torch.equal(got.labels, want.labels)
         assert torch.equal(got.token_fields["advantages"].float(), want.token_fields["advantages"])
+    for width in (torch.uint8, torch.uint16, torch.int16):
+        small = {name: value % 50 if name in ("input_ids", "responses") else value for name, value in GOOD.items()}
+        cast = {name: value.to(width) if name in ("input_ids", "responses") else value for name, value in small.items()}
+        assert torch.equal(opened(cast).batch.labels, opened(small).batch.labels)
     whole = TensorDict({"input_ids": jagged([[1, 2], [3]], torch.int32), "responses": jagged([[2], []])}, batch_size=[2])
     assert opened(whole).batch.input_ids.dtype == torch.int64
     packed = replace(want, input_ids=want.input_ids.int(), labels=want.labels.int(), cu_seqlens=want.cu_seqlens.long())
@@ -205,17 +208,37 @@ def test_passengers_ride_along() -> None:
     data = {**GOOD, "uid": torch.tensor([4.0, 5.0]), "source": ["a", "b"], "pixels": torch.zeros(2, 3, 4)}
     with pytest.raises(BatchError, match="'uid'"):
         opened(data)
-    batch = open_any(data, passengers=("uid", "source", "pixels", "scores")).batch
+    odd = {
+        "scalar": torch.tensor(1.0),
+        "other": torch.zeros(5),
+        "ids": torch.zeros(2, 3, dtype=torch.uint16),
+        "none": {"a": 1},
+    }
+    batch = open_any({**data, **odd}, passengers=("uid", "source", "pixels", "scores", *odd)).batch
+    assert {*batch.token_fields, *batch.sequence_fields} == {"advantages", "uid", "scores", "ids"}
     assert batch.select([1]).sequence_fields["uid"].tolist() == [5.0]
     assert batch.select([1]).passengers >= {"uid"}
     # Declared once, they pass every other door; undeclared ones do not.
     assert open_any(batch).batch.passengers == batch.passengers
-    with pytest.raises(BatchError, match=r"'(uid|scores)', which nobody reads"):
+    with pytest.raises(BatchError, match=r"'(uid|scores|ids)', which nobody reads"):
         open_any(replace(batch, passengers=frozenset()))
     # A reward function reads all numbers, and what is no number has a way of its own.
-    assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, passengers=None).batch.sequence_fields
+    assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, every=True).batch.sequence_fields
     with pytest.raises(BatchError, match=r"source is a list that makes no tensor .*as columns"):
-        open_any(data, passengers=None)
+        open_any(data, every=True)
+    assert open_any(data, passengers=("source",), every=True).batch.passengers >= {"uid", "source"}
+
+
+def test_a_known_field_in_another_place_is_refused() -> None:
+    batch = opened(GOOD).batch
+    for name in ("response_mask", "importance_weights"):
+        with pytest.raises(BatchError, match=f"'{name}', which nobody reads"):
+            opened(batch.with_sequence_fields(**{name: torch.zeros(2)}))
+    with pytest.raises(BatchError, match="'margin', which nobody reads"):
+        opened(batch.with_fields(margin=torch.zeros(batch.num_tokens)))
+    with pytest.raises(BatchError, match=r"passengers='uid'; give a collection"):
+        replace(batch, passengers="uid")  # type: ignore[arg-type]
+    assert replace(batch, passengers=("uid",)).with_passengers("x").passengers == {"uid", "x"}  # type: ignore[arg-type]
 
 
 def test_jagged_fields_of_other_borders_are_refused() -> None:

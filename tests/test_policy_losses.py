@@ -124,6 +124,14 @@ def test_a_field_that_is_not_finite_is_named_with_its_row(name: str, value: floa
     PolicyLoss(kl_coef=0.1).weights(b.with_fields(**{name: rows}))
 
 
+@pytest.mark.parametrize("value", [torch.ones(10, 1), torch.full((10,), float("nan"))])
+def test_a_mask_of_responses_must_be_one_number_for_each_token(value: Tensor) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, returns=ADV, values=OLD).with_fields(response_mask=value)
+    for loss in (PolicyLoss(), ValueLoss()):
+        with pytest.raises(BatchError, match=r"response_mask('| is nan)"):
+            loss.weights(b)
+
+
 def test_published_settings() -> None:
     gspo = POLICY_LOSSES["gspo"]
     assert (gspo.ratio, gspo.aggregation, gspo.dual_clip) == ("sequence", "seq-mean-token-mean", None)
@@ -484,13 +492,17 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards is nan of answer 1"),
-        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards is nan of answer 0"),
-        (lambda x: spread(t(1.0, x), torch.ones(2, 2)), "advantages is nan of answer 1"),
-        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards is nan of answer 1"),
-        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values is nan at token 1 of answer 1"),
-        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards is nan at token 1 of answer 0"),
-        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values is nan at token 0 of answer 0"),
+        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 1"),
+        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 0"),
+        (lambda x: spread(t(1.0, x), torch.ones(2, 2)), "advantages has nan for answer 1"),
+        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for answer 1"),
+        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of answer 1"),
+        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of answer 0"),
+        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of answer 0"),
+        (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must be whole numbers"),
+        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups makes no tensor"),
+        (lambda x: grpo(torch.zeros(1, 2), torch.zeros(1, 2).long()), r"rewards is \[1, 2\]; it must be \[B\]"),
+        (lambda x: spread([1.0, 2.0], [[1], [1, 1]]), "mask makes no tensor"),
         (lambda x: whiten([1.0, 2.0], [1, 1]), r"mask is \[2\]; it must be \[B, R\]"),
     ],
 )

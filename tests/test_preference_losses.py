@@ -102,6 +102,15 @@ def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_
             loss.weights(whole.with_sequence_fields(**{REFERENCE: reference}))
 
 
+@pytest.mark.parametrize("name", [REFERENCE, CHOSEN])
+def test_a_field_of_sequences_of_another_shape_is_refused(name: str) -> None:
+    batch = pairs_batch().with_sequence_fields(**{name: torch.ones(6, 1)})
+    with pytest.raises(BatchError, match=rf"sequence field '{name}' is \[6, 1\]; it must be \[6\]"):
+        PreferenceLoss().weights(batch)
+    with pytest.raises(BatchError, match=rf"sequence field '{name}' is \[6, 1\]"):
+        KTOLoss().weights(batch.with_sequence_fields(kl_baseline=torch.zeros(6)))
+
+
 def test_a_margin_that_is_not_finite_is_refused_with_its_row() -> None:
     margin = torch.tensor([0.5, 0.5, float("inf"), 0, 0, 0])
     with pytest.raises(BatchError, match="margin is inf in sequence 2"):

@@ -373,10 +373,47 @@ def test_continuous_batching_without_a_token_that_ends_answers(folder: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_sampling_that_is_no_number_is_refused(name: str, value: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, None, "1", True])
+def test_sampling_that_is_no_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        SamplingOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 1.5), ("samples", 2.0), ("top_k", None), ("stop_tokens", 5), ("temperature", 1e-40)]
+)
+def test_sampling_of_another_kind_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}"):
-        SamplingOptions(**{name: value})  # type: ignore[arg-type]
+        SamplingOptions(**{name: value})
+
+
+def test_the_context_is_that_of_the_scaled_rope(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scaled = folder_with(folder, tmp_path / "scaled", {}, rope_parameters=rope)
+    assert worker(scaled).generate([[5] * 300], GREEDY)
+    assert "may go beyond" not in caplog.text
+    rollout = worker(folder)
+    for _ in range(2):
+        rollout.generate([[5] * 250], replace(GREEDY, max_tokens=7))
+    assert caplog.text.count("may go beyond the 256 positions") == 1
+
+
+def test_an_infinite_logit_is_one_error(folder: Path) -> None:
+    rollout: Any = worker(folder)
+    rollout._engine._model.lm_head.register_forward_hook(
+        lambda module, args, output: output.index_fill(-1, torch.tensor(7), torch.inf)
+    )
+    for options in (GREEDY, SAMPLED):
+        with pytest.raises(ModelError, match="computes NaN or infinity"):
+            rollout.generate(PROMPTS, options)
+
+
+def test_a_reward_model_answers_nothing(folder: Path, tmp_path: Path) -> None:
+    tied = save_tiny_model(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
+    tensors = load_file(tied / "model.safetensors")
+    save_file({**tensors, "score.weight": torch.zeros(1, 64)}, tied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"it has score.weight"):
+        worker(tied)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -385,9 +422,15 @@ def test_sampling_that_is_no_number_is_refused(name: str, value: float) -> None:
     [
         (torch.tensor([[0, 5, 6], [7, 8, 9]]), r"prompts is a Tensor \[2, 3\]: padding could not be told"),
         ({"input_ids": torch.tensor([[0, 5]])}, "prompts is a dict: padding could not be told"),
-        (["text"], "prompt 0 is a str; it must be a list of token ids"),
-        ([5, 6], "prompt 0 is a int; it must be a list of token ids"),
-        ([[5] * 250], r"prompt 0 has 250 tokens; with an answer of at most 7 it goes beyond the 256 positions"),
+        (["text"], "prompt 0 is 'text'; it must be a list of token ids"),
+        ([5, 6], "prompt 0 is 5; it must be a list of token ids"),
+        ("text", "prompts is a str; give a list of token ids"),
+        (None, "prompts is a NoneType; give a list"),
+        ([[None]], r"prompt 0 is \[None\]; it must be a list of token ids"),
+        ([[1.5, 2.0]], r"prompt 0 is \[1.5, 2.0\]"),
+        ([[True, False]], r"prompt 0 is \[True, False\]"),
+        ([{1, 2}], "prompt 0 is {1, 2}"),
+        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for an answer in the 256 positions"),
     ],
 )
 def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message: str) -> None:

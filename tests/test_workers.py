@@ -331,6 +331,21 @@ def test_roles_of_a_group_have_one_temperature(models: Path) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+def test_what_one_role_declares_rides_along_for_the_others(models: Path) -> None:
+    roles = EXAMPLE.roles_on("fsdp", models, ParallelConfig())
+    roles = {name: replace(roles[name], config=replace(roles[name].config, passengers=())) for name in ("actor", "reference")}
+    roles["actor"] = replace(roles["actor"], config=replace(roles["actor"].config, passengers=("uid",)))
+    roles["words"] = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
+    data = {**padded_data(), "uid": [f"prompt {i}" for i in range(len(ROWS))]}
+    with LocalWorkerGroup(roles) as group:
+        assert group["actor"].compute_log_probs(data)["log_probs"].any()
+        assert group["reference"].compute_log_probs(data)["reference_log_probs"].any()
+        assert group["words"].compute_rewards(data)["rewards"].tolist() == [float(len(r["response"])) for r in ROWS]
+    alone = FunctionRewardWorker(FunctionRewardConfig(function=reward_by_length, passengers=("uid",))).initialize()
+    assert alone.compute_rewards(data)["rewards"].shape == (len(ROWS),)
+
+
+@pytest.mark.usefixtures("process_group")
 def test_an_update_at_another_temperature_is_refused(models: Path) -> None:
     actor = ActorWorker(ActorConfig(model=policy(models), engine=ENGINE, optim=OPTIM)).initialize()
     with pytest.raises(ConfigError, match=r"loss.temperature=2.0: the actor's log-probabilities are taken at 1.0"):

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..engine.batch import is_integer
 from ..engine.errors import BatchError
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Sequence[float]]
@@ -147,8 +148,17 @@ def spread(values: Numbers, mask: Numbers) -> Tensor:
     return torch.where(real, given[:, None], 0.0)
 
 
+def _tensor(name: str, values: Numbers) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError) as e:
+        raise BatchError(
+            f"{name} makes no tensor ({str(e).splitlines()[0]}); it must be numbers, in rows of one length"
+        ) from e
+
+
 def _mask(mask: Numbers) -> Tensor:
-    real = torch.as_tensor(mask) > 0
+    real = _tensor("mask", mask) > 0
     if real.dim() != 2:
         raise BatchError(f"mask is {list(real.shape)}; it must be [B, R], one row for each answer")
     return real
@@ -156,23 +166,28 @@ def _mask(mask: Numbers) -> Tensor:
 
 def _numbers(name: str, values: Numbers, shape: torch.Size, used: Tensor) -> Tensor:
     """Floats of at least 32 bits, 0 where they are not used."""
-    given = torch.as_tensor(values)
+    given = _tensor(name, values)
     if given.shape != shape:
         raise BatchError(f"{name} is {list(given.shape)}; it must be {list(shape)}")
     given = given.to(torch.promote_types(given.dtype, torch.float32))
     wrong = (~torch.isfinite(given) & used).nonzero()
     if len(wrong):
         at = wrong[0].tolist()
-        place = f" at token {at[1]}" if len(at) > 1 else ""
-        raise BatchError(f"{name} is {float(given[tuple(at)])}{place} of answer {at[0]}; it must be finite there")
+        place = f"at token {at[1]} of" if len(at) > 1 else "for"
+        raise BatchError(f"{name} has {float(given[tuple(at)])} {place} answer {at[0]}; it must be finite there")
     return torch.where(used, given, 0.0)
 
 
 def _grouped(rewards: Numbers, groups: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards; the place of each answer's group among all; and the sizes of the groups."""
-    numbers = torch.as_tensor(groups, dtype=None if torch.is_tensor(groups) else torch.int64)
-    given = torch.as_tensor(rewards)
-    if numbers.shape != given.shape or given.dim() != 1:
+    numbers, given = _tensor("groups", groups), _tensor("rewards", rewards)
+    if numbers.numel() and not is_integer(numbers):
+        raise BatchError(
+            f"groups is {str(numbers.dtype).removeprefix('torch.')}; it must be whole numbers, one for each prompt"
+        )
+    if given.dim() != 1:
+        raise BatchError(f"rewards is {list(given.shape)}; it must be [B], one number for each answer")
+    if numbers.shape != given.shape:
         raise BatchError(
             f"groups is {list(numbers.shape)}; it must be {list(given.shape)}, one number for each of the rewards [B]"
         )

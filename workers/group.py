@@ -16,10 +16,13 @@ from ..engine.batch import PackedBatch
 from ..engine.batch_convert import from_lists
 from ..engine.errors import ConfigError
 from ..engine.topology import agree, exchange, init_distributed
+from .actor import ActorConfig
 from .dispatch import Deal, MiniBatches, check_columns, deal_shares, deal_steps, dispatch_of, gather
 from .host import Call, Facts, Host, Role
 from .padding import open_door
+from .reference import ReferenceConfig
 from .rollout.engine import SamplingOptions, check_prompts
+from .worker import Worker
 
 
 class RoleHandle:
@@ -51,7 +54,11 @@ class WorkerGroup(ABC):
         if not roles:
             raise ConfigError("a worker group needs at least one role")
         self.roles = dict(roles)
-        told = {name: t for name, role in roles.items() if (t := getattr(role.config, "temperature", None)) is not None}
+        told = {
+            name: role.config.temperature
+            for name, role in roles.items()
+            if isinstance(role.config, ActorConfig | ReferenceConfig)
+        }
         if len(set(told.values())) > 1:
             raise ConfigError(
                 f"the roles take log-probabilities at different temperatures ({', '.join(f'{n}: {t:g}' for n, t in told.items())}), so they "
@@ -106,11 +113,12 @@ class WorkerGroup(ABC):
             raise ConfigError(f"{role}.{method} needs a batch")
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
             # Prompts, of which nothing is known but their tokens.
-            check_prompts(args[0])
-            args = (from_lists(args[0]), *args[1:])
+            args = (from_lists(check_prompts(args[0])), *args[1:])
         self._check_temperature(f"{role}.{method}", (*args, *options.values()))
-        # A role without passengers of its own reads what there is.
-        door = open_door(args[0], getattr(self._role(role).config, "passengers", None))
+        # What one role declares rides along in calls of the others: one batch goes from role to role.
+        declared = {name for other in self.roles.values() for name in getattr(other.config, "passengers", ())}
+        every = not issubclass(self._role(role).worker, Worker)
+        door = open_door(args[0], declared, every=every)
         batch, facts = door.batch, self._facts(role)
         if batch.names is None:
             # In its share a sequence has another number than the caller knows.

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import PackedBatch, check_read
+from ..engine.batch import PackedBatch, as_int64, check_read, is_integer
 from ..engine.batch_convert import from_padded, from_tensordict
 from ..engine.errors import BatchError
-from .losses.fields import KNOWN_FIELDS, SEQUENCE_FIELDS, TOKEN_FIELDS
+from .losses.fields import SEQUENCE_FIELDS, TOKEN_FIELDS
 
 SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "labels", "group_ids")
 """Names that are no fields of their own."""
@@ -118,21 +118,24 @@ class JaggedDoor(Door):
         return _tensordict(fields, len(self.offsets) - 1)
 
 
-def open_door(data: Any, passengers: Collection[str] | None = ()) -> Door:
+def open_door(data: Any, passengers: Collection[str] = (), *, every: bool = False) -> Door:
     """Take a caller's batch.
 
     Args:
         data: one of the forms of this module. Lists of numbers are taken as tensors.
-        passengers: fields that ride along and that nobody reads; any other that nobody reads is refused. None: all numbers are
-            read, as by a reward function.
+        passengers: fields that ride along and that nobody reads, where they are numbers of tokens or rows; any other that nobody
+            reads is refused.
+        every: all numbers are read, as by a reward function.
 
     Raises:
         BatchError: it is none of them; a field has another shape than its batch, or nobody reads it.
     """
     if isinstance(data, PackedBatch):
-        if passengers is not None:
-            check_read((*data.token_fields, *data.sequence_fields), KNOWN_FIELDS, data.passengers | frozenset(passengers))
-        declared = data.token_fields.keys() | data.sequence_fields.keys() if passengers is None else passengers
+        declared = data.passengers | frozenset(passengers)
+        if every:
+            declared |= data.token_fields.keys() | data.sequence_fields.keys()
+        check_read(data.token_fields, TOKEN_FIELDS, declared)
+        check_read(data.sequence_fields, SEQUENCE_FIELDS, declared)
         return PackedDoor(batch=data.with_passengers(*declared) if declared else data)
     keys = list(data.keys()) if hasattr(data, "keys") else []
     if "input_ids" not in keys:
@@ -140,22 +143,24 @@ def open_door(data: Any, passengers: Collection[str] | None = ()) -> Door:
             f"a batch is a PackedBatch, or has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; this is a "
             f"{type(data).__name__}{f' with {keys}' if keys else ''}"
         )
-    if passengers is not None:
-        check_read((key for key in keys if key not in SHAPES), KNOWN_FIELDS, passengers)
+    if not every:
+        check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, passengers)
     tensordict = _is_tensordict(data)
-    held = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers or ())) is not None}
-    door = _open_jagged(held) if held["input_ids"].is_nested else _open_padded(held, tensordict)
-    batch = door.batch
-    declared = {*batch.token_fields, *batch.sequence_fields} if passengers is None else passengers
+    held = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers)) is not None}
+    opened: Door = (
+        _open_jagged(held, passengers) if held["input_ids"].is_nested else _open_padded(held, passengers, tensordict)
+    )
+    batch = opened.batch
     # By which a message can name a row wherever it is worked on.
     named = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
-    return replace(door, batch=named.with_passengers(*declared))
+    read = {*batch.token_fields, *batch.sequence_fields} if every else set()
+    return replace(opened, batch=named.with_passengers(*passengers, *read))
 
 
 def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
     """A field as a tensor; None for a passenger that is none."""
     if torch.is_tensor(value):
-        if name == "input_ids" and (value.is_floating_point() or value.dtype == torch.bool):
+        if name == "input_ids" and not is_integer(value):
             raise BatchError(f"input_ids are {str(value.dtype).removeprefix('torch.')}; token ids are integers")
         return value
     if isinstance(value, list | tuple | np.ndarray):
@@ -165,16 +170,17 @@ def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
             if name not in passengers:
                 raise BatchError(
                     f"{name} is a {type(value).__name__} that makes no tensor ({str(e).splitlines()[0]}); rows of several lengths are padded, "
-                    "or jagged, and what is no number goes beside the batch, as columns"
+                    "or jagged, and what is no number goes beside the batch, as columns, or is declared as a passenger"
                 ) from e
     elif name not in passengers:
         raise BatchError(
-            f"{name} is a {type(value).__name__}; a field is a tensor, and what is no number goes beside the batch, as columns"
+            f"{name} is a {type(value).__name__}; a field is a tensor, and what is no number goes beside the batch, as columns, or is "
+            "declared as a passenger"
         )
     return None
 
 
-def _open_padded(data: Mapping[str, Tensor], tensordict: bool) -> PaddedDoor:
+def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensordict: bool) -> PaddedDoor:
     ids = data["input_ids"]
     if "attention_mask" not in data:
         raise BatchError("padded input_ids need attention_mask [B, L], or padding could not be told from tokens")
@@ -216,21 +222,23 @@ def _open_padded(data: Mapping[str, Tensor], tensordict: bool) -> PaddedDoor:
     for name, value in data.items():
         if name in SHAPES:
             continue
-        if name in SEQUENCE_FIELDS and name not in TOKEN_FIELDS:
-            rows[name] = _row_field(name, value, len(ids))
-        elif value.shape == where.shape:
-            tokens[name] = value.new_zeros(packed.num_tokens).index_put((at,), value[where])
+        if value.shape == where.shape and (name in passengers or name not in SEQUENCE_FIELDS - TOKEN_FIELDS):
+            field = as_int64(value)
+            tokens[name] = field.new_zeros(packed.num_tokens).index_put((at,), field[where])
+        elif name in passengers:
+            if value.shape == (len(ids),):
+                rows[name] = value
         elif name in TOKEN_FIELDS:
             raise BatchError(
                 f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number for each response token"
             )
-        elif value.dim() == 1:
+        elif value.dim() == 1 or name in SEQUENCE_FIELDS:
             rows[name] = _row_field(name, value, len(ids))
     batch = packed.with_fields(**tokens).with_sequence_fields(**rows)
     return PaddedDoor(batch=batch, where=where, at=at, tensordict=tensordict)
 
 
-def _open_jagged(data: Mapping[str, Any]) -> JaggedDoor:
+def _open_jagged(data: Mapping[str, Any], passengers: Collection[str]) -> JaggedDoor:
     ids: Any = data["input_ids"]
     if ids.layout != torch.jagged:
         raise BatchError("input_ids is nested without layout=torch.jagged; make it so")
@@ -271,11 +279,14 @@ def _open_jagged(data: Mapping[str, Any]) -> JaggedDoor:
             continue
         if value.is_nested:
             if not torch.equal(value.offsets(), offsets):
-                if name in TOKEN_FIELDS:
+                if name in TOKEN_FIELDS and name not in passengers:
                     raise BatchError(f"{name} has other borders than the responses: {value.offsets().tolist()[:8]}")
                 continue
             flat = value.values()
             tokens[name] = flat.new_zeros(packed.num_tokens).index_put((at[real],), flat[real])
+        elif name in passengers:
+            if value.shape == (len(answers),):
+                rows[name] = value
         elif name in TOKEN_FIELDS:
             raise BatchError(f"{name} is {list(value.shape)}; beside jagged responses it must be jagged like them")
         elif value.dim() == 1:

@@ -80,10 +80,12 @@ class FunctionRewardConfig:
     Args:
         function: from answers to their rewards; a group of processes needs one that pickle finds, defined in a module.
         tokenizer: model folder whose tokenizer decodes the answers; None leaves texts out.
+        passengers: fields of the caller's batches that ride along; the function sees those of them that are numbers of a row.
     """
 
     function: RewardFunction
     tokenizer: str | None = None
+    passengers: tuple[str, ...] = ()
 
 
 def _number(reward: Any, row: str) -> float:
@@ -126,7 +128,7 @@ class FunctionRewardWorker:
             BatchError: the function returned another number of rewards, or one that is no finite number; or a column has not one
                 entry for each row, or the name of a field of the batch.
         """
-        door = open_door(data, passengers=None)
+        door = open_door(data, self.config.passengers, every=True)
         batch, columns = door.batch, columns or {}
         check_columns(columns, batch.num_sequences)
         if both := sorted(set(columns) & set(batch.sequence_fields)):

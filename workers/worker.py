@@ -1,5 +1,6 @@
 """What every worker on an engine has: its life, where its state is, its checkpoints."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -125,23 +126,26 @@ class Worker:
         """
         batch = self._open(data).batch
         error: Exception | None = None
-        batches: list[PackedBatch] = []
+        parts: list[list[int]] = []
         try:
-            batches = [batch] if steps is None else [_rows(batch, rows) for rows in steps]
-            if not batches:
+            parts = [list(range(batch.num_sequences))] if steps is None else [_rows(rows, batch) for rows in steps]
+            if not parts:
                 raise BatchError("an update of no steps; give a batch with sequences in it")
-        except BatchError as e:
+        except Exception as e:  # whatever it is, the other ranks are about to wait for this one
             error = e
         self.engine.topology.agree(error)
-        self.engine.check_batches(batches, loss)
+        plans = self.engine.check_batches((batch.select(part) for part in parts), len(parts), loss)
         with self.engine.train_mode():
-            return [self.engine.train_batch(part, loss) for part in batches]
+            return [
+                self.engine.train_batch(batch.select(part), loss, plan=plan) for part, plan in zip(parts, plans, strict=True)
+            ]
 
 
-def _rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
-    if off := [row for row in rows if not 0 <= row < batch.num_sequences]:
+def _rows(rows: Sequence[int], batch: PackedBatch) -> list[int]:
+    found = [operator.index(row) for row in rows]
+    if off := [row for row in found if not 0 <= row < batch.num_sequences]:
         raise BatchError(f"steps names row {off[0]}; this rank's share has the rows 0 to {batch.num_sequences - 1}")
-    return batch.select(rows)
+    return found
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,9 +35,23 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         attention=_attention(config),
         parameters=sum(p.numel() for p in root.parameters()),
         parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),
-        positions=getattr(config, "max_position_embeddings", None),
+        positions=context_of(config),
         vocabulary=len(lm.get_input_embeddings().weight),
     )
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """The longest document that a model was made for, its rope scaled as its config says; None where it does not say."""
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some families have settings for each kind of layer.
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    scaled = [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
+        for kind in kinds
+        if positions is not None and kind.get("factor")
+    ]
+    return max([positions, *scaled]) if positions is not None else None
 
 
 def experts_of(config: PreTrainedConfig) -> int | None:

@@ -24,8 +24,8 @@ from .names import hf_name
 
 MEAN_ROWS = 4096
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-OTHER_HEADS = ("score.", "classifier.", "v_head.", "value_head.")
-"""What transformers and others call the heads of models that are not language models."""
+OTHER_HEADS = ("score.", "classifier.")
+"""What transformers calls the heads of models that are not language models."""
 
 
 class WeightFolder:

@@ -141,6 +141,8 @@ def compile_flex(backend: Any = "inductor") -> Any:
     compiled = torch.compile(flex_attention, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("score_mod") is None:
+            return compiled(*args, **kwargs)
         with torch._dynamo.config.patch(specialize_float=True):
             return compiled(*args, **kwargs)
 

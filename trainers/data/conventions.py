@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine.errors import DataError
+from .chat import json_kind
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -70,11 +71,17 @@ def with_prompt(row: Mapping[str, Any], name: str, *, chat: bool) -> Mapping[str
     Raises:
         DataError: names the column.
     """
-    if row.get("prompt") is not None:
+    if row.get("prompt"):
         return row
-    if row.get("conversations") is not None:
+    if row.get("conversations"):
         sides = {side: _sharegpt_side(row[side], side, name) for side in ("chosen", "rejected")}
-        return {**row, **sides, "prompt": _conversation(row, name)}
+        prompt = _conversation(row, name)
+        if prompt[-1].get("role") == "assistant":
+            raise DataError(
+                f"{name}: conversations ends with an answer, which chosen and rejected give too; leave the last turn out, or chosen and "
+                "rejected"
+            )
+        return {**row, **sides, "prompt": prompt}
     if row.get("instruction") is None or not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
         return row
     if not chat:
@@ -122,10 +129,13 @@ def _conversation(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def _sharegpt_message(turn: Any, which: str, name: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise DataError(f"{name}: {which} is a {type(turn).__name__}; it must be an object with from and value")
+    # A key that only other turns of a parquet file have comes back as null.
+    turn = {key: value for key, value in turn.items() if value is not None}
     if "role" in turn and "from" not in turn:
         # Written under ShareGPT's column in our own words.
-        return dict(turn)
-    if turn.get("from") not in SHAREGPT_ROLES or "value" not in turn:
+        return turn
+    who = turn.get("from")
+    if not isinstance(who, str) or who.lower() not in SHAREGPT_ROLES or "value" not in turn:
         raise DataError(
             f"{name}: {which} has from={turn.get('from')!r} and the keys {', '.join(map(str, turn))}; it must have value and from, which is "
             f"one of {', '.join(SHAREGPT_ROLES)}"
@@ -134,7 +144,7 @@ def _sharegpt_message(turn: Any, which: str, name: str) -> dict[str, Any]:
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
         raise DataError(f"{name}: weight of {which} is {weight!r}; it must be 1 (learned) or 0")
-    role = SHAREGPT_ROLES[turn["from"]]
+    role = SHAREGPT_ROLES[who.lower()]
     if weight is not None and role == "assistant":
         more.setdefault("train", bool(weight))
     return {**more, "role": role, "content": turn["value"]}
@@ -157,5 +167,5 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 def _text(value: Any, column: str, name: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be text")
+        raise DataError(f"{name}: {column} is {json_kind(value)}; it must be text")
     return value

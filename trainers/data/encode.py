@@ -39,9 +39,9 @@ HINTS: Mapping[Kind, Mapping[str, str]] = {
     "pairs": {
         "label": " (single answers, liked or not: for drivetrain dpo with dpo.loss=kto)",
         "messages": " (answers to learn: for drivetrain sft)",
-        "completion": " (answers to learn: for drivetrain sft)",
+        **dict.fromkeys(("completion", "conversations", "output"), " (answers to learn: for drivetrain sft)"),
     },
-    "unpaired": {"messages": " (answers to learn: for drivetrain sft)"},
+    "unpaired": dict.fromkeys(("messages", "conversations", "output"), " (answers to learn: for drivetrain sft)"),
 }
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .sample import Sample
 
-FORMAT = 2
+FORMAT = 3
 """Of the files, and of what the tokenising code makes of a row: raised when either changes."""
 META = "meta.json"
 STALE_SECONDS = 7 * 24 * 3600

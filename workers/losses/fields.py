@@ -9,23 +9,24 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError
 
-TOKEN_FIELDS = (
-    "response_mask",
-    "old_log_probs",
-    "reference_log_probs",
-    "rollout_log_probs",
-    "importance_weights",
-    "advantages",
-    "returns",
-    "values",
-    "loss_weights",
-    "log_probs",
-    "entropy",
+TOKEN_FIELDS = frozenset(
+    {
+        "response_mask",
+        "old_log_probs",
+        "reference_log_probs",
+        "rollout_log_probs",
+        "importance_weights",
+        "advantages",
+        "returns",
+        "values",
+        "loss_weights",
+        "log_probs",
+        "entropy",
+    }
 )
-"""Fields of tokens that some loss reads or some worker returns."""
-SEQUENCE_FIELDS = ("rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "row")
+"""Fields of tokens that some loss reads or some worker returns: one batch goes from role to role."""
+SEQUENCE_FIELDS = frozenset({"rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "row"})
 """Fields of sequences, likewise."""
-KNOWN_FIELDS = frozenset(TOKEN_FIELDS) | frozenset(SEQUENCE_FIELDS)
 
 
 def token_field(batch: PackedBatch, name: str, tokens: Tensor | None = None) -> Tensor:
@@ -46,31 +47,40 @@ def token_field(batch: PackedBatch, name: str, tokens: Tensor | None = None) -> 
         raise BatchError(
             f"token field {name!r} is {list(found.shape)}; it must be [{batch.num_tokens}], one number for each token"
         )
-    if tokens is not None:
-        check_finite(batch, name, found, tokens)
+    if tokens is not None and found.is_floating_point():
+        wrong = (~torch.isfinite(found) & tokens).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
+            raise BatchError(
+                f"{name} is {float(found[at])} at token {at - batch.bounds[sequence]} in {batch.name_of(sequence)}; it must be finite "
+                "there"
+            )
     return found
 
 
-def check_finite(batch: PackedBatch, name: str, values: Tensor, where: Tensor) -> None:
-    """Refuse numbers that are not finite, before a step is made of them.
+def sequence_field(batch: PackedBatch, name: str, needed_by: str = "this loss") -> Tensor:
+    """A sequence field, whose numbers are finite. Waits for the device: for the weights of a loss, not for its sums.
 
     Args:
-        batch: that they belong to.
+        batch: with the field.
         name: of the field.
-        values: `[T]` or `[N]`.
-        where: bool, of the same shape: those that are used.
+        needed_by: who cannot do without it, for the message.
 
     Raises:
-        BatchError: names the field, the sequence and, of a token field, the token.
+        BatchError: the batch has none, one of another shape, or one with a NaN or an infinity in it.
     """
-    if not values.is_floating_point():
-        return
-    wrong = (~torch.isfinite(values) & where).nonzero()
-    if not len(wrong):
-        return
-    at = int(wrong[0])
-    place, sequence = "", at
-    if len(values) == batch.num_tokens and name not in batch.sequence_fields:
-        sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
-        place = f" at token {at - batch.bounds[sequence]}"
-    raise BatchError(f"{name} is {float(values[at])}{place} in {batch.name_of(sequence)}; it must be finite there")
+    found = batch.sequence_fields.get(name)
+    if found is None:
+        raise BatchError(
+            f"{needed_by} needs the sequence field {name!r}; the batch has {', '.join(batch.sequence_fields) or 'none'}"
+        )
+    if found.shape != (batch.num_sequences,):
+        raise BatchError(
+            f"sequence field {name!r} is {list(found.shape)}; it must be [{batch.num_sequences}], one number for each sequence"
+        )
+    finite = torch.isfinite(found)
+    if not bool(finite.all()):
+        at = int((~finite).nonzero()[0])
+        raise BatchError(f"{name} is {float(found[at])} in {batch.name_of(at)}; it must be finite")
+    return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
-from .fields import KNOWN_FIELDS, token_field
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 from .sequences import sequence_of, sequence_sums
 
 Ratio = Literal["token", "sequence", "sequence-token"]
@@ -134,6 +134,16 @@ def response_tokens(batch: PackedBatch) -> Tensor:
     return mask if given is None else mask & (given > 0)
 
 
+def check_response_mask(batch: PackedBatch) -> None:
+    """Refuse a mask of responses that is not one number for each token.
+
+    Raises:
+        BatchError: its shape, or a NaN in it.
+    """
+    if "response_mask" in batch.token_fields:
+        token_field(batch, "response_mask", labelled(batch))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """The loss of a policy's update. Advantages are given, so PPO, GRPO, RLOO and REINFORCE++ differ in those alone.
@@ -169,7 +179,8 @@ class PolicyLoss:
     kl_clamp: bool = True
     temperature: float = 1.0
     linear: bool = False
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
         for name, values in (("ratio", Ratio), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
@@ -203,6 +214,7 @@ class PolicyLoss:
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """Tokens or answers, by `aggregation`, for each term."""
+        check_response_mask(batch)
         tokens = self.tokens(batch)
         for name in ("old_log_probs", "advantages", *(["reference_log_probs"] if self.kl_coef else [])):
             token_field(batch, name, tokens)

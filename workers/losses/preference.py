@@ -6,7 +6,7 @@ Axes: T tokens, N sequences, P pairs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError, ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
-from .fields import KNOWN_FIELDS, check_finite
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
 from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"]
@@ -139,27 +139,14 @@ def kto_loss(
     return torch.where(chosen, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
 
 
-def reference_of(batch: PackedBatch) -> Tensor:
-    """`[N]`: the reference's log-probabilities.
-
-    Raises:
-        BatchError: the batch has none.
-    """
-    found = batch.sequence_fields.get(REFERENCE)
-    if found is None:
-        raise BatchError(f"this loss compares with a reference: the batch needs the sequence field {REFERENCE!r}")
-    return found
-
-
-def check_answers(batch: PackedBatch, fields: Sequence[str]) -> None:
+def check_answers(batch: PackedBatch) -> None:
     """Refuse answers that a loss over whole sequences can say nothing of.
 
     Args:
         batch: of the loss.
-        fields: sequence fields whose numbers it takes.
 
     Raises:
-        BatchError: names a sequence without a supervised token, or a number that is not finite.
+        BatchError: names a sequence without a supervised token.
     """
     empty = (sequence_sums(labelled(batch).long(), batch) == 0).nonzero()
     if len(empty):
@@ -167,9 +154,6 @@ def check_answers(batch: PackedBatch, fields: Sequence[str]) -> None:
             f"{batch.name_of(int(empty[0]))} has an empty answer: none of its tokens is supervised, so it cannot be compared; leave "
             f"{'the pair' if batch.group_ids is not None else 'it'} out"
         )
-    for name in fields:
-        values = batch.sequence_fields[name]
-        check_finite(batch, name, values, torch.ones_like(values, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +186,8 @@ class PreferenceLoss:
     sft_weight: float | None = None
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = False
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(PairLoss):
@@ -243,8 +228,8 @@ class PreferenceLoss:
         """The number of pairs and, for the likelihood, the supervised tokens of chosen sides."""
         pairs = pairs_of(batch)
         if self.needs_reference:
-            reference_of(batch)
-        check_answers(batch, [REFERENCE] if self.needs_reference else [])
+            sequence_field(batch, REFERENCE, f"loss={self.kind}, which compares with a reference,")
+        check_answers(batch)
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
             weights["sft"] = float(sequence_sums(labelled(batch).float(), batch)[pairs.chosen].sum())
@@ -259,7 +244,7 @@ class PreferenceLoss:
         counts = sequence_sums(outputs.mask.double(), batch)
         scale = 1 / counts if self._normalize else torch.ones_like(counts)
         policy = sums * scale
-        against = reference_of(batch).to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
+        against = batch.sequence_fields[REFERENCE].to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
         ratio = policy - against
         margin = ratio[pairs.chosen] - ratio[pairs.rejected]
         if self.kind == "sigmoid":
@@ -327,7 +312,8 @@ class KTOLoss:
     undesirable_weight: float = 1.0
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = False
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
     needs_reference: bool = True
 
     def __post_init__(self) -> None:
@@ -341,11 +327,9 @@ class KTOLoss:
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of answers."""
-        reference_of(batch)
-        for name in (CHOSEN, BASELINE):
-            if name not in batch.sequence_fields:
-                raise BatchError(f"KTO needs the sequence field {name!r}; this batch has none")
-        check_answers(batch, [REFERENCE, BASELINE])
+        for name in (REFERENCE, CHOSEN, BASELINE):
+            sequence_field(batch, name, "KTO")
+        check_answers(batch)
         return {"preference": float(batch.num_sequences)}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
@@ -353,7 +337,7 @@ class KTOLoss:
         assert outputs.log_probs is not None
         # In float64, as the reference's are.
         sums = sequence_sums(outputs.log_probs.double(), batch)
-        ratio = sums - reference_of(batch).to(sums.dtype)
+        ratio = sums - batch.sequence_fields[REFERENCE].to(sums.dtype)
         chosen, baseline = batch.sequence_fields[CHOSEN] > 0, batch.sequence_fields[BASELINE].to(sums.dtype)
         losses = kto_loss(ratio, chosen, baseline, self.beta, self.desirable_weight, self.undesirable_weight)
         reward = self.beta * ratio.detach()

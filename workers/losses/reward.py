@@ -15,7 +15,7 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs
-from .fields import KNOWN_FIELDS, check_finite
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
 from .sequences import MARGIN, last_tokens, pairs_of
 
 
@@ -61,7 +61,8 @@ class RewardLoss:
     centering: float = 0.0
     request: OutputRequest = OutputRequest(values=True)
     linear: bool = False
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
         if not (self.centering >= 0 and math.isfinite(self.centering)):
@@ -76,8 +77,8 @@ class RewardLoss:
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of pairs."""
         pairs = float(len(pairs_of(batch).chosen))
-        if (margin := batch.sequence_fields.get(MARGIN)) is not None:
-            check_finite(batch, MARGIN, margin, torch.ones_like(margin, dtype=torch.bool))
+        if MARGIN in batch.sequence_fields:
+            sequence_field(batch, MARGIN)
         return {"reward": pairs, **({"centering": pairs} if self.centering else {})}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:

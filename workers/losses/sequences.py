@@ -58,6 +58,8 @@ def pairs_of(batch: PackedBatch) -> Pairs:
     marks = batch.sequence_fields.get(CHOSEN)
     if marks is None or batch.group_ids is None:
         raise BatchError(f"a loss over pairs needs group_ids and the sequence field {CHOSEN!r}; this batch lacks one of them")
+    if marks.shape != (batch.num_sequences,):
+        raise BatchError(f"sequence field {CHOSEN!r} is {list(marks.shape)}; it must be [{batch.num_sequences}]")
     preferred = marks > 0
     sides = [mask.nonzero()[:, 0] for mask in (preferred, ~preferred)]
     groups = [batch.group_ids[side] for side in sides]

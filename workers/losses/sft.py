@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...engine.batch import PackedBatch
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
-from .fields import KNOWN_FIELDS, token_field
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class SFTLoss:
 
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = True
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """The supervised tokens."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
 from ...engine.objective import LossSums, OutputRequest, TokenOutputs
-from .fields import KNOWN_FIELDS, token_field
-from .policy import response_tokens
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
+from .policy import check_response_mask, response_tokens
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,8 @@ class ValueLoss:
     clip: float | None = 0.5
     request: OutputRequest = OutputRequest(values=True)
     linear: bool = False
-    fields: ClassVar[frozenset[str]] = KNOWN_FIELDS
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
@@ -66,6 +67,7 @@ class ValueLoss:
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of tokens."""
+        check_response_mask(batch)
         tokens = self.tokens(batch)
         for name in ("returns", *(["values"] if self.clip is not None else [])):
             token_field(batch, name, tokens)

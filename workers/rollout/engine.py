@@ -11,6 +11,9 @@ from torch import Tensor
 from ...engine.config import ModelConfig
 from ...engine.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-4
+"""Logits that are divided by less leave the range of float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -38,36 +41,62 @@ class SamplingOptions:
     evaluation: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("samples", 1)):
+        for name, least in (("max_tokens", 1), ("top_k", 0), ("samples", 1)):
             value = getattr(self, name)
-            if not (value >= least and math.isfinite(value)):
-                raise ConfigError(f"{name}={value}; it must be at least {least}, and finite")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
+        for name in ("temperature", "top_p"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{name}={value!r}; it must be a number")
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}; it must be 0, or at least {LEAST_TEMPERATURE} and finite")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p}; it is a probability above 0")
+        stops = _listed(self.stop_tokens)
+        if stops is None or not all(_is_id(token) for token in stops):
+            raise ConfigError(f"stop_tokens={self.stop_tokens!r}; give token ids, as in (2,)")
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
                 f"samples={self.samples} with temperature=0: all of them would be the same; sample, or ask for one"
             )
 
 
-def check_prompts(prompts: Any) -> None:
-    """Refuse prompts that are not lists of token ids.
+def check_prompts(prompts: Any) -> list[list[int]]:
+    """The prompts as lists of token ids.
 
     Args:
         prompts: to be answered.
 
     Raises:
-        ConfigError: they are padded, or no lists.
+        ConfigError: they are padded, or no lists of token ids.
     """
     shape = getattr(prompts, "shape", None)
-    if isinstance(prompts, str | Mapping) or hasattr(prompts, "keys") or shape is not None:
+    if isinstance(prompts, Mapping) or hasattr(prompts, "keys") or shape is not None:
         kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
         raise ConfigError(
             f"prompts is a {kind}: padding could not be told from tokens; give a list of token ids for each prompt, or a PackedBatch"
         )
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of token ids for each prompt, or a PackedBatch")
+    checked = []
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) != 1:
-            raise ConfigError(f"prompt {i} is a {type(prompt).__name__}; it must be a list of token ids")
+        ids = _listed(prompt)
+        if ids is None or not all(_is_id(token) for token in ids):
+            raise ConfigError(f"prompt {i} is {prompt!r:.60}; it must be a list of token ids")
+        checked.append([int(token) for token in ids])
+    return checked
+
+
+def _listed(ids: Any) -> list[Any] | None:
+    """The elements of a list, a tuple, or a tensor or array of one axis; None of anything else."""
+    if hasattr(ids, "tolist") and getattr(ids, "ndim", 0) == 1:
+        found: list[Any] = ids.tolist()
+        return found
+    return list(ids) if isinstance(ids, list | tuple) else None
+
+
+def _is_id(token: Any) -> bool:
+    return not isinstance(token, bool) and hasattr(token, "__index__")
 
 
 @dataclass(frozen=True, kw_only=True)

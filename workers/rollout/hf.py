@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.layout import DiskLayout
+from ...engine.hf.shape import context_of
+from ...engine.hf.weights import check_head
 from ...engine.model_path import resolve_folder
 from ...engine.residency import free_memory
 from .engine import Generation, RolloutConfig, SamplingOptions
@@ -53,6 +55,7 @@ class TransformersRollout:
         except (OSError, ValueError) as e:
             raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
         model, told = loaded
+        check_head(told["unexpected_keys"], config.model)
         if missing := sorted(told["missing_keys"]):
             raise ModelError(
                 f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among them; its "
@@ -74,6 +77,7 @@ class TransformersRollout:
                 ", ".join(f"{name}={value}" for name, value in ignored.items()),
             )
         self._whole = True
+        self._warned = False
 
     @torch.no_grad()
     def generate(
@@ -96,12 +100,22 @@ class TransformersRollout:
                 "the rollout's weights are of two models: it failed while it took new ones; give it a whole set (sync_weights)"
             )
         known = self._model.get_input_embeddings().num_embeddings
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(self._model.config.get_text_config())
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if context is not None and longest < context < longest + options.max_tokens and not self._warned:
+            self._warned = True
+            log.warning(
+                "a prompt of %d tokens with an answer of max_tokens=%d may go beyond the %d positions that %s was made for",
+                longest,
+                options.max_tokens,
+                context,
+                self._config.model.path,
+            )
         for i, prompt in enumerate(prompts):
-            if positions is not None and len(prompt) + options.max_tokens > positions:
+            if context is not None and len(prompt) >= context:
                 raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens; with an answer of at most {options.max_tokens} it goes beyond the {positions} "
-                    f"positions of {self._config.model.path} (max_position_embeddings); give a shorter one, or lower max_tokens"
+                    f"prompt {i} has {len(prompt)} tokens, which leaves no room for an answer in the {context} positions of "
+                    f"{self._config.model.path}; give a shorter one"
                 )
             need = (len(prompt) + options.max_tokens) * options.samples
             if not prompt or need > self._config.batch_tokens:
@@ -172,9 +186,9 @@ class TransformersRollout:
             generation_config=settings,
             logits_processor=LogitsProcessorList([sampler]),
         )
-        if sampler.saw_nan():
+        if sampler.is_broken():
             raise ModelError(
-                f"rollout: {self._config.model.path} computes NaN for a prompt of this batch: its weights, or its number format (dtype="
+                f"rollout: {self._config.model.path} computes NaN or infinity for a prompt of this batch: its weights, or its number format (dtype="
                 f"{self._config.dtype}), are at fault"
             )
         responses, log_probs = out[:, width:].tolist(), torch.stack(sampler.log_probs, 1).tolist()

@@ -50,15 +50,16 @@ class TokenSampler(LogitsProcessor):
             self._uniform_bl = torch.cat(drawn).to(device)
         self.log_probs: list[Tensor] = []
         """For each step `[B]`."""
-        self._nan = torch.zeros((), dtype=torch.bool, device=device)
+        self._broken = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Logits `[B, V]` of a step in, logits that allow one token out."""
         scaled = scores.float() / (self._options.temperature or 1.0)
-        # Asked at the end: each step would wait for the device.
-        self._nan |= scaled.isnan().any()
         chosen = scaled.argmax(-1, keepdim=True) if self._uniform_bl is None else self._drawn(input_ids, scaled)
-        self.log_probs.append(scaled.log_softmax(-1).gather(1, chosen)[:, 0])
+        told = scaled.log_softmax(-1).gather(1, chosen)[:, 0]
+        # Of a token that can be drawn it is finite, unless a logit is NaN or infinite. Asked at the end: each step would wait.
+        self._broken |= ~torch.isfinite(told).all()
+        self.log_probs.append(told)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def _drawn(self, input_ids: Any, scaled: Any) -> Tensor:
@@ -69,6 +70,6 @@ class TokenSampler(LogitsProcessor):
         # The first token whose cumulative probability is above it: one of probability 0 never is, and NaN would be behind the last.
         return torch.searchsorted(cumulative, place, right=True).clamp(max=scaled.shape[-1] - 1)
 
-    def saw_nan(self) -> bool:
-        """Whether a logit was NaN in any step."""
-        return bool(self._nan)
+    def is_broken(self) -> bool:
+        """Whether a token's log-probability was not finite in any step."""
+        return bool(self._broken)

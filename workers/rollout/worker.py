@@ -45,9 +45,7 @@ class RolloutWorker:
                 global batch, on which its draws depend beside the seed; a group adds it. Without it prompts are counted here.
             options: of the sampling.
         """
-        if not isinstance(prompts, PackedBatch):
-            check_prompts(prompts)
-        texts = to_lists(prompts) if isinstance(prompts, PackedBatch) else prompts
+        texts = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(texts)) if numbers is None else numbers.tolist()
         return self._started.generate([[int(t) for t in text] for text in texts], options, rows)
