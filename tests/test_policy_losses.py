@@ -500,7 +500,7 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
         (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of answer 0"),
         (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of answer 0"),
         (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must be whole numbers"),
-        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups makes no tensor"),
+        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups makes no tensor"),  # type: ignore[arg-type,list-item]
         (lambda x: grpo(torch.zeros(1, 2), torch.zeros(1, 2).long()), r"rewards is \[1, 2\]; it must be \[B\]"),
         (lambda x: spread([1.0, 2.0], [[1], [1, 1]]), "mask makes no tensor"),
         (lambda x: whiten([1.0, 2.0], [1, 1]), r"mask is \[2\]; it must be \[B, R\]"),
