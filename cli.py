@@ -57,8 +57,8 @@ def _module(module: str, words: list[str]) -> int:
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--nproc=") else [word])]
     if "--nproc" in words:
         at = words.index("--nproc")
-        if at + 1 >= len(words) or not words[at + 1].isdigit():
-            print("error: --nproc needs a number of processes", file=sys.stderr)
+        if at + 1 >= len(words) or not words[at + 1].isdigit() or int(words[at + 1]) < 1:
+            print("error: --nproc needs a number of processes, 1 or more", file=sys.stderr)
             return 2
         nproc = words[at + 1]
         del words[at : at + 2]

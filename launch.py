@@ -4,6 +4,7 @@ python -m drivetrain.launch --nproc-per-node N -m drivetrain.trainers.sft key=va
 """
 
 import logging
+import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -23,9 +24,19 @@ def main(words: list[str]) -> int:
     except ChildFailedError as e:
         # Also of several that failed in one second, whose order torch cannot tell.
         told = [failure for failure in e.failures.values() if failure.message.startswith("error: ")]
-        if not told:
+        if told:
+            return told[0].exitcode
+        # SIGTERM is what torchrun ends the others with.
+        killed = {rank: -f.exitcode for rank, f in e.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+        if not killed:
             raise
-        return told[0].exitcode
+        rank, number = min(killed.items())
+        print(
+            f"error: rank {rank} was ended by {signal.Signals(number).name}, from outside or for want of memory; what was saved before is "
+            "untouched",
+            file=sys.stderr,
+        )
+        return 128 + number
     return 0
 
 

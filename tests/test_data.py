@@ -311,6 +311,10 @@ def test_rows_of_other_conventions_that_are_broken_are_refused(row: dict[str, An
         encode_row(names_roles(), row, "row", DataConfig())
 
 
+def want_prompt() -> list[dict[str, str]]:
+    return [{"role": "user", "content": "add\n\n1 2"}]
+
+
 def test_preferences_in_other_conventions_keep_their_prompt() -> None:
     template = names_roles()
     want = told(
@@ -322,6 +326,9 @@ def test_preferences_in_other_conventions_keep_their_prompt() -> None:
     sides = {"chosen": {"from": "gpt", "value": "7"}, "rejected": {"from": "gpt", "value": "15"}}
     assert told({"conversations": conversation, **sides}, template, "pairs") == want
     assert told({"conversations": conversation, "chosen": "7", "rejected": "15"}, template, "pairs") == want
+    inside = {side: [*conversation, turn] for side, turn in sides.items()}
+    assert told(inside, template, "pairs") == want
+    assert told({"prompt": want_prompt(), **sides}, template, "pairs") == want
     # An empty prompt is none.
     assert told({**row, "prompt": ""}, template, "pairs") == want
     ended = [*conversation, {"from": "gpt", "value": "7"}]

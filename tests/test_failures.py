@@ -39,6 +39,8 @@ if os.environ.get("PLANTED_BLOCK"):
 class PlantedEngine(FSDPEngine):
     def forward_step(self, micro_batch, request):
         if self.topology.rank == 1 and self.step == 1:
+            if os.environ.get("PLANTED_KILL"):
+                os.kill(os.getpid(), 9)
             raise RuntimeError("planted failure")
         return super().forward_step(micro_batch, request)
 """
@@ -97,6 +99,22 @@ def test_both_ranks_end_and_the_cause_is_shown_once(
     assert not any(alive(pid) for pid in pids)
     if "drivetrain.cli" in launcher:
         assert done.stderr.strip().splitlines()[-1] == told[0]
+
+
+def test_a_rank_that_is_killed_is_told_in_one_line(task: Path, planted: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain.cli", "sft", "--nproc", "2", *words(task, "engine.backend=planted")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**planted, "PLANTED_KILL": "1"},
+    )
+    assert done.returncode in (1, 137)
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    # What its peer saw of it may come first: a connection that broke.
+    assert any(line.startswith("error: rank 1 was ended by SIGKILL") or "rank 0: RuntimeError" in line for line in told)
+    assert "ChildFailedError" not in done.stderr
 
 
 def failed_alone(words: list[str]) -> str:

@@ -293,7 +293,7 @@ def test_a_reward_model_is_not_trained_as_a_language_model(
     folder = export_hf(reward, tmp_path / "reward")
     reward.close()
     with pytest.raises(
-        ModelError, match=r"is a reward model or another classifier \(it has score.weight\), and model.head=lm"
+        ModelError, match=r"is a reward model or another classifier \(it has score.weight\), and a language model"
     ):
         build(folder, backend=backend)
     # Where its config does not tell, and no name was read before the weights were, as with a model of the Hub.

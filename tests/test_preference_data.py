@@ -71,7 +71,10 @@ def test_texts_with_the_prompt_apart_and_inside() -> None:
     assert (sides.prompt, sides.chosen, sides.rejected) == ("Q: how many? A:", " seven.", " several.")
     sides = split_preference({"chosen": "Human: a\n\nAssistant:\nyes", "rejected": "Human: a\n\nAssistant:\nno"}, "row")
     assert (sides.prompt, sides.chosen, sides.rejected) == ("Human: a\n\nAssistant:\n", "yes", "no")
-    sides = split_preference({"chosen": "yes", "rejected": "no"}, "row")
+    # A question under a name that nobody reads must not be lost without a word.
+    with pytest.raises(DataError, match=r"row: chosen and rejected begin with no word in common, so there is no prompt"):
+        split_preference({"question": "well?", "chosen": "yes", "rejected": "no"}, "row")
+    sides = split_preference({"prompt": "", "chosen": "yes", "rejected": "no"}, "row")
     assert (sides.prompt, sides.chosen, sides.rejected) == ("", "yes", "no")
 
 

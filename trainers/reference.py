@@ -162,7 +162,7 @@ def check_reference(config: DPOConfig) -> None:
     try:
         reference_engine(config).check()
     except DrivetrainError as e:
-        where = "" if asked.path is None else f" (reference.path={asked.path})"
+        where = " (it is model.path; reference.path is unset)" if asked.path is None else f" (reference.path={asked.path})"
         raise ConfigError(f"the reference cannot be built{where}: {e}") from e
     if asked.path is not None and asked.path != config.model.path:
         _check_vocabulary(config)

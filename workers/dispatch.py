@@ -53,6 +53,8 @@ def check_columns(columns: Mapping[str, Sequence[Any]], rows: int) -> None:
     Raises:
         BatchError: names the column.
     """
+    if not isinstance(columns, Mapping):
+        raise BatchError(f"columns is a {type(columns).__name__}; it must be a mapping from names to sequences of {rows}")
     for name, values in columns.items():
         if isinstance(values, str) or not hasattr(values, "__len__"):
             raise BatchError(

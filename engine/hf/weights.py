@@ -137,8 +137,8 @@ def check_head(names: Collection[str], model: ModelConfig) -> None:
     """
     if model.head == "lm" and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
         raise ModelError(
-            f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}), and model.head=lm would drop that head; "
-            "give a language model, or set model.head=value, which reward modelling and critics take"
+            f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}), and a language model (model.head=lm) would "
+            "be made of it without that head; give a language model. Reward models and critics (model.head=value) take this one"
         )
 
 

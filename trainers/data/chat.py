@@ -243,7 +243,8 @@ def _message(message: Any, which: str, name: str) -> dict[str, Any]:
         or message.get("role") is None
         or ("content" not in message and not message.get("tool_calls"))
     ):
-        raise DataError(f"{name}: {which} has no role or no content")
+        hint = "; ShareGPT's from and value are read in a column conversations" if "from" in (message or ()) else ""
+        raise DataError(f"{name}: {which} has no role or no content{hint}")
     # A key that only other messages of a parquet file have comes back as null.
     kept = {key: value for key, value in message.items() if value is not None}
     if kept["role"] not in ROLES:

@@ -71,6 +71,8 @@ def with_prompt(row: Mapping[str, Any], name: str, *, chat: bool) -> Mapping[str
     Raises:
         DataError: names the column.
     """
+    if any(_is_sharegpt(row[side]) for side in ("chosen", "rejected")):
+        row = {**row, **{side: _sharegpt_side(row[side], side, name) for side in ("chosen", "rejected")}}
     if row.get("prompt"):
         return row
     if row.get("conversations"):
@@ -148,6 +150,11 @@ def _sharegpt_message(turn: Any, which: str, name: str) -> dict[str, Any]:
     if weight is not None and role == "assistant":
         more.setdefault("train", bool(weight))
     return {**more, "role": role, "content": turn["value"]}
+
+
+def _is_sharegpt(side: Any) -> bool:
+    turns = side if isinstance(side, list) else [side]
+    return any(isinstance(turn, Mapping) and turn.get("from") is not None for turn in turns)
 
 
 def _sharegpt_side(side: Any, column: str, name: str) -> list[dict[str, Any]]:

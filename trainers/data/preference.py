@@ -59,9 +59,11 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
             return Sides(prompt=chosen, chosen=chosen, rejected=rejected)
         same = _same_words(chosen, rejected) if isinstance(chosen, str) else common_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
-        if not isinstance(chosen, str) and not prompt:
+        if not prompt:
+            what = "word" if isinstance(chosen, str) else "message"
             raise DataError(
-                f"{name}: chosen and rejected have no message in common, so there is no prompt; give one as prompt"
+                f"{name}: chosen and rejected begin with no {what} in common, so there is no prompt; give one as prompt"
+                + (' ("" where there is none)' if what == "word" else "")
             )
     for column, value in (("chosen", chosen), ("rejected", rejected)):
         if not value:
