@@ -4,7 +4,6 @@ A backend subclasses `BaseEngine` and says only what differs (`backend.py`): how
 What a step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
 """
 
-import logging
 import math
 import os
 import tempfile
@@ -28,14 +27,12 @@ from .errors import BatchError, ConfigError, NonFiniteError
 from .model_path import fingerprint
 from .objective import Loss, OutputRequest, StepResult
 from .optim import check_optim, learning_rate
-from .plan import StepPlan, TokenBudget, plan_step
+from .plan import StepPlan, StepPlanner
 from .residency import PARTS, Part, Residency, free_memory
 from .step import Collected, Objective
 from .topology import resolve_parallel
 
 Mode = Literal["train", "eval", "save"]
-
-log = logging.getLogger(__name__)
 
 
 class BaseEngine(Backend):
@@ -71,7 +68,6 @@ class BaseEngine(Backend):
         self._was_deterministic: bool | None = None
         self._files: Mapping[str, bytes] | None = None
         self._model_fingerprint: str | None = None
-        self._warned_of_positions = False
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -108,6 +104,7 @@ class BaseEngine(Backend):
             if self.optim_config is not None:
                 self._build_optimizer(self.optim_config)
             self._finish_build()
+            self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape)
         except BaseException:
             self.close()
             raise
@@ -215,7 +212,7 @@ class BaseEngine(Backend):
             forward_only: no gradient: an evaluation, dropout off.
             plan: see `train_batch`.
         """
-        plan = plan or self._plan(batch, loss, training=not forward_only, total_weights=total_weights)
+        plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
         objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
             try:
@@ -244,67 +241,11 @@ class BaseEngine(Backend):
         Raises:
             BatchError: see `train_batch`.
         """
-        counts = self.topology.exchange(count)
-        if len(set(counts)) > 1:
-            raise BatchError(f"the ranks are to make {', '.join(map(str, counts))} optimizer steps; give every rank as many")
-        return [self._plan(batch, loss, training=True) for batch in batches]
+        return self._planner.plan_all(batches, count, loss)
 
-    def _plan(
-        self,
-        batch: PackedBatch,
-        loss: Loss | None,
-        *,
-        training: bool,
-        asked: OutputRequest | None = None,
-        total_weights: Mapping[str, float] | None = None,
-    ) -> StepPlan:
-        """How a batch is worked on. Collective.
-
-        Args:
-            batch: this rank's share.
-            loss: None for inference.
-            training: by the budget of training.
-            asked: outputs; those of the loss by default.
-            total_weights: see `forward_backward`.
-        """
-        asked = asked or (OutputRequest() if loss is None else loss.request)
-        if asked.values != (self.model_config.head == "value") or (len(asked.names) > 1 and asked.values):
-            raise ConfigError(
-                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self.model_config.head}; a value head returns "
-                "values, a language-model head log_probs, entropy and greedy tokens"
-            )
-        plan = plan_step(
-            self.topology,
-            batch,
-            loss,
-            TokenBudget.of(self.config.micro_batch, training=training),
-            self.model_shape,
-            training=training and loss is not None,
-            total_weights=total_weights,
-        )
-        self.warn_of_positions(plan.longest)
-        return plan
-
-    def warn_of_positions(self, longest: int, which: str = "a document") -> None:
-        """Say, once for an engine, that a document is longer than the model was made for.
-
-        Args:
-            longest: tokens of the longest document.
-            which: what is longer.
-        """
-        positions = self.model_shape.positions
-        if positions is None or longest <= positions or self._warned_of_positions:
-            return
-        self._warned_of_positions = True
-        if self.topology.is_main:
-            log.warning(
-                "%s is longer than the %d positions that %s was made for (max_position_embeddings): %d tokens; give shorter ones (the "
-                "trainers' data.max_length), or scale the model's rope",
-                which,
-                positions,
-                self.model_config.path,
-                longest,
-            )
+    def warn_of_positions(self, longest: int, which: str) -> None:
+        """See `StepPlanner.warn_of_positions`."""
+        self._planner.warn_of_positions(longest, which)
 
     def infer_batch(
         self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None, as_in_training: bool = False
@@ -323,7 +264,7 @@ class BaseEngine(Backend):
         """
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
-        plan = self._plan(batch, None, training=as_in_training, asked=outputs)
+        plan = self._planner.plan(batch, None, training=as_in_training, asked=outputs)
         collected = Collected(batch, outputs, tokens, plan)
         with self.eval_mode():
             self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collected, backward=False)

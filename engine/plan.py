@@ -1,6 +1,7 @@
 """How a global batch is worked on: what is refused of it, its global weights, its micro-batches. The same for every backend."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -8,12 +9,14 @@ import torch
 
 from .batch import PackedBatch, check_read
 from .batch_convert import unsupervised
-from .config import MicroBatchConfig
-from .errors import BatchError, BudgetError
+from .config import MicroBatchConfig, ModelConfig
+from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
 from .microbatch import partition
-from .objective import Loss
+from .objective import Loss, OutputRequest
 from .topology import Topology, error_text, raise_agreed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,6 +117,89 @@ class _Share:
     longest: int
     flops: float
     weights: dict[str, float]
+
+
+class StepPlanner:
+    """Plans an engine's steps.
+
+    Args:
+        topology: of the engine.
+        sizes: of micro-batches.
+        model: settings.
+        shape: of the model: the cost of a document, its vocabulary, its positions.
+    """
+
+    def __init__(self, topology: Topology, sizes: MicroBatchConfig, model: ModelConfig, shape: ModelShape) -> None:
+        self._topology, self._sizes, self._model, self._shape = topology, sizes, model, shape
+        self._warned = False
+
+    def plan(
+        self,
+        batch: PackedBatch,
+        loss: Loss | None,
+        *,
+        training: bool,
+        asked: OutputRequest | None = None,
+        total_weights: Mapping[str, float] | None = None,
+    ) -> StepPlan:
+        """How a batch is worked on. Collective.
+
+        Args:
+            batch: this rank's share.
+            loss: None for inference.
+            training: by the budget of training.
+            asked: outputs; those of the loss by default.
+            total_weights: see `BaseEngine.forward_backward`.
+
+        Raises:
+            ConfigError: the model's head has other outputs.
+            BatchError: see `plan_step`.
+        """
+        asked = asked or (OutputRequest() if loss is None else loss.request)
+        if asked.values != (self._model.head == "value") or (len(asked.names) > 1 and asked.values):
+            raise ConfigError(
+                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self._model.head}; a value head returns values, "
+                "a language-model head log_probs, entropy and greedy tokens"
+            )
+        found = plan_step(
+            self._topology,
+            batch,
+            loss,
+            TokenBudget.of(self._sizes, training=training),
+            self._shape,
+            training=training and loss is not None,
+            total_weights=total_weights,
+        )
+        self.warn_of_positions(found.longest)
+        return found
+
+    def plan_all(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
+        """See `BaseEngine.check_batches`."""
+        counts = self._topology.exchange(count)
+        if len(set(counts)) > 1:
+            raise BatchError(f"the ranks are to make {', '.join(map(str, counts))} optimizer steps; give every rank as many")
+        return [self.plan(batch, loss, training=True) for batch in batches]
+
+    def warn_of_positions(self, longest: int, which: str = "a document") -> None:
+        """Warn, once for an engine, that a document is longer than the model was made for.
+
+        Args:
+            longest: tokens of the longest document.
+            which: what is longer.
+        """
+        positions = self._shape.positions
+        if positions is None or longest <= positions or self._warned:
+            return
+        self._warned = True
+        if self._topology.is_main:
+            log.warning(
+                "%s is longer than the %d positions that %s was made for (max_position_embeddings): %d tokens; give shorter ones (the "
+                "trainers' data.max_length), or scale the model's rope",
+                which,
+                positions,
+                self._model.path,
+                longest,
+            )
 
 
 def plan_step(
