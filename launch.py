@@ -26,9 +26,9 @@ def main(words: list[str]) -> int:
         told = [failure for failure in e.failures.values() if failure.message.startswith("error: ")]
         if told:
             return told[0].exitcode
-        # SIGTERM is what torchrun ends the others with.
+        # SIGTERM is what torchrun ends the others with, and SIGKILL where that does not help: the cause is then one that failed.
         killed = {rank: -f.exitcode for rank, f in e.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-        if not killed:
+        if not killed or any(f.exitcode > 0 for f in e.failures.values()):
             raise
         rank, number = min(killed.items())
         print(

@@ -40,14 +40,14 @@ def from_alpaca(row: Mapping[str, Any], name: str, *, chat: bool) -> dict[str, A
     question = _question(row, name)
     if chat:
         messages = [*_alpaca_context(row, name), _message("user", question), _message("assistant", answer)]
-        return {**kept, "messages": messages, "prompt": None, "text": None}
+        return {**kept, "messages": messages}
     for column in ("system", "history"):
         if row.get(column):
             raise DataError(
                 f"{name} has {column}, which is part of a chat, but the model's tokenizer has no chat template; give one by "
                 f"model.chat_template=FILE, or leave {column} out"
             )
-    return {**kept, "messages": None, "prompt": question + SEPARATOR, "completion": answer}
+    return {**kept, "prompt": question + SEPARATOR, "completion": answer}
 
 
 def from_sharegpt(row: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -71,19 +71,19 @@ def with_prompt(row: Mapping[str, Any], name: str, *, chat: bool) -> Mapping[str
     Raises:
         DataError: names the column.
     """
-    if any(_is_sharegpt(row[side]) for side in ("chosen", "rejected")):
+    prompted, conversation = bool(row.get("prompt")), bool(row.get("conversations"))
+    if (conversation and not prompted) or any(_is_sharegpt(row[side]) for side in ("chosen", "rejected")):
         row = {**row, **{side: _sharegpt_side(row[side], side, name) for side in ("chosen", "rejected")}}
-    if row.get("prompt"):
+    if prompted:
         return row
-    if row.get("conversations"):
-        sides = {side: _sharegpt_side(row[side], side, name) for side in ("chosen", "rejected")}
+    if conversation:
         prompt = _conversation(row, name)
         if prompt[-1].get("role") == "assistant":
             raise DataError(
                 f"{name}: conversations ends with an answer, which chosen and rejected give too; leave the last turn out, or chosen and "
                 "rejected"
             )
-        return {**row, **sides, "prompt": prompt}
+        return {**row, "prompt": prompt}
     if row.get("instruction") is None or not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
         return row
     if not chat:
