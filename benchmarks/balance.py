@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drivetrain.engine.microbatch import attention_ratio, balance, cost
+from drivetrain.engine.packing.microbatch import attention_ratio, balance, cost
 
 BATCHES = 50
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from drivetrain.engine.batch import IGNORE, PackedBatch
+from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 
 Sharding = Literal["none", "replicate", "shard"]
 

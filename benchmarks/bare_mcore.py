@@ -18,17 +18,17 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drivetrain.engine.batch import IGNORE, PackedBatch
 from drivetrain.engine.bridge.family import find_family
 from drivetrain.engine.config import EngineConfig, ParallelConfig
+from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.config import transformer_config
 from drivetrain.engine.mcore.cpu import cuda_means_cpu
 from drivetrain.engine.mcore.model import PackedGPTModel, layer_spec
 from drivetrain.engine.mcore.modules import PackedParams, slice_of
 from drivetrain.engine.mcore.options import MCoreOptions
-from drivetrain.engine.objective import OutputRequest
 from drivetrain.engine.ops.attention import PackedContext
 from drivetrain.engine.ops.linear_head import PLAIN
+from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.rank_slice import RankSlice
 
 

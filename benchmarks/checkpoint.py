@@ -24,11 +24,11 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.load import peak, write_config
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.checkpoint.manager import CheckpointManager
 from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
 
 TIMES = 3

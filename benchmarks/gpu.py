@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from drivetrain.engine.flops import known_peak_tflops
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class, is_installed
-from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
 
 SHAPES = {

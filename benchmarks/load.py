@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from drivetrain.engine.config import EngineConfig, ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.topology import init_distributed
 
 
 def anonymous() -> float:

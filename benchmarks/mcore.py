@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.step import TOKENS, model_config, share
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.objective import StepResult
-from drivetrain.engine.process import leave
+from drivetrain.engine.loss import StepResult
+from drivetrain.engine.parallel.process import leave
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
 
 

@@ -24,15 +24,15 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks.bare import BareLoop
 from benchmarks.step import TOKENS, documents, model_config
-from drivetrain.engine.batch import IGNORE, PackedBatch
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
+from drivetrain.engine.packing.batch import IGNORE, PackedBatch
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.topology import init_distributed
-from drivetrain.trainers.config import DPOConfig, RMConfig
+from drivetrain.trainers.config.sections import DPOConfig, RMConfig
 from drivetrain.trainers.data.loader import GlobalBatch
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.method import Method, RewardMethod
-from drivetrain.trainers.preference import PreferenceMethod
+from drivetrain.trainers.methods.base import Method, RewardMethod
+from drivetrain.trainers.methods.preference import PreferenceMethod
 
 LR, BETA = 1e-4, 0.1
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.bare import BareLoop
-from drivetrain.engine.batch import PackedBatch
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.microbatch import balance
-from drivetrain.engine.objective import StepResult
+from drivetrain.engine.loss import StepResult
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.engine.topology import init_distributed
 from drivetrain.workers.losses.sft import SFTLoss
 
 EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192

@@ -6,7 +6,7 @@ Names are resolved when asked for: looking at a checkpoint loads no torch.
 from typing import TYPE_CHECKING
 
 from .. import __version__ as __version__
-from ..faces import hand_out
+from ..lazy_imports import lazy_exports
 
 if TYPE_CHECKING:
     from .comparison import compare as compare
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .inspection import inspect as inspect
     from .merging import merge as merge
 
-__getattr__, __dir__ = hand_out(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "compare": "comparison",

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.boxes import Box
-from ..engine.checkpoint.folder import find_checkpoint
 from ..engine.checkpoint.hf_folder import natural
 from ..engine.checkpoint.manifest import Manifest
-from ..engine.checkpoint.parallel import in_parallel
-from ..engine.checkpoint.tensorfile import BLOCK_BYTES, ITEMSIZE, CheckedFile
+from ..engine.checkpoint.retention import find_checkpoint
+from ..engine.checkpoint.safetensors_io import BLOCK_BYTES, ITEMSIZE, CheckedFile
+from ..engine.checkpoint.tensor_slices import Box
+from ..engine.checkpoint.thread_pool import in_parallel
 from ..engine.errors import CheckpointError
-from .copying import Progress, Room, blocks_of
 from .sources import CheckpointSource, Source, is_hf_folder, open_source
+from .streaming import Progress, Room, blocks_of
 
 
 @dataclass(kw_only=True)
@@ -129,7 +129,7 @@ def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int
 
 
 def _difference(found: list[Any], kinds: tuple[str, str]) -> tuple[int, float]:
-    from ..engine.checkpoint.pieces import as_tensor
+    from ..engine.checkpoint.local_shards import as_tensor
 
     x, y = (as_tensor(f, k).double() for f, k in zip(found, kinds, strict=True))
     off = (x - y).abs()

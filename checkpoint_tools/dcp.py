@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ..engine.boxes import Box, intersect
 from ..engine.checkpoint.hf_folder import Entry
-from ..engine.checkpoint.pieces import DTYPES
-from ..engine.checkpoint.tensorfile import count, shape_of
+from ..engine.checkpoint.local_shards import DTYPES
+from ..engine.checkpoint.safetensors_io import count, shape_of
+from ..engine.checkpoint.tensor_slices import Box, intersect
 from ..engine.errors import CheckpointError
 from .foreign import copy_part, load_pickle, load_tensors
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.boxes import Box, Segment, covers, intersect, whole
 from ..engine.checkpoint.hf_folder import Entry
+from ..engine.checkpoint.tensor_slices import Box, Segment, covers, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
 from ..engine.hf.config import read_config
@@ -185,6 +185,6 @@ def load_tensors(source: Any, where: str, *, trust: bool, mmap: bool = False) ->
 
 def copy_part(tensor: Tensor, part: Box, out: Any) -> None:
     """A part of a tensor in memory into an array of raw numbers."""
-    from ..engine.checkpoint.pieces import raw
+    from ..engine.checkpoint.local_shards import raw
 
     out[...] = raw(tensor.detach()[part.within((0,) * tensor.dim())])

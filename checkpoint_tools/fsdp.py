@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..engine.boxes import Box, Segment, intersect, whole
 from ..engine.checkpoint.hf_folder import Entry
-from ..engine.checkpoint.pieces import DTYPES
+from ..engine.checkpoint.local_shards import DTYPES
+from ..engine.checkpoint.tensor_slices import Box, Segment, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
 from .foreign import ForeignTensors, Mapped, Place, copy_part, load_tensors, parameters_of

@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..engine.checkpoint.folder import folder_name
 from ..engine.checkpoint.hf_folder import CONFIGS, MODEL_STEM, SHARD_BYTES
 from ..engine.checkpoint.manifest import FORMAT, MODEL, write_manifest
+from ..engine.checkpoint.retention import folder_name
 from ..engine.checkpoint.rng import rng_state
+from ..engine.checkpoint.safetensors_io import TensorWriter, digests_of
 from ..engine.checkpoint.storage import LocalStore
-from ..engine.checkpoint.tensorfile import TensorWriter, digests_of
 from ..engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from ..engine.errors import CheckpointError, ModelError, disk_error
-from ..engine.model_path import check_model_path, resolve_folder
-from .copying import Blocks, Progress, Room, blocks_of
+from ..engine.hf.model_path import check_model_path, resolve_folder
 from .foreign import Mapped
 from .plan import DTYPES, Cast, Copied, WritePlan, apply, check_dtype, plan_write, with_dtype
+from .streaming import Blocks, Progress, Room, blocks_of
 
 log = logging.getLogger(__name__)
 

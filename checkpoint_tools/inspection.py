@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.checkpoint.folder import find_checkpoint, find_root, newest_first
 from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.manifest import Manifest
-from ..engine.checkpoint.tensorfile import tensor_bytes
+from ..engine.checkpoint.retention import find_checkpoint, find_root, newest_first
+from ..engine.checkpoint.safetensors_io import tensor_bytes
 from ..engine.errors import CheckpointError
 from ..engine.hf.names import PEFT_PREFIX
 from .sources import FolderSource, is_hf_folder, model_config, size_of

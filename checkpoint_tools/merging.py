@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ..engine.checkpoint.folder import find_checkpoint
 from ..engine.checkpoint.hf_folder import SHARD_BYTES, check_target
 from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.errors import CheckpointError
+from ..engine.hf.model_path import fingerprint, resolve_folder
 from ..engine.hf.names import PEFT_PREFIX
-from ..engine.model_path import fingerprint, resolve_folder
-from .copying import Blocks, Progress
-from .folding import Folded
+from .adapters import Folded
 from .plan import Copied, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
+from .streaming import Blocks, Progress
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.boxes import Box
 from ..engine.checkpoint.hf_folder import (
     CONFIGS,
     MODEL_STEM,
@@ -20,10 +19,11 @@ from ..engine.checkpoint.hf_folder import (
     whole_folder,
     write_files,
 )
-from ..engine.checkpoint.tensorfile import tensor_bytes
+from ..engine.checkpoint.safetensors_io import tensor_bytes
+from ..engine.checkpoint.tensor_slices import Box
 from ..engine.errors import CheckpointError, disk_error
-from .copying import Blocks, Progress, Room, copy_tensors
 from .sources import Source, size_of
+from .streaming import Blocks, Progress, Room, copy_tensors
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 FLOATS = frozenset(DTYPES.values())
@@ -158,7 +158,7 @@ class Cast:
         was, becomes = self._stored[name][0], self.entries[name][0]
         if was == becomes:
             return found
-        from ..engine.checkpoint.pieces import as_tensor, raw
+        from ..engine.checkpoint.local_shards import as_tensor, raw
 
         out = room.take("cast", becomes, part.length)
         as_tensor(out, becomes).copy_(as_tensor(found, was))

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.boxes import Box, intersect
-from ..engine.checkpoint.folder import find_checkpoint
 from ..engine.checkpoint.hf_folder import CONFIGS, MODEL_STEM, Entry
 from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.retention import find_checkpoint
+from ..engine.checkpoint.safetensors_io import TensorFiles
 from ..engine.checkpoint.storage import LocalStore
-from ..engine.checkpoint.tensorfile import TensorFiles
+from ..engine.checkpoint.tensor_slices import Box, intersect
 from ..engine.errors import CheckpointError
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .capabilities import Capabilities
-from .checkpoint.pieces import Piece
+from .checkpoint.local_shards import Piece
 from .config import OptimConfig, ParallelConfig
 from .flops import ModelShape
-from .plan import MicroBatch
-from .residency import Part
+from .offload import Part
+from .parallel.topology import Topology
 from .step import Task
-from .topology import Topology
+from .step_plan import MicroBatch
 
 Adapters = Literal["folded", "only"]
 

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import Adapters, Backend
-from .batch import PackedBatch
 from .checkpoint.load import RestoredState, load_state, restore_random_state
 from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
-from .model_path import fingerprint
-from .objective import Loss, OutputRequest, StepResult
-from .optim import check_optim, learning_rate
-from .plan import StepPlan, StepPlanner
-from .residency import PARTS, Part, Residency, free_memory
+from .hf.model_path import fingerprint
+from .loss import Loss, OutputRequest, StepResult
+from .lr_schedule import check_optim, learning_rate
+from .offload import PARTS, Part, Residency, free_memory
+from .packing.batch import PackedBatch
+from .parallel.topology import resolve_parallel
 from .step import Collected, Objective
-from .topology import resolve_parallel
+from .step_plan import StepPlan, StepPlanner
 
 Mode = Literal["train", "eval", "save"]
 
@@ -99,24 +99,20 @@ class BaseEngine(Backend):
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 self._was_deterministic = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True)
-            self._together(lambda: self._check_model(self.topology.parallel))
-            self._together(self._build_model)
-            if self.optim_config is not None:
-                self._build_optimizer(self.optim_config)
-            self._finish_build()
+            with self.topology.collective_errors():
+                self._check_model(self.topology.parallel)
+            with self.topology.collective_errors():
+                self._build_model()
+            with self.topology.collective_errors():
+                if self.optim_config is not None:
+                    self._build_optimizer(self.optim_config)
+            with self.topology.collective_errors():
+                self._finish_build()
             self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape)
         except BaseException:
             self.close()
             raise
         return self
-
-    def _together(self, build: Any) -> None:
-        error: Exception | None = None
-        try:
-            build()
-        except Exception as e:  # whatever it is, the other ranks must not wait for this one
-            error = e
-        self.topology.agree(error)
 
     def close(self) -> None:
         """Free process groups and memory, the device's too. Closing again does nothing."""

@@ -16,7 +16,7 @@ from .checkpoint.hf_folder import (
     whole_folder,
     write_files,
 )
-from .checkpoint.pieces import DTYPES, host_bytes
+from .checkpoint.local_shards import DTYPES, host_bytes
 from .errors import CheckpointError, disk_error
 
 if TYPE_CHECKING:
@@ -42,22 +42,17 @@ def export_hf(
     """
     final, only = Path(folder), adapters == "only"
     shapes = engine.weight_shapes(adapters=adapters)
-    error: Exception | None = None
-    with engine.named_weights(adapters=adapters) as stream:
+    # An error leaves the stream first, which is read to its end: the other ranks wait in the next gather.
+    with engine.topology.collective_errors(), engine.named_weights(adapters=adapters) as stream:
         if engine.topology.is_main:
+            check_target(final)
+            if not shapes:
+                raise CheckpointError("the model has no adapters; export adapters='folded'")
+            plan = plan_folder({n: (DTYPES[dtype], shape) for n, (dtype, shape) in shapes.items()}, shard_bytes, adapters=only)
             try:
-                check_target(final)
-                if not shapes:
-                    raise CheckpointError("the model has no adapters; export adapters='folded'")
-                plan = plan_folder(
-                    {n: (DTYPES[dtype], shape) for n, (dtype, shape) in shapes.items()}, shard_bytes, adapters=only
-                )
                 _write(engine, plan, stream, final, only=only)
             except OSError as e:
-                error = disk_error(str(final), e)
-            except Exception as e:  # the other ranks wait in the next gather, so the stream goes on
-                error = e
-    engine.topology.agree(error)
+                raise disk_error(str(final), e) from e
     return final
 
 

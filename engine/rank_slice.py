@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .objective import HeadRequest, OutputRequest, TokenOutputs, labelled
+from .loss import HeadRequest, OutputRequest, TokenOutputs, labelled
 from .ops.attention import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
-from .plan import MicroBatch
-from .topology import Topology
+from .parallel.topology import Topology
+from .step_plan import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

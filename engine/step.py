@@ -9,22 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import PackedBatch
 from .errors import BatchError
-from .objective import (
-    HeadRequest,
-    Loss,
-    LossSums,
-    OutputRequest,
-    StepResult,
-    TokenOutputs,
-    combine,
-    expected_gradient,
-    labelled,
-)
-from .plan import MicroBatch, StepPlan
-from .residency import peak_bytes
-from .topology import Topology
+from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, labelled
+from .offload import peak_bytes
+from .packing.batch import PackedBatch
+from .parallel.topology import Topology
+from .step_plan import MicroBatch, StepPlan
 
 
 class Task(Protocol):
@@ -109,14 +99,13 @@ class Objective:
         Raises:
             what the loss raised on this rank, or `RemoteError` for another's.
         """
-        topology.agree(self._error)
         mine = {
             "terms": {name: _total(values) for name, values in self._terms.items()},
             "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
             "aux": _total(self._aux) if self._aux else None,
             "peak": peak_bytes(topology.device),
         }
-        found = topology.exchange((topology.is_output_rank, mine))
+        found = topology.all_gather_object((topology.is_output_rank, mine), error=self._error)
         counted = [part for counts, part in found if counts]
         terms = {
             name: sum(part["terms"].get(name, 0.0) for part in counted) / weight for name, weight in self._plan.weights.items()

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.process import leave, report_failure
-from drivetrain.workers.actor import ActorConfig, ActorWorker
+from drivetrain.engine.parallel.process import leave, report_failure
 from drivetrain.workers.advantages import gae, grpo, spread, token_rewards, whiten
-from drivetrain.workers.critic import CriticConfig, CriticWorker
 from drivetrain.workers.dispatch import MiniBatches
-from drivetrain.workers.group import LocalWorkerGroup, WorkerGroup
-from drivetrain.workers.host import Role
+from drivetrain.workers.groups.base import LocalWorkerGroup, WorkerGroup
+from drivetrain.workers.groups.ray import RayWorkerGroup
+from drivetrain.workers.groups.worker_process import Role
 from drivetrain.workers.losses.policy import PolicyLoss, kl_estimate
 from drivetrain.workers.losses.value import ValueLoss
-from drivetrain.workers.ray_group import RayWorkerGroup
-from drivetrain.workers.reference import ReferenceConfig, ReferenceWorker
-from drivetrain.workers.reward import RewardWorker
-from drivetrain.workers.worker import WorkerConfig
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.base import WorkerConfig
+from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
+from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.roles.reward import RewardWorker
 
 ROLLOUTS = Path(__file__).parent / "rollouts.json"
 KL_COEF, GAMMA, LAM = 0.05, 1.0, 0.95
@@ -111,7 +111,7 @@ def make_models(folder: Path) -> Path:
     """Tiny models that know digits: a policy, a reference that differs from it, a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from drivetrain.trainers.data.demo import write_model
+    from drivetrain.trainers.demo.addition import write_model
 
     for name, seed in (("policy", 0), ("reference", 1)):
         write_model(folder / name, seed)

@@ -41,7 +41,7 @@ def process_group() -> Iterator[None]:
     """A default process group of one, for engines that run in the test's own process."""
     import torch.distributed as dist
 
-    from drivetrain.engine.topology import init_distributed
+    from drivetrain.engine.parallel.process_groups import init_distributed
 
     torch.set_num_threads(1)
     init_distributed()

@@ -6,8 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.batch import PackedBatch
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import (
     EngineConfig,
     MicroBatchConfig,
@@ -16,7 +14,9 @@ from drivetrain.engine.config import (
 )
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import tiny_documents
-from drivetrain.engine.microbatch import balance
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 

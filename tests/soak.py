@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.checkpoint_tools import compare, verify
-from drivetrain.engine.checkpoint.folder import latest
+from drivetrain.engine.checkpoint.retention import latest
 from drivetrain.engine.checkpoint.storage import LocalStore
 from harness import PRELOAD
 from runs import make_task, records, words

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.engine.checkpoint.folder import latest
+from drivetrain.engine.checkpoint.retention import latest
 from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.trainers.sft import main
 from harness import run_ranks

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.engine.batch import IGNORE, MediaField, PackedBatch, shift_labels
-from drivetrain.engine.batch_convert import (
+from drivetrain.engine.errors import BatchError
+from drivetrain.engine.packing.batch import IGNORE, MediaField, PackedBatch, shift_labels
+from drivetrain.engine.packing.convert import (
     from_lists,
     from_padded,
     from_tensordict,
@@ -17,7 +18,6 @@ from drivetrain.engine.batch_convert import (
     to_tensordict,
     unsupervised,
 )
-from drivetrain.engine.errors import BatchError
 
 lengths_strategy = st.one_of(
     st.lists(st.integers(1, 30), min_size=1, max_size=12),

@@ -9,10 +9,10 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from drivetrain.engine.boxes import Box, covers
 from drivetrain.engine.bridge.decoder import Decoder, read_decoder
 from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
 from drivetrain.engine.bridge.rules import ExpertColumns, ExpertRows, Part
+from drivetrain.engine.checkpoint.tensor_slices import Box, covers
 from drivetrain.engine.conformance.tiny import tiny_model_config
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout

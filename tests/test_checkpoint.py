@@ -14,19 +14,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.batch_convert import from_lists
-from drivetrain.engine.boxes import Box, covers, intersect, whole
 from drivetrain.engine.checkpoint import hf_folder
-from drivetrain.engine.checkpoint.folder import folder_name, latest, rotate, steps
 from drivetrain.engine.checkpoint.manifest import Manifest, write_manifest
+from drivetrain.engine.checkpoint.retention import folder_name, latest, rotate, steps
 from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
+from drivetrain.engine.checkpoint.safetensors_io import TensorWriter
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
-from drivetrain.engine.checkpoint.tensorfile import TensorWriter
+from drivetrain.engine.checkpoint.tensor_slices import Box, covers, intersect, whole
 from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.export import export_hf
-from drivetrain.engine.microbatch import balance
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from drivetrain.engine.boxes import Box
-from drivetrain.engine.checkpoint.folder import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.manifest import SEAL, Manifest, write_manifest
-from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, Store, open_store
-from drivetrain.engine.checkpoint.tensorfile import (
+from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
+from drivetrain.engine.checkpoint.safetensors_io import (
     CHUNK_BYTES,
     RAW,
     CheckedFile,
@@ -23,6 +21,8 @@ from drivetrain.engine.checkpoint.tensorfile import (
     TensorWriter,
     digests_of,
 )
+from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, Store, open_store
+from drivetrain.engine.checkpoint.tensor_slices import Box
 from drivetrain.engine.errors import CheckpointError
 
 SHAPE = (6, 5, 4)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.config import ParallelConfig
-from drivetrain.engine.conformance.bench import ConformanceError, bench
 from drivetrain.engine.conformance.checks import CHECKS
+from drivetrain.engine.conformance.engine_factory import ConformanceError, bench
 from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.fsdp.options import FSDPOptions
-from drivetrain.engine.objective import HeadRequest, StepResult, TokenOutputs
-from drivetrain.engine.plan import MicroBatch
+from drivetrain.engine.loss import HeadRequest, StepResult, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.registry import BackendSpec, register, unregister
+from drivetrain.engine.step_plan import MicroBatch
 from harness import run_ranks
 
 LAYOUTS = [

@@ -23,7 +23,7 @@ def test_a_line_lives_on_a_terminal_and_is_printed_elsewhere() -> None:
 
     from rich.console import Console as RichConsole
 
-    from drivetrain.trainers.console import Console
+    from drivetrain.trainers.loop.console import Console
 
     for terminal in (True, False):
         out = StringIO()
@@ -43,7 +43,7 @@ def test_a_line_lives_on_a_terminal_and_is_printed_elsewhere() -> None:
 
 
 def test_a_summary_tells_what_was_done() -> None:
-    from drivetrain.trainers.console import Summary
+    from drivetrain.trainers.loop.console import Summary
 
     summary = Summary(3)
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
@@ -66,7 +66,7 @@ def test_tokenising_shows_a_bar_on_a_terminal() -> None:
     import pty
 
     program = (
-        "from drivetrain.trainers.data.tokenise import Bar\n"
+        "from drivetrain.trainers.data.tokenize import Bar\n"
         "with Bar('tokenising x') as bar:\n    bar.advance(0.5, 123)\n    bar._progress.refresh()\n"
     )
     ours, theirs = pty.openpty()

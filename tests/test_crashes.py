@@ -14,9 +14,9 @@ from soak import soak
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.checkpoint import save, storage
-from drivetrain.engine.checkpoint.folder import latest, recover
 from drivetrain.engine.checkpoint.manager import CheckpointManager
 from drivetrain.engine.checkpoint.manifest import SEAL, write_manifest
+from drivetrain.engine.checkpoint.retention import latest, recover
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, RemoteStore, open_store
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CheckpointError, DrivetrainError

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import DataError
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.sections import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
-from drivetrain.trainers.data.demo import make_tokenizer, pairs, question
+from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import encode_completion, encode_row, marked
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.samples import Budget
 from drivetrain.trainers.data.sources import Chunk
-from drivetrain.trainers.data.tokenise import Encoder
+from drivetrain.trainers.data.tokenize import Encoder
+from drivetrain.trainers.demo.addition import make_tokenizer, pairs, question
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")

@@ -19,17 +19,17 @@ from drivetrain.engine.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from drivetrain.engine.objective import StepResult
+from drivetrain.engine.loss import StepResult
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers import dpo, rm
-from drivetrain.trainers import reference as reference_module
-from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
-from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.config.sections import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.data.loader import Loader, Order
-from drivetrain.trainers.method import Method, RewardMethod
-from drivetrain.trainers.preference import PreferenceMethod
-from drivetrain.trainers.prepare import load_data
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.methods import reference as reference_module
+from drivetrain.trainers.methods.base import Method, RewardMethod
+from drivetrain.trainers.methods.preference import PreferenceMethod
+from drivetrain.trainers.validate import load_data
 from harness import run_ranks
 from preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
 from runs import make_task, records
@@ -339,7 +339,7 @@ def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: A
 
 
 def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo import main
+    from drivetrain.trainers.demo.command import main
 
     assert main(["rm", "--output", str(tmp_path), "--nproc", "1", "--steps", "60"]) == 0
     told = json.loads((tmp_path / "summary.json").read_text())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.engine.errors import ConfigError, RemoteError
-from drivetrain.engine.process import report_failure
-from drivetrain.engine.topology import raise_agreed
+from drivetrain.engine.parallel.collectives import raise_agreed
+from drivetrain.engine.parallel.process import report_failure
 from drivetrain.trainers import run as run_module
 from harness import run_ranks
 from runs import words
@@ -121,9 +121,9 @@ def failed_alone(words: list[str]) -> str:
     """`run` as a program calls it: it raises, and leaves the default group to its peers."""
     import torch.distributed as dist
 
-    from drivetrain.trainers.config import SFTConfig
-    from drivetrain.trainers.method import SFTMethod
-    from drivetrain.trainers.options import parse
+    from drivetrain.trainers.config.parse import parse
+    from drivetrain.trainers.config.sections import SFTConfig
+    from drivetrain.trainers.methods.base import SFTMethod
 
     config = parse(SFTConfig, words, "")
     destroyed = []
@@ -160,7 +160,7 @@ def test_the_rank_that_has_an_error_reports_it_and_not_one_that_heard_of_it(
     reports = [tmp_path / str(rank) / "error.json" for rank in range(3)]
     for report in reports:
         report.parent.mkdir()
-    monkeypatch.setattr("drivetrain.engine.process.REMOTE_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("drivetrain.engine.parallel.process.REMOTE_WAIT_SECONDS", 0.05)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 

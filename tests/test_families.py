@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import FAMILIES, MAIN_FAMILIES, save_tiny_model, tiny_documents, tiny_model_config
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.fsdp.families import EXACT, REFUSED, check_family, packed_difference
-from drivetrain.engine.microbatch import balance
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from harness import run_ranks

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.config import (
     LoraConfig,
     OffloadConfig,
@@ -26,8 +25,9 @@ from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.fsdp.options import FSDPOptions
-from drivetrain.engine.objective import LossSums, TokenOutputs
-from drivetrain.engine.residency import _local
+from drivetrain.engine.loss import LossSums, TokenOutputs
+from drivetrain.engine.offload import _local
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.workers.losses.sft import SFTLoss
 from engines import OPTIM, build, close_to, reference_steps, share, steps, weights
 from harness import run_ranks

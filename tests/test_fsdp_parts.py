@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.batch import PackedBatch
 from drivetrain.engine.config import (
     LoraConfig,
     MicroBatchConfig,
@@ -19,8 +18,9 @@ from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.export import export_hf
-from drivetrain.engine.microbatch import balance
-from drivetrain.engine.objective import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.microbatch import balance
 from drivetrain.workers.losses.sft import SFTLoss
 from engines import OPTIM, build, close_to, share, steps, weights
 from harness import run_ranks

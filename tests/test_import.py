@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drivetrain.checkpoint_tools import compare, import_checkpoint, inspect, verify
-from drivetrain.checkpoint_tools.command import main
+from drivetrain.checkpoint_tools.cli import main
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CheckpointError

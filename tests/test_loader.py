@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.engine.batch import IGNORE
 from drivetrain.engine.errors import CheckpointError
-from drivetrain.trainers.config import DataConfig
+from drivetrain.engine.packing.batch import IGNORE
+from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Samples
 from drivetrain.trainers.data.loader import Cursor, GlobalBatch, Loader, Order
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.samples import Budget, Samples
-from drivetrain.trainers.data.store import Encoded, Store, StoreWriter
+from drivetrain.trainers.data.token_cache import Encoded, Store, StoreWriter
 
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
 

@@ -13,14 +13,14 @@ from torch import Tensor
 import engines
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from drivetrain.engine.conformance.bench import bench
 from drivetrain.engine.conformance.checks import CHECKS
+from drivetrain.engine.conformance.engine_factory import bench
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.export import export_hf
+from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.options import MCoreOptions
-from drivetrain.engine.objective import OutputRequest
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from engines import close_to, share, steps, weights

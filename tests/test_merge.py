@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from drivetrain.checkpoint_tools import compare, inspect, merge, verify
-from drivetrain.checkpoint_tools.command import main
+from drivetrain.checkpoint_tools.cli import main
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import LoraConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.export import export_hf
-from drivetrain.engine.objective import OutputRequest
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.convert import from_lists
 from engines import build, steps
 from harness import run_ranks
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import imbalance, lengths, sorted_greedy
 from drivetrain.engine.errors import BudgetError
-from drivetrain.engine.microbatch import attention_ratio, balance, cost, partition
+from drivetrain.engine.packing.microbatch import attention_ratio, balance, cost, partition
 
 RATIO = attention_ratio(2048)
 

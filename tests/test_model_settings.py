@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import LoraConfig, ModelConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
 from drivetrain.engine.errors import CapabilityError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.flops import ModelShape, known_peak_tflops, pairs
+from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.hf.weights import WeightFolder, check_head
-from drivetrain.engine.objective import OutputRequest
-from drivetrain.engine.tokenizer import load_tokenizer
-from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.sft import main
 from drivetrain.workers.losses.sft import SFTLoss
 from engines import OPTIM, build, close_to, share, steps, weights

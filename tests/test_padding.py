@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from drivetrain.engine.batch import IGNORE
 from drivetrain.engine.errors import BatchError
-from drivetrain.workers.padding import open_door as open_any
+from drivetrain.engine.packing.batch import IGNORE
+from drivetrain.workers.batch_adapters import open_door as open_any
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5).filter(
     lambda r: any(n for _, n in r)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from drivetrain.trainers.parity import FSDP, MCORE, MCORE_MOE, Job, Row, default_rows, judge, main, parse_row, table
-from drivetrain.trainers.parity_rows import make_reference, run_row
+from drivetrain.trainers.parity.command import FSDP, MCORE, MCORE_MOE, Job, Row, default_rows, judge, main, parse_row, table
+from drivetrain.trainers.parity.rows import make_reference, run_row
 from gpus import gpu_environment
 from harness import run_ranks
 

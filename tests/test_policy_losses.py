@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.batch import PackedBatch
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.errors import BatchError, ConfigError
-from drivetrain.engine.objective import LossSums, TokenOutputs
+from drivetrain.engine.loss import LossSums, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.advantages import gae, grpo, reinforce_plus_plus, rloo, spread, token_rewards, whiten
 from drivetrain.workers.losses.policy import (
     POLICY_LOSSES,

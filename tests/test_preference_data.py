@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.errors import DataError
-from drivetrain.engine.microbatch import balance, partition
-from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance, partition
+from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Samples
 from drivetrain.trainers.data.encode import Kind, encode_row
 from drivetrain.trainers.data.loader import GlobalBatch, Loader, Order
 from drivetrain.trainers.data.preference import split_preference
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.samples import Budget, Samples
-from drivetrain.trainers.data.tokenise import load_stores
-from drivetrain.trainers.preference import mismatched
+from drivetrain.trainers.data.tokenize import load_stores
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.methods.preference import mismatched
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN
 
 TOKENIZER = make_tokenizer()

@@ -11,17 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.batch import IGNORE, PackedBatch
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError
-from drivetrain.engine.objective import LossSums, TokenOutputs, labelled
-from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
-from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.engine.loss import LossSums, TokenOutputs, labelled
+from drivetrain.engine.packing.batch import IGNORE, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.trainers.config.sections import (
+    DataConfig,
+    DPOConfig,
+    PreferenceConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RMConfig,
+)
 from drivetrain.trainers.data.loader import Loader, Order
-from drivetrain.trainers.method import Method, RewardMethod
-from drivetrain.trainers.preference import PreferenceMethod
-from drivetrain.trainers.prepare import load_data
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.methods.base import Method, RewardMethod
+from drivetrain.trainers.methods.preference import PreferenceMethod
+from drivetrain.trainers.validate import load_data
 from drivetrain.workers.losses import preference
 from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
 from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss

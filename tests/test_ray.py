@@ -15,14 +15,14 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
-from drivetrain.workers.actor import ActorConfig, ActorWorker
+from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.dispatch import dispatched
-from drivetrain.workers.host import Role
-from drivetrain.workers.ray_group import RayWorkerGroup
-from drivetrain.workers.reward import FunctionRewardConfig, FunctionRewardWorker
+from drivetrain.workers.groups.ray import RayWorkerGroup
+from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from hybridflow import EXAMPLES, example, expected
@@ -185,7 +185,6 @@ def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(models: Pat
 
 
 def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.workers import ray_group
 
     monkeypatch.setattr(ray_group, "PART_BYTES", 100_000)
     rollout = Role(
@@ -310,7 +309,7 @@ def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, taker: Any, message: str
 ) -> None:
     # A part of two tensors.
-    monkeypatch.setattr("drivetrain.workers.ray_group.PART_BYTES", 800)
+    monkeypatch.setattr("drivetrain.workers.groups.ray.PART_BYTES", 800)
     note = tmp_path / "note"
     roles = {
         "giver": Role(worker=Giver, config=(dying, note)),

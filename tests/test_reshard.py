@@ -15,10 +15,10 @@ from torch import Tensor
 
 from drivetrain.checkpoint_tools import compare
 from drivetrain.checkpoint_tools.sources import CheckpointSource
-from drivetrain.engine.boxes import whole
-from drivetrain.engine.checkpoint.folder import find_checkpoint
-from drivetrain.engine.checkpoint.pieces import TORCH_DTYPES, as_tensor
-from drivetrain.engine.checkpoint.tensorfile import ITEMSIZE, RAW
+from drivetrain.engine.checkpoint.local_shards import TORCH_DTYPES, as_tensor
+from drivetrain.engine.checkpoint.retention import find_checkpoint
+from drivetrain.engine.checkpoint.safetensors_io import ITEMSIZE, RAW
+from drivetrain.engine.checkpoint.tensor_slices import whole
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents

@@ -14,8 +14,8 @@ import torch
 from drivetrain.engine.config import LoraConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.objective import OutputRequest
-from drivetrain.engine.residency import Residency, _trim, free_memory
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.offload import Residency, _trim, free_memory
 from engines import build, share, steps, weights
 from harness import run_ranks
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
-from drivetrain.workers.actor import ActorConfig, ActorWorker
-from drivetrain.workers.group import LocalWorkerGroup
-from drivetrain.workers.host import Role
-from drivetrain.workers.padding import open_door
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.batch_adapters import open_door
+from drivetrain.workers.groups.base import LocalWorkerGroup
+from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions, to_padded
 from drivetrain.workers.rollout.worker import RolloutWorker
 from engines import build, steps

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import DataError
-from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.demo import make_tokenizer, question
+from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Samples
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.samples import Budget, Samples
 from drivetrain.trainers.data.sources import open_source
-from drivetrain.trainers.data.tokenise import load_stores
+from drivetrain.trainers.data.tokenize import load_stores
+from drivetrain.trainers.demo.addition import make_tokenizer, question
 from hub import serve
 
 TOKENIZER = make_tokenizer()
@@ -247,10 +247,10 @@ def test_a_tables_nulls_are_no_keys(tmp_path: Path, cache: dict[str, Any]) -> No
 
 ENDLESS = """
 import sys
-from drivetrain.engine.topology import init_distributed
-from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.demo import make_tokenizer
-from drivetrain.trainers.data.tokenise import load_stores
+from drivetrain.engine.parallel.topology import init_distributed
+from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.data.tokenize import load_stores
 if __name__ == "__main__":
     init_distributed()
     load_stores([sys.argv[1]], make_tokenizer(), DataConfig(cache_dir=sys.argv[2], workers=2), training=True)

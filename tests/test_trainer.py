@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.checkpoint.folder import steps
+from drivetrain.engine.checkpoint.retention import steps
 from drivetrain.engine.checkpoint.storage import LocalStore
-from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.data.demo import make_tokenizer
+from drivetrain.trainers.config.sections import DataConfig
 from drivetrain.trainers.data.encode import encode_row
-from drivetrain.trainers.metrics import JSONL
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.loop.loggers import JSONL
 from drivetrain.trainers.sft import main
 from runs import losses, records, words
 
@@ -244,8 +244,8 @@ def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: py
 
 def test_watch_decides() -> None:
     from drivetrain.engine.errors import ConfigError
-    from drivetrain.trainers.method import SFTMethod
-    from drivetrain.trainers.watch import Watch
+    from drivetrain.trainers.loop.early_stopping import Watch
+    from drivetrain.trainers.methods.base import SFTMethod
 
     watch = Watch("accuracy", 2, "x", SFTMethod.lower_is_better)
     assert [watch.see(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]

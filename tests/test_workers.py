@@ -11,20 +11,20 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from drivetrain.engine.batch_convert import from_lists
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DrivetrainError
-from drivetrain.workers.actor import ActorConfig, ActorWorker
-from drivetrain.workers.critic import CriticConfig, CriticWorker
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.batch_adapters import open_door
 from drivetrain.workers.dispatch import MiniBatches, deal_shares, deal_steps, gather
-from drivetrain.workers.group import LocalWorkerGroup
-from drivetrain.workers.host import Role
+from drivetrain.workers.groups.base import LocalWorkerGroup
+from drivetrain.workers.groups.worker_process import Role
 from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.losses.sft import SFTLoss
-from drivetrain.workers.padding import open_door
-from drivetrain.workers.reference import ReferenceConfig, ReferenceWorker
-from drivetrain.workers.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
-from drivetrain.workers.worker import WorkerConfig
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.base import WorkerConfig
+from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
+from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.roles.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
 from engines import build
 from harness import run_ranks
 from hybridflow import EXAMPLES, Plain, example, expected, logs, values

@@ -6,9 +6,9 @@ python -m drivetrain.trainers.dpo recipe=NAME key=value ...          (one proces
 
 from collections.abc import Callable, Sequence
 
-from ..engine.process import leave
-from .config import DPOConfig
-from .entry import run_main
+from ..engine.parallel.process import leave
+from .config.sections import DPOConfig
+from .launch import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[DPOConfig], None]:
-    from .preference import PreferenceMethod
+    from .methods.preference import PreferenceMethod
     from .run import run
 
     return lambda config: run(config, PreferenceMethod(config))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..engine.errors import ConfigError
-from ..engine.topology import Topology
+from ..engine.parallel.topology import Topology
 
 
 def check_push(repo: str) -> None:
@@ -50,4 +50,4 @@ def push(topology: Topology, folder: Path, repo: str) -> str:
         except (HfHubHTTPError, OSError) as e:
             error = ConfigError(f"trainer.push_to_hub={repo}: {folder} is exported, but was not uploaded: {e}")
     topology.agree(error)
-    return str(topology.exchange(address)[0])
+    return str(topology.all_gather_object(address)[0])

@@ -6,9 +6,9 @@ python -m drivetrain.trainers.rm recipe=NAME key=value ...          (one process
 
 from collections.abc import Callable, Sequence
 
-from ..engine.process import leave
-from .config import RMConfig
-from .entry import run_main
+from ..engine.parallel.process import leave
+from .config.sections import RMConfig
+from .launch import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[RMConfig], None]:
-    from .method import RewardMethod
+    from .methods.base import RewardMethod
     from .run import run
 
     return lambda config: run(config, RewardMethod(config))

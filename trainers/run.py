@@ -14,28 +14,29 @@ import torch
 import torch.distributed as dist
 
 from ..engine.base import BaseEngine
-from ..engine.checkpoint.folder import folder_name
 from ..engine.checkpoint.manager import CheckpointManager
+from ..engine.checkpoint.retention import folder_name
 from ..engine.errors import ConfigError, DrivetrainError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
+from ..engine.parallel.collectives import agree
+from ..engine.parallel.process_groups import close_distributed, init_distributed
 from ..engine.registry import engine_class
-from ..engine.topology import agree, close_distributed, init_distributed
-from .config import RunConfig, TrainerConfig
-from .console import Summary
+from .config.parse import changes, differences, to_yaml
+from .config.sections import RunConfig, TrainerConfig
+from .data.dataset import Samples
 from .data.encode import marked
 from .data.loader import Loader, Order
-from .data.samples import Samples
-from .generate import answers
 from .hub import push
-from .loop import Evaluation, train, written
-from .method import Method
-from .metrics import Logger, make_loggers, plot_loss
-from .options import changes, differences, to_yaml
-from .prepare import check_run, load_data, lock_folder, make_folder, sample_budget
-from .resume import resume
-from .stop import StopSignal
-from .watch import Watch
+from .loop.console import Summary
+from .loop.early_stopping import Watch
+from .loop.loggers import Logger, make_loggers, plot_loss
+from .loop.loop import Evaluation, train, written
+from .loop.resume import resume
+from .loop.samples import answers
+from .loop.signals import StopSignal
+from .methods.base import Method
+from .validate import check_run, load_data, lock_folder, make_folder, sample_budget
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one proces
 
 from collections.abc import Callable, Sequence
 
-from ..engine.process import leave
-from .config import SFTConfig
-from .entry import run_main
+from ..engine.parallel.process import leave
+from .config.sections import SFTConfig
+from .launch import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> Callable[[SFTConfig], None]:
-    from .method import SFTMethod
+    from .methods.base import SFTMethod
     from .run import run
 
     return lambda config: run(config, SFTMethod(config))

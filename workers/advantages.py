@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..engine.batch import is_integer
 from ..engine.errors import BatchError
+from ..engine.packing.batch import is_integer
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Sequence[float]]
 """A tensor, or lists that make one."""

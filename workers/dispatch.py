@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import PackedBatch
 from ..engine.errors import BatchError, ConfigError
-from ..engine.microbatch import balance
+from ..engine.packing.batch import PackedBatch
+from ..engine.packing.microbatch import balance
 
 Split = Literal["shares", "steps", "same"]
 Returns = Literal["tokens", "rows", "objects"]

@@ -6,7 +6,7 @@ A rule belongs to a module; its weight and its bias follow the same rule. Names 
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..boxes import Box, Segment, whole
+from ..checkpoint.tensor_slices import Box, Segment, whole
 from .decoder import Decoder
 
 Shape = tuple[int, ...]

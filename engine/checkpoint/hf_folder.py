@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .manifest import TEMPLATES
+from .safetensors_io import CheckedFile, layout, read_metadata, tensor_bytes
 from .storage import LocalStore, fsync_folder
-from .tensorfile import CheckedFile, layout, read_metadata, tensor_bytes
 
 SHARD_BYTES = 5 * 2**30
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"

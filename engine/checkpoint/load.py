@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ..boxes import intersect
 from ..errors import CheckpointError
-from ..topology import Topology
+from ..parallel.topology import Topology
+from .local_shards import DTYPES, Piece, read_part
 from .manifest import Manifest, StoredTensor
-from .parallel import in_parallel
-from .pieces import DTYPES, Piece, read_part
 from .rng import check_rng, restore_rng, seed_all
+from .safetensors_io import TensorFiles
 from .storage import Store
-from .tensorfile import TensorFiles
+from .tensor_slices import intersect
+from .thread_pool import in_parallel
 
 READERS = 4
 
@@ -57,10 +57,7 @@ def load_state(
     Returns:
         the manifest, for what is no tensor.
     """
-    error: Exception | None = None
-    manifest: Manifest | None = None
-    mine: list[Piece] = []
-    try:
+    with topology.collective_errors():
         manifest = Manifest.read(store)
         mine = list(pieces())
         saved = (manifest.data["optim"] or {}).get("name")
@@ -71,11 +68,7 @@ def load_state(
             )
         _check_pieces(manifest, mine)
         _check_state(manifest, mine, topology, optimizer)
-    except Exception as e:  # raised on all ranks by agree
-        error = e
-    topology.agree(error)
-    assert manifest is not None
-    held = set().union(*topology.exchange({p.name for p in mine}))
+    held = set().union(*topology.all_gather_object({p.name for p in mine}))
     left = sorted(set(manifest.names) - held)
     if left:
         raise CheckpointError(
@@ -83,11 +76,8 @@ def load_state(
             "another model"
         )
     # Nothing has been changed so far; from here on all ranks go on together.
-    try:
+    with topology.collective_errors():
         fill(manifest, mine, manifest.tensor_files(verify=verify))
-    except Exception as e:  # raised on all ranks by agree
-        error = e
-    topology.agree(error)
     return manifest
 
 

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..errors import CheckpointError, DrivetrainError
-from .folder import find_checkpoint, newest_first, recover, rotate, step_of, steps
 from .load import RestoredState
 from .manifest import Manifest
+from .retention import find_checkpoint, newest_first, recover, rotate, step_of, steps
+from .safetensors_io import DamagedError
 from .save import HostCopies, Snapshot, write_snapshot
 from .storage import open_store
-from .tensorfile import DamagedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,14 +152,13 @@ class CheckpointManager:
 
     def sweep(self) -> None:
         """Remove what crashed saves left behind; nobody else may be saving there."""
-        error: Exception | None = None
-        if self._engine.topology.is_main:
-            try:
-                recover(self.root)
-                self.root.sweep()
-            except OSError as e:
-                error = CheckpointError(f"{self.root} cannot be cleared of unfinished checkpoints: {e}")
-        self._engine.topology.agree(error)
+        with self._engine.topology.collective_errors():
+            if self._engine.topology.is_main:
+                try:
+                    recover(self.root)
+                    self.root.sweep()
+                except OSError as e:
+                    raise CheckpointError(f"{self.root} cannot be cleared of unfinished checkpoints: {e}") from e
 
     def present(self) -> list[str]:
         """Names of the checkpoint folders there are, oldest first, complete or not."""
@@ -169,18 +168,17 @@ class CheckpointManager:
     def _on_main(self, look: Callable[[], T]) -> T:
         """What the first rank sees, on all: another might see a shared file system a moment later. Its error is everybody's."""
         topology = self._engine.topology
-        error: Exception | None = None
-        found: Any = None
-        if topology.is_main:
-            try:
-                found = look()
-            except CheckpointError as e:
-                error = e
-            except Exception as e:  # of many kinds: a disk's, or of any store's own library
-                error = CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}")
-        topology.agree(error)
-        result: T = topology.exchange(found)[0]
-        return result
+        result: T | None = None
+        with topology.collective_errors():
+            if topology.is_main:
+                try:
+                    result = look()
+                except CheckpointError:
+                    raise
+                except Exception as e:  # of many kinds: a disk's, or of any store's own library
+                    raise CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}") from e
+        shared: T = topology.all_gather_object(result)[0]
+        return shared
 
     def restore_last(self) -> tuple[str, RestoredState] | None:
         """Load the last checkpoint that is complete and undamaged, and say why others were passed over.
@@ -211,7 +209,7 @@ class CheckpointManager:
             try:
                 return folder, self._engine.load_checkpoint(folder, verify=self._verify)
             except DrivetrainError as e:
-                damages = [d for d in topology.exchange(str(e) if isinstance(e, DamagedError) else None) if d]
+                damages = [d for d in topology.all_gather_object(str(e) if isinstance(e, DamagedError) else None) if d]
                 if not damages:
                     raise
                 log.warning("not resumed from: %s", damages[0])

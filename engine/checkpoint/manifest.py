@@ -10,10 +10,10 @@ from typing import Any
 
 import xxhash
 
-from ..boxes import Box, covers
 from ..errors import CheckpointError
+from .safetensors_io import CHUNK_BYTES, ITEMSIZE, DamagedError, TensorFiles, count, digests_of, shape_of
 from .storage import MANIFEST, MODEL_FOLDER, Store
-from .tensorfile import CHUNK_BYTES, ITEMSIZE, DamagedError, TensorFiles, count, digests_of, shape_of
+from .tensor_slices import Box, covers
 
 FORMAT = 1
 SEAL = "manifest.xxh3"

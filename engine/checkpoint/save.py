@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError, disk_error
-from ..topology import Topology, agree, exchange
-from .folder import folder_name
+from ..parallel.collectives import all_gather_object, collective_errors
+from ..parallel.topology import Topology
+from .local_shards import DTYPES, Piece, host_bytes
 from .manifest import FORMAT, MODEL, merge_index, write_manifest
-from .pieces import DTYPES, Piece, host_bytes
+from .retention import folder_name
 from .rng import rng_state
+from .safetensors_io import TensorWriter, digests_of
 from .storage import Store
-from .tensorfile import TensorWriter, digests_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,31 +125,23 @@ def write_snapshot(
         CheckpointError: it cannot be written; those saved before are untouched.
     """
     name, main = folder_name(snapshot.step), topology.is_main
-    written: Any = None
-    error: Exception | None = None
-    place = ""
-    try:
+    begun = ""
+    with collective_errors(group), _disk_errors(root):
         if main:
-            place = root.begin(name).name
-    except Exception as e:  # raised on all ranks by agree
-        error = _unwritten(root, e)
-    agree(error, group)
-    made = root.child(str(exchange(place, group)[0]))
+            begun = root.begin(name).name
+    made = root.child(str(all_gather_object(begun, group)[0]))
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
     try:
-        try:
-            written = _write_rank(made, file, snapshot.pieces)
+        with collective_errors(group), _disk_errors(root):
+            index, entry = _write_rank(made, file, snapshot.pieces)
             if main:
-                for found, data in snapshot.model_files().items():
-                    made.write(f"{MODEL}{found}", data)
-                    files[f"{MODEL}{found}"] = {"bytes": len(data), "xxh3": digests_of(data)}
-        except Exception as e:  # disk full, a broken tensor: the other ranks must hear of it
-            error = _unwritten(root, e)
-        agree(error, group)
-        parts = exchange((*written, snapshot.rng), group)
+                for path, data in snapshot.model_files().items():
+                    made.write(f"{MODEL}{path}", data)
+                    files[f"{MODEL}{path}"] = {"bytes": len(data), "xxh3": digests_of(data)}
+        parts = all_gather_object((index, entry, snapshot.rng), group)
         final = ""
-        try:
+        with collective_errors(group), _disk_errors(root):
             if main:
                 manifest = {
                     "format": FORMAT,
@@ -164,10 +157,7 @@ def write_snapshot(
                 final = str(root.publish(made, name))
                 if after is not None:
                     after()
-        except Exception as e:  # raised on all ranks by agree
-            error = _unwritten(root, e)
-        agree(error, group)
-        return str(exchange(final, group)[0])
+        return str(all_gather_object(final, group)[0])
     except Exception:
         if main and made.name != name:
             with suppress(OSError):
@@ -175,11 +165,13 @@ def write_snapshot(
         raise
 
 
-def _unwritten(root: Store, error: Exception) -> Exception:
-    """A disk's error with what to do about it; any other as it is."""
-    if not isinstance(error, OSError):
-        return error
-    return CheckpointError(f"{disk_error(f'the checkpoint in {root}', error)}. Those saved before are untouched")
+@contextmanager
+def _disk_errors(root: Store) -> Iterator[None]:
+    """Raise an `OSError` of the block as a `CheckpointError` that says what to do about it."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"{disk_error(f'the checkpoint in {root}', e)}. Those saved before are untouched") from e
 
 
 def _write_rank(store: Store, file: str, pieces: Iterable[Piece]) -> tuple[dict[str, Any], dict[str, Any]]:

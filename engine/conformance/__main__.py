@@ -10,11 +10,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from ..process import leave, report_failure
+from ..parallel.process import leave, report_failure
+from ..parallel.process_groups import close_distributed, init_distributed
+from ..parallel.topology import resolve_parallel
 from ..registry import spec_of
-from ..topology import close_distributed, init_distributed, resolve_parallel
-from .bench import ConformanceError, bench
 from .checks import CHECKS
+from .engine_factory import ConformanceError, bench
 
 
 def parse_layout(words: list[str]) -> ParallelConfig:

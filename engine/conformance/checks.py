@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import BaseEngine
-from ..batch import PackedBatch
 from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
-from ..objective import Loss, LossSums, OutputRequest, TokenOutputs, labelled
-from .bench import OPTIM, Bench, ConformanceError, holds, near, raises, weights_of
+from ..loss import Loss, LossSums, OutputRequest, TokenOutputs, labelled
+from ..packing.batch import PackedBatch
+from .engine_factory import OPTIM, Bench, ConformanceError, holds, near, raises, weights_of
 from .reference import Reference
 from .tiny import tiny_documents
 

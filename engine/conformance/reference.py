@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ..config import OptimConfig
 from ..hf.layout import DiskLayout
-from ..hf.weights import persistent_buffers
+from ..torch_private import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)

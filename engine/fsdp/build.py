@@ -11,23 +11,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint.pieces import Piece
+from ..checkpoint.local_shards import Piece
 from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
 from ..hf.config import check_model, logit_transform
 from ..hf.layout import DiskLayout
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
+from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, check_head, draw_weights, load_weights
-from ..model_path import resolve_folder
-from ..topology import Topology
+from ..parallel.topology import Topology
+from ..torch_private import replace_tensor
 from .attention import IMPLEMENTATION
 from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
-from .root import PackedModel
+from .packed_model import PackedModel
 from .shard import build_mesh, decoder_layers, local_box, shard
 from .state import value_pieces
 
@@ -160,7 +161,7 @@ def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None
     root.to_empty(device="cpu" if on_host else device)
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
-        root.get_submodule(owner)._buffers[leaf] = value.to(device)
+        replace_tensor(root.get_submodule(owner), leaf, value.to(device))
     # to_empty gave tied parameters memory of their own.
     lm = root.lm
     assert isinstance(lm, PreTrainedModel)
@@ -183,9 +184,7 @@ def fill(
     pieces: list[Piece] = [
         p for p in value_pieces(root, layout, experts, topology) if not p.name.startswith("base_model.model.")
     ]
-    error: Exception | None = None
-    fresh: set[str] = set()
-    try:
+    with topology.collective_errors():
         weights = WeightFolder(resolve_folder(model.path), layout.canonical)
         check_head(weights.names, model)
         fresh = load_weights(
@@ -195,11 +194,8 @@ def fill(
             optional=lambda name: name.startswith("score."),
             grown=vocabulary_names(twin.lm, layout) if model.added_tokens else frozenset(),
         )
-    except Exception as e:  # a damaged file on one node: the others are about to wait for this rank
-        error = e
-    topology.agree(error)
     # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
-    new = set().union(*topology.exchange(fresh))
+    new = set().union(*topology.all_gather_object(fresh))
     draw(root, twin, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..backend import Adapters
 from ..base import BaseEngine
 from ..capabilities import Capabilities
-from ..checkpoint.pieces import Piece
+from ..checkpoint.local_shards import Piece
 from ..config import OptimConfig, ParallelConfig
 from ..flops import ModelShape
 from ..hf.config import read_config
@@ -21,17 +21,18 @@ from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.shape import router_aux_coef
 from ..hf.weights import seed_ranks
-from ..objective import HeadRequest, TokenOutputs
+from ..loss import HeadRequest, TokenOutputs
+from ..offload import Part
 from ..ops.norm import sum_of_squares
-from ..plan import MicroBatch
+from ..parallel.process_groups import init_distributed
+from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
-from ..residency import Part
 from ..step import Task
-from ..topology import Topology, init_distributed
+from ..step_plan import MicroBatch
+from ..torch_private import clear_unsharded_gradients, foreach_mul_
 from .build import Built, build, check_config
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
-from .shard import forget_unsharded_gradients
 from .state import segments_of, stream_weights, tensor_pieces, value_pieces, weight_shapes
 
 
@@ -126,7 +127,7 @@ class FSDPEngine(BaseEngine):
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm and norm < float("inf"):
             # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+            foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
     def _optimizer_step(self, lr: float) -> None:
@@ -136,7 +137,7 @@ class FSDPEngine(BaseEngine):
     def _zero_grad(self) -> None:
         for parameter in self._root.parameters():
             parameter.grad = None
-        forget_unsharded_gradients(self._root)
+        clear_unsharded_gradients(self._root)
         if self._optimizer is not None:
             self._optimizer.forget_gradients()
 

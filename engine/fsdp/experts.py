@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..boxes import Box
+from ..checkpoint.tensor_slices import Box
 from ..config import ParallelConfig
 from ..errors import TopologyError
 from ..hf.shape import experts_of
-from ..topology import Topology
+from ..parallel.topology import Topology
 
 IMPLEMENTATION = "drivetrain_expert_parallel"
 

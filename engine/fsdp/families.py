@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..batch_convert import from_lists
 from ..errors import ModelError
 from ..hf.config import logit_transform
 from ..ops.attention import PackedContext
+from ..packing.convert import from_lists
 from .attention import IMPLEMENTATION
 
 EXACT = frozenset(

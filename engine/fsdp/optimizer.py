@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config import OptimConfig
 from ..hf.names import hf_name
-from ..optim import is_decayed
+from ..lr_schedule import is_decayed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

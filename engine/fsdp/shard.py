@@ -5,13 +5,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..boxes import Box, whole
+from ..checkpoint.tensor_slices import Box, whole
 from ..config import EngineConfig
 from ..errors import ModelError
-from ..topology import Topology
+from ..parallel.topology import Topology
+from ..torch_private import local_shape_and_offset
 from .experts import ExpertShards, expert_modules
 from .options import FSDPOptions
 
@@ -70,27 +70,10 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
             module.set_force_sum_reduction_for_comms(True)
 
 
-def forget_unsharded_gradients(root: nn.Module) -> None:
-    """Drop what micro-batches before the last keep unreduced, which a step that was aborted leaves behind.
-
-    FSDP2 has no public way to it; the names are those of torch 2.11 to 2.13.
-    """
-    for module in root.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
-
-
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     """The part of a parameter that this rank holds, and the local tensor, sharing memory."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape), tensor.detach()
     local = tensor.to_local().detach()
-    length, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # Past the end of a tensor that has fewer rows than there are ranks, torch reports an offset at its end.
-    return Box(tuple(offset), tuple(length)), local
+    length, offset = local_shape_and_offset(tensor)
+    return Box(offset, length), local

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..boxes import Segment, whole
-from ..checkpoint.pieces import Piece, cut_pieces
+from ..checkpoint.local_shards import Piece, cut_pieces
+from ..checkpoint.tensor_slices import Segment, whole
 from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, folded
 from ..hf.names import hf_name
-from ..hf.weights import persistent_buffers as own_buffers
-from ..topology import Topology
+from ..parallel.topology import Topology
+from ..torch_private import persistent_buffers as own_buffers
 from .experts import ExpertShards
 from .shard import local_box
 

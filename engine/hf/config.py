@@ -6,10 +6,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..config import ModelConfig
 from ..errors import ModelError
-from ..model_path import check_model_path
 from ..ops.linear_head import LogitTransform
-from ..tokenizer import load_tokenizer
 from .lora import wants_adapters
+from .model_path import check_model_path
+from .tokenizer import load_tokenizer
 from .weights import check_stored_head
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..config import ModelConfig
-from ..tokenizer import load_tokenizer
 from .model import HFModel
+from .tokenizer import load_tokenizer
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from ..boxes import Box, Segment, whole
+from ..checkpoint.tensor_slices import Box, Segment, whole
 from ..errors import ModelError
 
 

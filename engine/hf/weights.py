@@ -5,21 +5,21 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..boxes import Box
-from ..checkpoint.pieces import Piece, read_part
+from ..checkpoint.local_shards import Piece, read_part
 from ..checkpoint.rng import seed_all
+from ..checkpoint.safetensors_io import TensorFiles
 from ..checkpoint.storage import LocalStore
-from ..checkpoint.tensorfile import TensorFiles
+from ..checkpoint.tensor_slices import Box
 from ..config import ModelConfig
 from ..errors import CheckpointError, ModelError
-from ..model_path import resolve_folder
+from ..torch_private import persistent_buffers, replace_tensor
 from .lora import init_adapter
 from .model import HFModel
+from .model_path import resolve_folder
 from .names import hf_name
 
 MEAN_ROWS = 4096
@@ -222,7 +222,7 @@ def draw_weights(twin: HFModel, seed: int, wanted: Callable[[str], bool]) -> Ite
         with torch.random.fork_rng(devices=[]):
             for n, t in meta.items():
                 real = torch.zeros(t.shape, dtype=t.dtype)
-                _set(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
+                replace_tensor(module, n, nn.Parameter(real, requires_grad=False) if isinstance(t, nn.Parameter) else real)
             digest = hashlib.sha256(hf_name(f"{module_name}.").name.encode()).digest()
             seed_torch(seed, digest)
             if ".lora_" in names[chosen[0]]:
@@ -233,7 +233,7 @@ def draw_weights(twin: HFModel, seed: int, wanted: Callable[[str], bool]) -> Ite
         for n in chosen:
             yield names[n], getattr(module, n).detach()
         for n, t in meta.items():
-            _set(module, n, t)
+            replace_tensor(module, n, t)
 
 
 def seed_torch(seed: int, digest: bytes) -> None:
@@ -244,15 +244,3 @@ def seed_torch(seed: int, digest: bytes) -> None:
 def seed_ranks(seed: int, rank: int) -> None:
     """Seed dropout: each rank differently, so that they do not drop alike."""
     seed_all(seed, rank)
-
-
-def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own buffers that belong to the weights."""
-    return [(n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set]
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    if isinstance(value, nn.Parameter):
-        module._parameters[name] = value
-    else:
-        module._buffers[name] = value

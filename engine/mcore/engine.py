@@ -16,7 +16,7 @@ from ..backend import Adapters
 from ..base import BaseEngine
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
-from ..checkpoint.pieces import Piece
+from ..checkpoint.local_shards import Piece
 from ..config import OptimConfig, ParallelConfig
 from ..errors import CapabilityError, ModelError
 from ..flops import ModelShape
@@ -24,23 +24,24 @@ from ..hf.config import check_model, logit_transform, read_config
 from ..hf.files import save_model_files
 from ..hf.shape import router_aux_coef, router_settings
 from ..hf.weights import seed_ranks
-from ..objective import HeadRequest, OutputRequest
+from ..loss import HeadRequest, OutputRequest
+from ..offload import Part
 from ..ops.router import balancing_loss
-from ..plan import MicroBatch
+from ..parallel.process_groups import init_distributed
+from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
-from ..residency import Part
 from ..step import Task
-from ..topology import Topology, init_distributed
+from ..step_plan import MicroBatch
 from .config import check_layout, transformer_config
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
+from .meta_model import Twin
 from .model import build_chunks
 from .modules import PackedParams
 from .moe import keep_scores, take_scores
 from .optimizer import MOMENTS, ShardedOptimizer
 from .options import MCoreOptions
 from .state import ModelState, add_adapters, held_parameters, shapes_of
-from .twin import Twin
 
 
 class MCoreEngine(BaseEngine):
@@ -104,9 +105,11 @@ class MCoreEngine(BaseEngine):
     def _build_model(self) -> None:
         # Not before the layout is known to be possible: groups of experts are cut by its sizes.
         self._state = MegatronState(self.topology)
-        # Each told to all before the next begins: what one rank alone finds must not leave the others in an exchange.
-        self._together(self._build_chunks)
-        self._together(self._adapt)
+        # Each ends on all ranks before the next begins: an error of one rank must not leave the others in its collectives.
+        with self.topology.collective_errors():
+            self._build_chunks()
+        with self.topology.collective_errors():
+            self._adapt()
         self._twin.compare(self._held, self.topology)
         self._twin.choose_trainable(self._held)
         if self.optim_config is not None:
@@ -137,7 +140,7 @@ class MCoreEngine(BaseEngine):
         """
         lora, targets, groups = self.model_config.lora, self._twin.targets, self._state.groups
         found = add_adapters(self._chunks, self._family, self._decoder, groups, targets, lora) if targets else set()
-        left = targets - set().union(*self.topology.exchange(found))
+        left = targets - set().union(*self.topology.all_gather_object(found))
         if left:
             leaves = sorted({name.rpartition(".")[2] for name in left})
             raise ModelError(

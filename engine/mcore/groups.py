@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
-from ..topology import Topology
+from ..parallel.topology import Topology
 from .cpu import cuda_means_cpu
 
 _RNG = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from ..boxes import Segment
+from ..checkpoint.tensor_slices import Segment
 from ..config import LoraConfig
 from ..ops.lora import adapter_product
 

@@ -30,8 +30,8 @@ from transformers import PreTrainedConfig
 from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
-from .latent import LatentAttention, LatentSettings
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
+from .mla import LatentAttention, LatentSettings
 from .modules import (
     BiasedRowParallelLinear,
     Norm,

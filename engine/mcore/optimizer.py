@@ -11,8 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..config import OptimConfig
+from ..lr_schedule import is_decayed
 from ..ops.norm import sum_of_squares
-from ..optim import is_decayed
+from ..torch_private import foreach_mul_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -116,7 +117,7 @@ class ShardedOptimizer:
             # A rank may have nothing to train: a pipeline stage that is frozen.
             if grads:
                 # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
-                torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+                foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
     def step(self, lr: float) -> None:

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ..boxes import Box, Segment, whole
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
 from ..bridge.rules import Columns, Part, Rows, Rule, Whole
-from ..checkpoint.pieces import Piece, cut_pieces
+from ..checkpoint.local_shards import Piece, cut_pieces
+from ..checkpoint.tensor_slices import Box, Segment, whole
 from ..config import LoraConfig
 from ..hf.names import PEFT_PREFIX
-from ..topology import Topology
+from ..parallel.topology import Topology
 from .lora import Adapted, adapted_layers, mark_factors
 from .model import PackedGPTModel
 from .optimizer import MOMENTS, Shard, ShardedOptimizer
@@ -254,7 +254,7 @@ class ModelState:
             for segment in h.segments
         }
         found: dict[str, float] = {}
-        for part in self._topology.exchange(mine):
+        for part in self._topology.all_gather_object(mine):
             found.update(part)
         return found
 
@@ -278,7 +278,7 @@ class ModelState:
             for h in self.held
             if h.adapter == adapters and h.unique and self._data_group(h).rank() == 0
         ]
-        every = [shared for part in self._topology.exchange(mine) for shared in part]
+        every = [shared for part in self._topology.all_gather_object(mine) for shared in part]
         first = {shared.name: i for i, shared in reversed(list(enumerate(every)))}
         # Parts of one parameter side by side, parameters in the order of the layers.
         return sorted(every, key=lambda shared: (_order(shared.name), first[shared.name]))

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from ..torch_private import constant_floats
 from .ulysses import gather_heads, scatter_heads
 
 LARGEST_FLASH_HEAD = 256
@@ -143,7 +144,7 @@ def compile_flex(backend: Any = "inductor") -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("score_mod") is None:
             return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(specialize_float=True):
+        with constant_floats():
             return compiled(*args, **kwargs)
 
     return run

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import DataError
-from ..config import Turns
+from ..config.sections import Turns
 from .sample import Sample
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.base import BaseEngine
-from ...engine.batch import PackedBatch
-from ...engine.batch_convert import from_lists
 from ...engine.errors import CheckpointError
-from ...engine.microbatch import balance
+from ...engine.packing.batch import PackedBatch
+from ...engine.packing.convert import from_lists
+from ...engine.packing.microbatch import balance
 from ...workers.losses.sequences import CHOSEN, MARGIN
+from .dataset import Samples
 from .sample import Sample
-from .samples import Samples
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ Axes: T tokens, N sequences.
 import torch
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError
+from ...engine.packing.batch import PackedBatch
 
 TOKEN_FIELDS = frozenset(
     {

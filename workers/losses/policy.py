@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
-from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 from .sequences import sequence_of, sequence_sums
 

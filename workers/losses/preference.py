@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError, ConfigError
-from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
 from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
 

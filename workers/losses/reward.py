@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
-from ...engine.objective import LossSums, OutputRequest, TokenOutputs
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs
+from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
 from .sequences import MARGIN, last_tokens, pairs_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import BatchError
+from ...engine.packing.batch import PackedBatch
 
 CHOSEN = "chosen"
 """Sequence field `[N]`: 1 for what was preferred, 0 for what was not."""

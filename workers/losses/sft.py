@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
-from ...engine.objective import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
 from ...engine.errors import ConfigError
-from ...engine.objective import LossSums, OutputRequest, TokenOutputs
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs
+from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 from .policy import check_response_mask, response_tokens
 

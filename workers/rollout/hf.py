@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.layout import DiskLayout
+from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import check_head
-from ...engine.model_path import resolve_folder
-from ...engine.residency import free_memory
+from ...engine.offload import free_memory
 from .engine import Generation, RolloutConfig, SamplingOptions
 from .sampling import TokenSampler, seed_of
 

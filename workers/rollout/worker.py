@@ -5,9 +5,9 @@ from typing import Self
 
 from torch import Tensor
 
-from ...engine.batch import PackedBatch
-from ...engine.batch_convert import to_lists
 from ...engine.errors import ConfigError
+from ...engine.packing.batch import PackedBatch
+from ...engine.packing.convert import to_lists
 from ..dispatch import dispatched
 from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions, check_prompts
 

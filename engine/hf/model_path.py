@@ -1,0 +1,57 @@
+"""What `model.path` may be. Imports no torch."""
+
+import re
+from pathlib import Path
+
+import xxhash
+
+from ..errors import ModelError
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_model_path(path: str) -> None:
+    """Refuse a path that is neither a model folder nor a Hugging Face name.
+
+    Raises:
+        ModelError: says which of the two is missing what.
+    """
+    if not path:
+        raise ModelError("model.path is not set; give a folder with config.json, tokenizer and safetensors")
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            inside = next((p.parent for p in sorted(Path(path).glob("*/config.json"))), None)
+            hint = f"; did you mean {inside}?" if inside else "; give a folder in Hugging Face format"
+            raise ModelError(f"model.path={path} has no config.json{hint}")
+    elif not _HUB_NAME.fullmatch(path) or path.startswith("."):
+        raise ModelError(f"model.path={path} is no folder; give a folder with config.json, or a Hugging Face name (org/name)")
+
+
+def fingerprint(path: str) -> str:
+    """Tells one model from another, wherever its folder lies, without reading all of it: sizes, and samples of the weights.
+
+    Args:
+        path: `model.path`; a name on the Hub stands for itself.
+    """
+    if not Path(path).is_dir():
+        return path
+    digest = xxhash.xxh3_128()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as handle:
+            for i in range(SAMPLES):
+                handle.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(handle.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder; a Hub name is downloaded by huggingface_hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))

@@ -1,0 +1,42 @@
+"""The tokenizer of a run: the model folder's, with the tokens and the chat template that the settings add."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AddedToken, AutoTokenizer
+
+from ..config import ModelConfig
+from ..errors import ModelError
+from .model_path import check_model_path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """What turns text into the model's tokens.
+
+    Raises:
+        ModelError: there is none, or the chat template cannot be read.
+    """
+    path = model.path
+    check_model_path(path)
+    if Path(path).is_dir() and not any((Path(path) / f).is_file() for f in TOKENIZER_FILES):
+        raise ModelError(f"model.path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy them beside config.json")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except Exception as e:  # of many kinds, as files can be damaged in many ways
+        raise ModelError(f"model.path={path} has no usable tokenizer: {(str(e) or type(e).__name__).splitlines()[0]}") from e
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"model.path={path}: {type(tokenizer).__name__} has no fast version, which tells where in the text a token begins"
+        )
+    if not all(model.added_tokens):
+        raise ModelError("model.added_tokens has an empty token; leave it out")
+    # Those that the tokenizer has already, of an earlier run say, stay as they are.
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in model.added_tokens], special_tokens=True)
+    if model.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ModelError(f"model.chat_template={model.chat_template} cannot be read: {e}") from e
+    return tokenizer

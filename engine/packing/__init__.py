@@ -1,0 +1,1 @@
+"""The packed batch: its format, conversions to and from others, and its division into micro-batches."""

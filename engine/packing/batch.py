@@ -1,0 +1,362 @@
+"""PackedBatch: documents end to end in one flat sequence, with no padding anywhere.
+
+Axes: T tokens, N sequences (documents), A position axes of multi-axis rope, M rows of a media field.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchError
+
+IGNORE = -100
+"""Label of a token that has no next token in its document, or whose next token is not supervised."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaField:
+    """Rows of one kind of media (pixel patches, image grids, audio frames), in the order of their sequences.
+
+    Args:
+        values: `[M, ...]`.
+        counts: `[N]` int64, the rows that belong to each sequence; they add up to M.
+    """
+
+    values: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """A batch of N documents with T tokens in all.
+
+    Args:
+        input_ids: `[T]` int64.
+        position_ids: `[T]` int64, or `[A, T]` for multi-axis rope.
+        cu_seqlens: `[N + 1]` int32, the borders of the documents, from 0 to T.
+        labels: `[T]` int64, already shifted: the next token of the same document, or `IGNORE`.
+        token_fields: name -> `[T, ...]` (loss_weights, advantages, old_log_probs, ...).
+        sequence_fields: name -> `[N, ...]` (rewards, ...).
+        media: name -> `MediaField`.
+        group_ids: `[N]` int64; sequences of one group are never split over micro-batches or ranks.
+        names: where each sequence comes from, for messages (`data.jsonl:12`).
+        passengers: names of fields that ride along and that nobody needs to read; any other that a loss does not read is refused
+            by the engine, as it is most likely misspelt.
+
+    Integers of another width are taken and converted.
+
+    Raises:
+        BatchError: a shape, a dtype, a border or a label breaks the format.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    labels: Tensor
+    token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    media: Mapping[str, MediaField] = field(default_factory=dict)
+    group_ids: Tensor | None = None
+    names: tuple[str, ...] | None = None
+    passengers: frozenset[str] = frozenset()
+    bounds: tuple[int, ...] = field(init=False)
+    """`cu_seqlens` on the host: reading it never waits for a device."""
+
+    def __post_init__(self) -> None:
+        for name in ("input_ids", "position_ids", "labels", "group_ids"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, as_int64(value))
+        # Any width whose numbers int32 can hold.
+        if is_integer(self.cu_seqlens) and len(self.cu_seqlens) and int(self.cu_seqlens.max()) == len(self.input_ids):
+            object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to(torch.int32))
+        if isinstance(self.passengers, str):
+            raise BatchError(f"passengers={self.passengers!r}; give a collection of names, as in ({self.passengers!r},)")
+        object.__setattr__(self, "passengers", frozenset(self.passengers))
+        object.__setattr__(self, "bounds", _check_bounds(self.cu_seqlens, self.input_ids))
+        _check(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.bounds[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document; 0 for a batch without documents."""
+        return max(self.lengths, default=0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.input_ids.device
+
+    def name_of(self, sequence: int) -> str:
+        """What to call a sequence in a message."""
+        return self.names[sequence] if self.names else f"sequence {sequence}"
+
+    def groups(self) -> list[int]:
+        """The group of each sequence; a sequence without a group is its own."""
+        return list(range(self.num_sequences)) if self.group_ids is None else self.group_ids.tolist()
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on a device."""
+        moved = torch.device(device)
+        if moved == self.device:
+            return self
+        return self._map(lambda t: t.to(moved, non_blocking=True))
+
+    def with_fields(self, **token_fields: Tensor) -> Self:
+        """The same batch with token fields `[T, ...]` added or replaced."""
+        derived = self._derive(token_fields={**self.token_fields, **token_fields})
+        _check_fields(derived)
+        return derived
+
+    def with_sequence_fields(self, **sequence_fields: Tensor) -> Self:
+        """The same batch with sequence fields `[N, ...]` added or replaced."""
+        derived = self._derive(sequence_fields={**self.sequence_fields, **sequence_fields})
+        _check_fields(derived)
+        return derived
+
+    def with_passengers(self, *names: str) -> Self:
+        """The same batch, with these fields declared as ones that nobody needs to read."""
+        return self._derive(passengers=self.passengers | set(names))
+
+    def select(self, sequences: Sequence[int]) -> Self:
+        """The given sequences, in the given order, as a batch of their own."""
+        lengths = self.lengths
+        chosen = [lengths[i] for i in sequences]
+        bounds = (0, *accumulate(chosen))
+        device = self.device
+        if list(sequences) == list(range(sequences[0], sequences[0] + len(sequences)) if sequences else ()):
+            first = self.bounds[sequences[0]] if sequences else 0
+            tokens: Any = slice(first, first + bounds[-1])
+        else:
+            tokens = torch.cat([torch.arange(self.bounds[i], self.bounds[i + 1]) for i in sequences]).to(device)
+        rows = torch.tensor(list(sequences), dtype=torch.long, device=device)
+        return self._derive(
+            input_ids=self.input_ids[tokens],
+            position_ids=self.position_ids[..., tokens],
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+            labels=self.labels[tokens],
+            token_fields={k: v[tokens] for k, v in self.token_fields.items()},
+            sequence_fields={k: v[rows] for k, v in self.sequence_fields.items()},
+            media={k: _select_media(v, sequences) for k, v in self.media.items()},
+            group_ids=None if self.group_ids is None else self.group_ids[rows],
+            names=None if self.names is None else tuple(self.names[i] for i in sequences),
+            bounds=bounds,
+        )
+
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """`[T']` int64: where the tokens of `select(sequences)` stand in this batch."""
+        spans = [torch.arange(self.bounds[i], self.bounds[i + 1]) for i in sequences]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Batches end to end. All must carry the same fields; group ids are made distinct between batches.
+
+        Raises:
+            BatchError: no batch is given, or the fields differ.
+        """
+        if not batches:
+            raise BatchError("concat needs at least one batch")
+        first = batches[0]
+        for other in batches[1:]:
+            _same_fields(first, other)
+        sizes = [b.num_tokens for b in batches]
+        starts = [0, *accumulate(sizes)]
+        bounds = (0, *(start + edge for start, b in zip(starts, batches, strict=False) for edge in b.bounds[1:]))
+        return first._derive(
+            input_ids=torch.cat([b.input_ids for b in batches]),
+            position_ids=torch.cat([b.position_ids for b in batches], dim=-1),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=first.device),
+            labels=torch.cat([b.labels for b in batches]),
+            token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
+            sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
+            media={
+                k: MediaField(
+                    values=torch.cat([b.media[k].values for b in batches]),
+                    counts=torch.cat([b.media[k].counts for b in batches]),
+                )
+                for k in first.media
+            },
+            group_ids=None if first.group_ids is None else _distinct_groups([b.group_ids for b in batches]),
+            names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
+            passengers=frozenset().union(*(b.passengers for b in batches)),
+            bounds=bounds,
+        )
+
+    def _derive(self, **changes: Any) -> Self:
+        """A copy with changes that are right by construction: not checked again, so nothing waits for a device."""
+        copy = object.__new__(type(self))
+        for f in fields(self):
+            object.__setattr__(copy, f.name, changes.get(f.name, getattr(self, f.name)))
+        return copy
+
+    def _map(self, fn: Any) -> Self:
+        return self._derive(
+            input_ids=fn(self.input_ids),
+            position_ids=fn(self.position_ids),
+            cu_seqlens=fn(self.cu_seqlens),
+            labels=fn(self.labels),
+            token_fields={k: fn(v) for k, v in self.token_fields.items()},
+            sequence_fields={k: fn(v) for k, v in self.sequence_fields.items()},
+            media={k: MediaField(values=fn(v.values), counts=v.counts) for k, v in self.media.items()},
+            group_ids=None if self.group_ids is None else fn(self.group_ids),
+        )
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    """Whole numbers of any width as int64; any other tensor as it is."""
+    return tensor.to(torch.int64) if is_integer(tensor) else tensor
+
+
+def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | None = None) -> Tensor:
+    """Labels `[T]` of packed documents: the next token, `IGNORE` at the end of each document.
+
+    Args:
+        input_ids: `[T]`.
+        bounds: N + 1 borders.
+        supervised: `[T]` bool, the tokens to learn (as targets, so before the shift); all by default.
+    """
+    targets = input_ids if supervised is None else input_ids.masked_fill(~supervised, IGNORE)
+    labels = torch.roll(targets, -1)
+    # A document of no tokens has no last token, so an index of -1 must not wrap around.
+    labels[[end - 1 for start, end in pairwise(bounds) if end > start]] = IGNORE
+    return labels
+
+
+def check_read(fields: Iterable[str], read: Collection[str], passengers: Collection[str]) -> None:
+    """Refuse fields that nobody reads.
+
+    Args:
+        fields: names.
+        read: those that are read.
+        passengers: those that need not be.
+
+    Raises:
+        BatchError: names one of them, and the nearest that is read.
+    """
+    for name in fields:
+        if name in read or name in passengers:
+            continue
+        near = difflib.get_close_matches(name, read, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(read)) or 'none'}."
+        raise BatchError(
+            f"the batch has the field {name!r}, which nobody reads; {hint} Leave it out, or declare it: passengers=({name!r},) of a "
+            f"worker's config, or batch.with_passengers({name!r})"
+        )
+
+
+def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> tuple[int, ...]:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise BatchError(
+            f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be [N + 1] torch.int32, starting at 0"
+        )
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[0] != 0 or bounds[-1] != len(input_ids):
+        raise BatchError(
+            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to the {len(input_ids)} tokens of input_ids"
+        )
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        if end <= start:
+            raise BatchError(f"cu_seqlens gives sequence {i} the tokens {start} to {end}; a sequence has at least one")
+    return bounds
+
+
+def _check(batch: PackedBatch) -> None:
+    tokens, count = batch.num_tokens, batch.num_sequences
+    for name in ("input_ids", "labels"):
+        value: Tensor = getattr(batch, name)
+        if value.dtype != torch.int64 or value.shape != (tokens,):
+            raise BatchError(f"{name} is {tuple(value.shape)} {value.dtype}; it must be [{tokens}] torch.int64")
+    positions = batch.position_ids
+    if positions.dtype != torch.int64 or positions.dim() not in (1, 2) or positions.shape[-1] != tokens:
+        raise BatchError(
+            f"position_ids is {tuple(positions.shape)} {positions.dtype}; it must be [{tokens}] or [A, {tokens}] torch.int64"
+        )
+    _check_fields(batch)
+    for name, media in batch.media.items():
+        if media.counts.dtype != torch.int64 or media.counts.shape != (count,) or bool((media.counts < 0).any()):
+            raise BatchError(f"media field {name!r}: counts must be [{count}] torch.int64, none negative")
+        if int(media.counts.sum()) != len(media.values):
+            raise BatchError(
+                f"media field {name!r} has {len(media.values)} rows, but its counts add up to {int(media.counts.sum())}"
+            )
+    if batch.group_ids is not None and (batch.group_ids.dtype != torch.int64 or batch.group_ids.shape != (count,)):
+        raise BatchError(
+            f"group_ids is {tuple(batch.group_ids.shape)} {batch.group_ids.dtype}; it must be [{count}] torch.int64"
+        )
+    if batch.names is not None and len(batch.names) != count:
+        raise BatchError(f"names has {len(batch.names)} entries for {count} sequences")
+    _check_labels(batch)
+
+
+def _check_fields(batch: PackedBatch) -> None:
+    for kind, size in (("token", batch.num_tokens), ("sequence", batch.num_sequences)):
+        for name, value in getattr(batch, f"{kind}_fields").items():
+            if value.dim() == 0 or len(value) != size:
+                raise BatchError(f"{kind} field {name!r} is {tuple(value.shape)}; its first axis must be {size}")
+
+
+def _check_labels(batch: PackedBatch) -> None:
+    expected = shift_labels(batch.input_ids, batch.bounds)
+    wrong = ((batch.labels != IGNORE) & (batch.labels != expected)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
+        raise BatchError(
+            f"labels[{at}] = {int(batch.labels[at])} in {batch.name_of(sequence)}; labels are already shifted, so it must be "
+            f"{IGNORE} or the next token of the same document ({int(expected[at])}); `shift_labels` makes them"
+        )
+
+
+def _same_fields(a: PackedBatch, b: PackedBatch) -> None:
+    for name in ("token_fields", "sequence_fields", "media"):
+        left, right = set(getattr(a, name)), set(getattr(b, name))
+        if left != right:
+            raise BatchError(f"batches to concatenate differ in {name}: {sorted(left)} and {sorted(right)}")
+    for name in ("group_ids", "names"):
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
+            raise BatchError(f"batches to concatenate differ: only one of them has {name}")
+    if a.position_ids.dim() != b.position_ids.dim():
+        raise BatchError(
+            f"batches to concatenate differ in position_ids: {a.position_ids.dim()} and {b.position_ids.dim()} dimensions"
+        )
+
+
+def _distinct_groups(groups: Iterable[Tensor | None]) -> Tensor:
+    shifted, start = [], 0
+    for ids in groups:
+        assert ids is not None
+        # Numbered anew from `start`, so that groups of two batches never fuse.
+        _, dense = torch.unique(ids, return_inverse=True)
+        shifted.append(dense + start)
+        start += int(dense.max()) + 1 if len(dense) else 0
+    return torch.cat(shifted)
+
+
+def _select_media(media: MediaField, sequences: Sequence[int]) -> MediaField:
+    edges = [0, *accumulate(media.counts.tolist())]
+    rows = [r for i in sequences for r in range(edges[i], edges[i + 1])]
+    return MediaField(values=media.values[rows], counts=media.counts[list(sequences)])

@@ -1,0 +1,74 @@
+"""Objects and errors exchanged between ranks.
+
+Every exchange carries each rank's error besides its value, so an error that one rank raises outside of a collective is
+raised on all ranks at their next exchange, whichever exchange that is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import RemoteError
+
+
+def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: Exception | None = None) -> list[Any]:
+    """Gather every rank's value. Collective over the group.
+
+    Args:
+        value: A picklable object.
+        group: The ranks that take part; the default process group if None.
+        error: This rank's error, which is raised on all ranks instead of returning values.
+
+    Returns:
+        The values in the group's rank order.
+
+    Raises:
+        Exception: This rank's own error.
+        RemoteError: Another rank's error, with that rank's number and message.
+    """
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (text, value), group=group)
+    if error is None:
+        failed = next(((rank, text) for rank, (text, _) in enumerate(gathered) if text is not None), None)
+        if failed is None:
+            return [value for _, value in gathered]
+        error = RemoteError(f"rank {failed[0]} failed: {failed[1]}")
+    error.raised_on_ranks = known_to(error) | _ranks(group)  # type: ignore[attr-defined]
+    raise error
+
+
+@contextmanager
+def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
+    """Raise an error of one rank on all ranks when the block ends. Collective over the group.
+
+    Blocks may be nested over the same ranks. A rank that fails before it reaches the inner block meets the others there, at the
+    end of their inner block; that error is then raised on all ranks and the outer blocks exchange nothing more.
+
+    Args:
+        group: The ranks that take part; the default process group if None.
+
+    Raises:
+        Exception: This rank's own error.
+        RemoteError: Another rank's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _ranks(group) <= known_to(error):
+            all_gather_object(None, group, error=error)
+        raise
+    all_gather_object(None, group)
+
+
+def known_to(error: BaseException) -> frozenset[int]:
+    """Return the global ranks on which an error has been raised by an exchange: none of them waits for the rank that raised it."""
+    ranks: frozenset[int] = getattr(error, "raised_on_ranks", frozenset())
+    return ranks
+
+
+def _ranks(group: ProcessGroup | None) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group))

@@ -1,0 +1,225 @@
+"""Parallel sizes, ranks and process groups.
+
+The ranks of an engine form a grid `[pp, dp_replicate, dp_shard, cp, tp]`, tensor parallel fastest, so that the ranks that
+talk most are neighbours on one machine. What data-parallel ranks share is sharded over dp_shard x cp and replicated over
+dp_replicate.
+"""
+
+import datetime
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..config import ParallelConfig
+from ..errors import TopologyError
+from .collectives import all_gather_object, collective_errors
+from .process_groups import EngineGroups, private_group
+from .collectives import all_gather_object, collective_errors
+from .process_groups import EngineGroups, private_group
+
+
+def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """Fill in dp_shard, and check that the axes make the number of processes.
+
+    Raises:
+        TopologyError: they do not.
+    """
+    axes = {
+        "dp_replicate": parallel.dp_replicate,
+        "cp": parallel.cp,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        **({} if parallel.dp_shard is None else {"dp_shard": parallel.dp_shard}),
+    }
+    for name, size in (*axes.items(), ("vpp", parallel.vpp), ("ep", parallel.ep), ("etp", parallel.etp)):
+        if size < 1:
+            raise TopologyError(f"engine.parallel.{name}={size}; a size is at least 1")
+    product = 1
+    for size in axes.values():
+        product *= size
+    shown = " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1 or name == "dp_shard") or "1"
+    if parallel.dp_shard is not None:
+        if product != world_size:
+            raise TopologyError(
+                f"engine.parallel asks for {product} processes ({shown}), but {world_size} run; start {product}, or leave "
+                "dp_shard unset to have it inferred"
+            )
+        return parallel
+    if world_size % product:
+        raise TopologyError(
+            f"engine.parallel ({shown}) needs a multiple of {product} processes, but {world_size} run; start a multiple (torchrun --nproc-per-node, or --nproc), or "
+            "make the layout smaller"
+        )
+    return replace(parallel, dp_shard=world_size // product)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Topology:
+    """Where this process stands in an engine's grid, and the groups it talks in.
+
+    Args:
+        parallel: resolved sizes.
+        grid: global ranks, `[pp, dp_replicate, dp_shard, cp, tp]`.
+        device: of this process.
+        rank: this process's place in the flattened grid.
+        dp_rank: which share of the batch it works on.
+        dp_size: number of shares.
+        cp_rank: which slice of the sequence it holds.
+        tp_rank: which part of every matrix.
+        pp_rank: which stage of the pipeline.
+        world: all ranks of the engine.
+        host: the same ranks over gloo, for objects and errors, whatever the device.
+        shard: the ranks among which parameters, or their optimizer state, are sharded: dp_shard x cp.
+        replicate: the ranks that hold the same shard; None for one.
+        cp: the ranks that share sequences; None for one.
+        pp: the stages that a micro-batch travels through; None for one.
+    """
+
+    parallel: ParallelConfig
+    grid: Tensor
+    device: torch.device
+    rank: int
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    tp_rank: int
+    pp_rank: int
+    world: ProcessGroup
+    host: ProcessGroup
+    shard: ProcessGroup
+    replicate: ProcessGroup | None
+    cp: ProcessGroup | None
+    pp: ProcessGroup | None
+    _groups: EngineGroups
+
+    @classmethod
+    def build(
+        cls,
+        parallel: ParallelConfig,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        timeout: datetime.timedelta | None = None,
+    ) -> Self:
+        """Make the groups of an engine. Collective over `ranks` alone, not over the whole job.
+
+        Args:
+            parallel: sizes.
+            device: of this process.
+            ranks: global ranks of the engine; all by default.
+            timeout: of its groups; that of `init_distributed` by default.
+
+        Raises:
+            TopologyError: no default process group, this process is not in `ranks`, or the sizes do not fit.
+        """
+        if not dist.is_initialized():
+            raise TopologyError("no default process group; call drivetrain.engine.init_distributed() first")
+        members = tuple(sorted(ranks)) if ranks is not None else tuple(range(dist.get_world_size()))
+        if dist.get_rank() not in members:
+            raise TopologyError(f"rank {dist.get_rank()} is not among the engine's ranks {members}")
+        sizes = resolve_parallel(parallel, len(members))
+        assert sizes.dp_shard is not None
+        rank = members.index(dist.get_rank())
+        grid = torch.tensor(members).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+        flat = torch.arange(len(members)).view_as(grid)
+        stage, replica, shard, cp_rank, tp_rank = (int(x) for x in (flat == rank).nonzero()[0])
+        groups = EngineGroups(timeout)
+
+        def group(members: Tensor, backend: str | None = None) -> ProcessGroup:
+            return groups.get(members.flatten().tolist(), backend)
+
+        return cls(
+            parallel=sizes,
+            grid=grid,
+            device=device,
+            rank=rank,
+            dp_rank=replica * sizes.dp_shard + shard,
+            dp_size=sizes.dp_replicate * sizes.dp_shard,
+            cp_rank=cp_rank,
+            tp_rank=tp_rank,
+            pp_rank=stage,
+            world=group(grid),
+            host=group(grid, "gloo"),
+            shard=group(grid[stage, replica, :, :, tp_rank]),
+            replicate=group(grid[stage, :, shard, cp_rank, tp_rank]) if sizes.dp_replicate > 1 else None,
+            cp=group(grid[stage, replica, shard, :, tp_rank]) if sizes.cp > 1 else None,
+            pp=group(grid[:, replica, shard, cp_rank, tp_rank]) if sizes.pp > 1 else None,
+            _groups=groups,
+        )
+
+    def group(self, ranks: Tensor) -> ProcessGroup:
+        """A further group of this engine, given back with the others. Collective over `ranks`."""
+        return self._groups.get(ranks.flatten().tolist())
+
+    def private_group(self) -> ProcessGroup:
+        """A further gloo group of all ranks, that nobody else uses: for a thread, which may outlive the engine. Collective."""
+        return private_group(self.ranks, self._groups.timeout)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the engine, in grid order."""
+        return tuple(self.grid.flatten().tolist())
+
+    @property
+    def seed_rank(self) -> int:
+        """What this rank's random numbers depend on: tensor-parallel ranks hold the same activations, and must drop alike."""
+        return self.rank // self.parallel.tp
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of."""
+        return self.parallel.token_multiple
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: an interleaved pipeline works on groups of them."""
+        return self.parallel.pp if self.parallel.vpp > 1 else 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head."""
+        return self.pp_rank == self.parallel.pp - 1
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """The last pipeline stage's tensor, on every stage. Collective over the stages; shapes and dtypes are equal."""
+        if self.pp is not None:
+            moved = value.to(self.device)
+            dist.broadcast(moved, group=self.pp, group_src=self.parallel.pp - 1)
+            return moved.to(value.device)
+        return value
+
+    @property
+    def size(self) -> int:
+        """Number of processes of the engine."""
+        return len(self.ranks)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank answers for its data-parallel share: the first of the ranks that hold the same outputs."""
+        return self.cp_rank == 0 and self.tp_rank == 0 and self.is_last_stage
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the engine's first rank."""
+        return self.rank == 0
+
+    def all_gather_object(self, value: Any, *, error: Exception | None = None) -> list[Any]:
+        """Gather every rank's value, in grid order; see `collectives.all_gather_object`. Collective."""
+        return all_gather_object(value, self.host, error=error)
+
+    def collective_errors(self) -> AbstractContextManager[None]:
+        """Raise an error of one rank on all ranks of the engine; see `collectives.collective_errors`. Collective."""
+        return collective_errors(self.host)
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the engine."""
+        dist.barrier(group=self.host)
+
+    def close(self) -> None:
+        """Free the groups, for the next engine on the same ranks."""
+        self._groups.close()

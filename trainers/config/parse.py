@@ -1,0 +1,250 @@
+"""From YAML and dotted overrides to a typed config. Imports no torch: `--help` and a typing error answer at once."""
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from ...engine.config import EngineConfig, expand_path
+from ...engine.errors import ConfigError
+from ...engine.registry import backends, options_class
+
+log = logging.getLogger(__name__)
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+FOREIGN = {
+    "learning_rate": "optim.lr",
+    "num_train_epochs": "trainer.epochs",
+    "num_epochs": "trainer.epochs",
+    "per_device_train_batch_size": "data.batch_size",
+    "micro_batch_size": "engine.micro_batch.max_tokens",
+    "gradient_accumulation_steps": "data.batch_size",
+    "max_seq_length": "data.max_length",
+    "sequence_len": "data.max_length",
+    "lr_scheduler_type": "optim.schedule",
+    "load_in_4bit": "model.quantization",
+    "load_in_8bit": "model.quantization",
+}
+"""What others call a setting."""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: its dotted name, type, default, help line, and whether it names files or folders."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    path: bool
+
+
+def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
+    """Every setting of a config class, depth first.
+
+    Args:
+        cls: the class.
+        prefix: of the names.
+        defaults: an object of the class; one that nothing was set of by default.
+    """
+    hints, defaults = get_type_hints(cls), cls() if defaults is None else defaults
+    for f in fields(cls):
+        name, hint, default = prefix + f.name, hints[f.name], getattr(defaults, f.name)
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from keys(hint, f"{name}.", default)
+        else:
+            yield Key(name, _type_name(hint), default, f.metadata.get("help", ""), f.metadata.get("path", False))
+
+
+def _type_name(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
+    if text.startswith("typing.Literal["):
+        return " | ".join(text.removeprefix("typing.Literal[").removesuffix("]").replace("'", "").split(", "))
+    return text.replace("typing.", "").replace("NoneType", "None")
+
+
+def help_text(cls: type, usage: str) -> str:
+    """What `--help` prints."""
+    lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
+    lines.append(f"Built-in recipes: {', '.join(recipes_of(cls))}")
+    lines.append("")
+    rows = [k for k in keys(cls) if k.name != "engine.options"]
+    for backend in backends():
+        options = options_class(backend)
+        if options is not None:
+            rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
+    for key in rows:
+        shown = list(key.default) if isinstance(key.default, tuple) else key.default
+        choices = f" ({key.type})" if " | " in key.type and "None" not in key.type else ""
+        lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
+    return "\n".join(lines)
+
+
+def recipes_of(cls: type) -> list[str]:
+    """Names of the built-in recipes of a trainer, by its config class."""
+    return sorted(p.stem for p in RECIPES.glob(f"{cls.__name__.removesuffix('Config').lower()}*.yaml"))
+
+
+def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
+    """Defaults, then the recipe, then overrides; typed.
+
+    Args:
+        cls: the config class.
+        argv: words like `recipe=sft_demo engine.parallel.cp=2`.
+        usage: first lines of `--help`, which prints and exits.
+
+    Raises:
+        ConfigError: an unknown key (the nearest is suggested), a wrong type, a recipe that is not there.
+    """
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_text(cls, usage))
+        raise SystemExit(0)
+    layers = [_words([w for w in argv if not w.startswith("recipe=")])]
+    recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
+    if len(recipes) > 1:
+        raise ConfigError(f"recipe= is given {len(recipes)} times; give one")
+    if recipes:
+        layers.insert(0, _recipe(recipes[0], recipes_of(cls)))
+    backend = next(
+        (b for layer in reversed(layers) if (b := OmegaConf.select(layer, "engine.backend")) is not None),
+        EngineConfig().backend,
+    )
+    if recipes and OmegaConf.select(layers[0], "engine.backend", default=EngineConfig().backend) != backend:
+        # What only the recipe's engine has says nothing to another one.
+        left = OmegaConf.select(layers[0], "engine.options")
+        if left:
+            log.warning("engine.backend=%s: engine.options of the recipe's engine are left out (%s)", backend, ", ".join(left))
+            layers[0].engine.pop("options")
+    options = options_class(str(backend))
+    known = {key.name for key in keys(cls)}
+    if options is not None:
+        known |= {key.name for key in keys(options, "engine.options.")}
+    lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
+    free = {key.name for key in keys(cls) if key.type.startswith("dict[")}
+    try:
+        for layer in layers:
+            _check_keys(layer, known, free)
+            for name in lists:
+                if isinstance(value := OmegaConf.select(layer, name), str):
+                    OmegaConf.update(layer, name, [value])
+        base = OmegaConf.structured(cls)
+        if options is not None:
+            with read_write(base.engine):  # frozen dataclasses make read-only nodes
+                base.engine.options = OmegaConf.structured(options)
+        merged = OmegaConf.merge(base, *layers)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as e:
+        where = f"{e.full_key}: " if e.full_key else ""
+        hint = "; ${...} is another setting, an environment variable is written $NAME" if "Interpolation" in str(e) else ""
+        raise ConfigError(f"{where}{str(e).splitlines()[0]}{hint}") from e
+    assert isinstance(result, cls)
+    return result
+
+
+def _words(words: Sequence[str]) -> DictConfig:
+    for word in words:
+        if "=" not in word or word.startswith("-"):
+            if word.startswith("--") and "=" in word:
+                raise ConfigError(f"{word!r} is no setting; write {word.lstrip('-')}")
+            raise ConfigError(f"{word!r} is no setting; write key=value, as in engine.parallel.cp=2 (--help lists all)")
+    try:
+        # YAML takes a word that begins with * for a reference; here it is a pattern.
+        return OmegaConf.from_dotlist([re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word) for word in words])
+    except Exception as e:
+        raise ConfigError(f"the settings cannot be read: {e}") from e
+
+
+def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
+    path = Path(expand_path(name, "recipe")) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
+        raise ConfigError(f"recipe={name} is another trainer's; this one has {', '.join(built_in)}")
+    if not path.is_file():
+        near = difflib.get_close_matches(name, built_in, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"recipe={name} does not exist; {hint}built in are {', '.join(built_in)}, or give the path of a .yaml file"
+        )
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as e:
+        raise ConfigError(f"recipe={name}: {path} is no valid YAML: {e}") from e
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"recipe={name}: {path} holds no settings")
+    base = loaded.pop("recipe", None)
+    if base is None:
+        return loaded
+    if depth > 4:
+        raise ConfigError(f"recipe={name}: recipes that stand on recipes go round in a circle")
+    return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
+
+
+def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
+    for name in _leaves(layer):
+        if name in known or any(k.startswith(f"{name}.") for k in known) or any(name.startswith(f"{k}.") for k in free):
+            continue
+        if name.startswith("engine.options."):
+            own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
+            raise ConfigError(f"unknown setting {name!r}; engine.options of this backend has {own}")
+        last = name.rpartition(".")[2]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
+            last, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7
+        )
+        full = FOREIGN.get(last) or next((k for k in sorted(known) if near and k.endswith(near[0])), None)
+        raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all)")
+
+
+def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        value = node._get_node(key)
+        name = f"{prefix}{key!s}"
+        if isinstance(value, DictConfig) and len(value):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name
+
+
+def to_yaml(config: Any) -> str:
+    """A resolved config as YAML, with every key."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config))))
+
+
+def changes(config: Any) -> dict[str, Any]:
+    """The settings that differ from their defaults, by dotted name."""
+    found: dict[str, Any] = {}
+    for key in keys(type(config)):
+        value: Any = config
+        for part in key.name.split("."):
+            value = getattr(value, part)
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= {f"{key.name}.{n}": v for n, v in changes(value).items()}
+        elif value != key.default:
+            found[key.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def differences(old: Path, config: Any) -> list[str]:
+    """What an earlier run's `config.yaml` says otherwise, as lines of `name: old -> new`."""
+    before, now = OmegaConf.load(old), OmegaConf.create(_plain(asdict(config)))
+    lines = []
+    moved = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
+    for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
+        a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
+        # Another backend has other options; that it is another says it all.
+        if a != b and not (moved and name.startswith("engine.options")):
+            lines.append(f"{name}: {a} -> {b}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""`drivetrain demo`: training a tiny model on embedded tasks."""

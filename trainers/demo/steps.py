@@ -1,0 +1,36 @@
+"""Steps of the demos that need torch, each in a fresh process: `processes`, `make ROOT`, `make-pairs ROOT`,
+`answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN`, `judge-rm MODEL DATA SHOWN`."""
+
+import sys
+from pathlib import Path
+
+from .addition import accuracy, write_data, write_model
+from .rising_digits import preference_accuracy, write_pairs
+
+SEED = 0
+
+
+def main(argv: list[str]) -> None:
+    """Run one step."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if argv[0] == "make":
+        write_data(Path(argv[1]) / "data", SEED)
+        write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0] == "make-pairs":
+        write_pairs(Path(argv[1]) / "data", SEED)
+        write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0].startswith("judge-"):
+        logging.set_verbosity_error()
+        print(preference_accuracy(Path(argv[1]), Path(argv[2]), reward=argv[0] == "judge-rm", show=int(argv[3])))
+    elif argv[0] == "processes":
+        import torch
+
+        print(min(2, torch.cuda.device_count() or 2))
+    else:
+        print(accuracy(Path(argv[1]), Path(argv[2]), show=int(argv[3])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,163 @@
+"""What a person sees of a run: a line that lives on a terminal, lines elsewhere, and what a summary says at the end."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+from .samples import Answer
+
+SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
+"""Metrics that a line shows, where there are such."""
+
+
+class Console:
+    """Progress.
+
+    Args:
+        total_steps: of the run.
+        every: steps between lines, where there is no terminal.
+        out: where to; standard output by default.
+    """
+
+    def __init__(self, total_steps: int, every: int, out: RichConsole | None = None) -> None:
+        self._out = out or RichConsole(highlight=False)
+        self._total, self._every, self._start = total_steps, every, time.monotonic()
+        self._made = 0
+        self._live: Live | None = None
+        if self._out.is_terminal:
+            # It also lifts what others print above the line.
+            self._live = Live(console=self._out, transient=True, refresh_per_second=4)
+            self._live.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Show it."""
+        if record.get("split") == "eval":
+            measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
+            self._out.print(
+                f"[bold]eval[/bold]  step {record['step']}  {measured}  {record['tokens']} tokens  {record['seconds']:.1f} s",
+                soft_wrap=True,
+            )
+            return
+        self._made, step = self._made + 1, record["step"]
+        left = (time.monotonic() - self._start) / self._made * (self._total - step)
+        line = progress_line(record, self._total, left)
+        if self._live is not None:
+            self._live.update(Text(line, style="red" if record["skipped"] else ""))
+        elif step % self._every == 0 or step == self._total:
+            self._out.print(line, markup=False, soft_wrap=True)
+
+    def answers(self, step: int, given: Sequence[Answer]) -> None:
+        """Print them."""
+        for answer in given:
+            self._out.print(
+                f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    wanted {answer.wanted!r}",
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class Summary:
+    """Keeps what there is to say of a run at its end.
+
+    Args:
+        total_steps: of the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total, self._start = total_steps, time.monotonic()
+        self._first: Mapping[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
+        self._speeds: list[float] = []
+        self._shares: list[float] = []
+        self._tokens = self._skipped = 0
+        self._seconds = 0.0
+        self._evaluated: list[tuple[float, int]] = []
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Keep of it what the summary needs."""
+        if record.get("split") == "eval":
+            self._evaluated.append((record["loss"], record["step"]))
+            return
+        self._first, self._last = self._first or record, record
+        self._speeds.append(record["tokens_per_s"])
+        if record["mfu"] is not None:
+            self._shares.append(record["mfu"])
+        self._tokens += record["tokens"]
+        self._skipped += record["skipped"]
+        self._seconds += record["seconds"]
+
+    def answers(self, step: int, given: Sequence[Answer]) -> None:
+        """Not part of a summary."""
+
+    def close(self) -> None:
+        """Nothing to flush."""
+
+    def lines(self, left: Mapping[str, str]) -> list[str]:
+        """What was done.
+
+        Args:
+            left: what is in the run's folder, by name.
+        """
+        rows: dict[str, str] = {}
+        if self._speeds:
+            # The first step compiles and allocates.
+            speed, mfu = (
+                statistics.median(values[1:] or values) if values else None for values in (self._speeds, self._shares)
+            )
+            skipped = f", {self._skipped} skipped" if self._skipped else ""
+            rows = {
+                "steps": f"{self._first['step']} to {self._last['step']} of {self._total}{skipped}",
+                "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
+                "loss": f"{self._first['loss']:.4g} at first, {self._last['loss']:.4g} at last",
+                "tokens": f"{self._tokens}, {speed:.0f} a second (median)",
+                "mfu": share(mfu),
+                "peak memory": f"{self._last['peak_gib']:.2f} GiB",
+            }
+        if self._evaluated:
+            lowest, step = min(self._evaluated)
+            rows["evaluation"] = f"loss {self._evaluated[-1][0]:.4g} at last, {lowest:.4g} at lowest (step {step})"
+        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
+
+
+def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
+    """One step in one line.
+
+    Args:
+        record: of the step.
+        total: steps of the run.
+        left: seconds to its end.
+    """
+    parts = [
+        f"step {record['step']}/{total}",
+        f"loss {record['loss']:.4f}",
+        *(f"{name} {record[name]:.3f}" for name in SHOWN if name in record),
+        f"grad_norm {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_s']:.0f} tokens/s",
+        f"mfu {share(record['mfu'])}",
+        f"{record['peak_gib']:.1f} GiB",
+        f"{duration(left)} left",
+    ]
+    return "  ".join([*parts, *(["skipped"] if record["skipped"] else [])])
+
+
+def share(value: float | None) -> str:
+    """A share in percent; a dash where the device's peak is not known."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """`h:mm:ss`."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,1 @@
+"""What is trained: supervised fine-tuning, preferences, reward models."""

@@ -1,0 +1,1 @@
+"""`drivetrain parity`: engines and layouts compared with plain Hugging Face."""

@@ -1,0 +1,220 @@
+"""What the processes of `drivetrain parity` do: `JOB reference`, or `JOB N` for the rows of N processes."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from ...engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
+from ...engine.conformance.reference import Reference
+from ...engine.conformance.tiny import FAMILIES, save_tiny_model
+from ...engine.errors import ConfigError, DrivetrainError
+from ...engine.packing.batch import IGNORE
+from ...engine.parallel.process import leave, report_failure
+from ...engine.parallel.process_groups import close_distributed, init_distributed
+from ...engine.registry import engine_class
+from ...workers.losses.sft import SFTLoss
+from ..config.sections import DataConfig, SFTConfig
+from ..data.dataset import Samples
+from ..data.loader import Cursor, Loader, Order
+from ..demo.addition import DIGITS, make_tokenizer
+from ..methods.base import SFTMethod
+from ..validate import load_data
+from .command import Job, Row, relative
+
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+LAYERS = 4
+CHATS = 64
+
+
+def model_folder(job: Job, model: str) -> Path:
+    """Of a row's model: the user's, or an embedded tiny one's."""
+    return Path(model) if Path(model).is_dir() else Path(job.folder) / model
+
+
+def make_models(job: Job) -> None:
+    """The embedded tiny models that the rows ask for, and the embedded samples.
+
+    Raises:
+        ConfigError: neither a folder nor a family.
+    """
+    for model in {row.model for row in job.rows}:
+        folder = model_folder(job, model)
+        if folder.is_dir():
+            continue
+        if model not in FAMILIES:
+            raise ConfigError(f"--model {model} is no folder; the embedded tiny families are {', '.join(FAMILIES)}")
+        layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
+        kinds = FAMILIES[model].get("layer_types")
+        if kinds is not None:
+            layers["layer_types"] = kinds * (LAYERS // len(kinds))
+        save_tiny_model(folder, model, **layers)
+        make_tokenizer().save_pretrained(folder)
+    if job.data is None:
+        _write_chats(Path(job.folder) / "chats.jsonl")
+
+
+def _write_chats(path: Path) -> None:
+    random = Random(0)
+
+    def text(longest: int) -> str:
+        return "".join(random.choices(DIGITS + "+=", k=random.randint(1, longest)))
+
+    with open(path, "w") as file:
+        for _ in range(CHATS):
+            turns = [{"role": role, "content": text(25)} for role in ("user", "assistant") * random.randint(1, 2)]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def config_of(job: Job, row: Row) -> SFTConfig:
+    """The SFT run whose first steps a row makes."""
+    return SFTConfig(
+        model=ModelConfig(path=str(model_folder(job, row.model))),
+        data=DataConfig(train=(job.data or f"{job.folder}/chats.jsonl",), batch_size=job.batch_size),
+        engine=EngineConfig(
+            backend=row.backend,
+            parallel=row.parallel,
+            precision=PrecisionConfig(params="float32", compute="bfloat16" if job.dtype == "bfloat16" else "float32"),
+            micro_batch=MicroBatchConfig(max_tokens=job.max_tokens),
+        ),
+        optim=OPTIM,
+    )
+
+
+def loader_of(samples: Samples, config: SFTConfig) -> Loader:
+    """The SFT trainer's batches."""
+    order = Order(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
+    return Loader(samples, order, batch_size=config.data.batch_size)
+
+
+def documents_of(samples: Samples, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
+    """Each step's documents and which of their tokens are targets, for a loop that knows no packing."""
+    batches = loader_of(samples, config).batches(Cursor())
+    for _ in range(steps):
+        batch = next(batches)[0].share(0, 1, 0.0).batch
+        documents, masks = [], []
+        for start, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
+            documents.append(batch.input_ids[start:end].tolist())
+            # Labels are shifted: that of a token says whether the next one is learned.
+            masks.append([False, *(batch.labels[start : end - 1] != IGNORE).tolist()])
+        yield documents, masks
+
+
+def make_reference(job: Job) -> None:
+    """Plain Hugging Face, one document at a time; for bfloat16 twice, to see what the format alone does."""
+    make_models(job)
+    init_distributed()
+    check_rows(job)
+    found: dict[str, Any] = {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
+    for row in {row.model: row for row in possible}.values():
+        config = config_of(job, row)
+        _, samples, _ = load_data(config, SFTMethod(config))
+        told: dict[str, Any] = {}
+        for dtype in dict.fromkeys(("float32", job.dtype)):
+            reference = Reference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
+            steps = [reference.step(*step) for step in documents_of(samples, config, job.steps)]
+            told[dtype] = [{"loss": s.loss, "grad_norm": s.grad_norm} for s in steps]
+            if dtype == "float32":
+                weights = {name: value.cpu().contiguous() for name, value in reference.weights().items()}
+                save_file(weights, str(_weights_file(job, row)))
+        found[row.model] = {"steps": told["float32"]}
+        if job.dtype != "float32":
+            kinds = ("loss", "grad_norm")
+            found[row.model]["rounding"] = {
+                k: relative([s[k] for s in told[job.dtype]], [s[k] for s in told["float32"]]) for k in kinds
+            }
+    (Path(job.folder) / "references.json").write_text(json.dumps(found))
+    close_distributed()
+
+
+def check_rows(job: Job) -> None:
+    """Refuse rows that configs alone tell to be impossible, before a process is started for them."""
+    for i, row in enumerate(job.rows):
+        config = config_of(job, row)
+        try:
+            engine_class(row.backend)(
+                model=config.model, engine=config.engine, optim=config.optim, ranks=range(row.nproc)
+            ).check()
+        except DrivetrainError as e:
+            job.result(i).write_text(json.dumps({"error": str(e)}))
+
+
+def _weights_file(job: Job, row: Row) -> Path:
+    # By number: folders of two models may have one name.
+    models = list(dict.fromkeys(r.model for r in job.rows))
+    return Path(job.folder) / f"reference-{models.index(row.model)}.safetensors"
+
+
+def run_row(job: Job, row: Row) -> dict[str, Any]:
+    """Train one row's steps; what they gave, or what refused them. Collective over its processes."""
+    config = config_of(job, row)
+    try:
+        engine = engine_class(row.backend)(model=config.model, engine=config.engine, optim=config.optim)
+        engine.check()
+        _, samples, _ = load_data(config, SFTMethod(config))
+        engine.initialize()
+    except DrivetrainError as e:
+        return {"error": str(e)}
+    try:
+        batches = loader_of(samples, config).batches(Cursor())
+        steps = []
+        for _ in range(job.steps):
+            drawn, _ = next(batches)
+            result = engine.train_batch(drawn.share_of(engine).batch, SFTLoss())
+            steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
+        wanted = load_file(str(_weights_file(job, row)))
+        with engine.named_weights() as stream:
+            off = max(float((value.cpu().float() - wanted[name]).abs().max()) for name, value in stream)
+        return {"steps": steps, "weights_off": off}
+    except DrivetrainError as e:
+        return {"error": str(e)}
+    finally:
+        engine.close()
+
+
+def run_rows(job: Job, nproc: int) -> None:
+    """All rows of so many processes, one after the other; each result is written as it comes."""
+    init_distributed()
+    for i, row in enumerate(job.rows):
+        if row.nproc != nproc or job.result(i).is_file():
+            continue
+        # Nobody reads a result before everybody has looked for it.
+        dist.barrier()
+        try:
+            result = run_row(job, row)
+        except Exception as e:  # a backend may fail in any way; others may wait for this rank, so the processes start anew
+            job.result(i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
+            raise
+        if dist.get_rank() == 0:
+            job.result(i).write_text(json.dumps(result))
+    close_distributed()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do one part of a job."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    job = Job.read(argv[0])
+    try:
+        if argv[1] == "reference":
+            make_reference(job)
+        else:
+            run_rows(job, int(argv[1]))
+    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+        report_failure(e)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

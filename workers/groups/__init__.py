@@ -1,0 +1,1 @@
+"""Groups of worker processes: local under torchrun, and on Ray."""
