@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine.checkpoint.hf_folder import ADAPTER_STEM, CONFIGS, Entry
-from ..engine.checkpoint.tensor_slices import Box
+from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError
 from ..engine.hf.names import PEFT_PREFIX
 from .plan import DTYPES, FLOATS
 from .sources import CheckpointSource, FolderSource
-from .streaming import Room
+from .streaming import BlockBuffer
 
 
-class Folded:
-    """The base model's blocks with the adapters' products added, in float32 on the way, as the engines fold them.
+class MergedAdapters:
+    """The base model's blocks with the adapters' products added, in float32 on the way, as the engines merge them.
 
     Args:
         adapters: checkpoint of the run.
@@ -76,7 +76,7 @@ class Folded:
                     "model that the run began with"
                 )
 
-    def block(self, name: str, part: Box, room: Room) -> Any:
+    def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
         from ..engine.checkpoint.local_shards import as_tensor, raw
 
@@ -89,14 +89,14 @@ class Folded:
         self._base.read(name, part, stored)
         if name not in self._pairs and was == becomes:
             return stored
-        out = as_tensor(room.take("folded", becomes, part.length), becomes)
-        # First the format that the run trained in, then the sum: as an engine that folds does.
+        out = as_tensor(room.take("merged", becomes, part.length), becomes)
+        # First the format that the run trained in, then the sum: as an engine that merges does.
         out.copy_(as_tensor(stored, was))
         if name in self._pairs:
             out.copy_(out.float() + self._delta(name, part, room))
         return raw(out)
 
-    def _delta(self, name: str, part: Box, room: Room) -> Any:
+    def _delta(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """Rows of the product of an adapter's factors."""
         from ..engine.ops.lora import adapter_product
 
@@ -106,11 +106,11 @@ class Folded:
             return adapter_product(self._factor(up, None, room), self._factor(down, None, room)[:, rows], self._scale).T
         return adapter_product(self._factor(up, rows, room), self._factor(down, None, room), self._scale)
 
-    def _factor(self, name: str, rows: slice | None, room: Room) -> Any:
+    def _factor(self, name: str, rows: slice | None, room: BlockBuffer) -> Any:
         from ..engine.checkpoint.local_shards import as_tensor
 
         dtype, shape = self._adapters.entries[name]
-        part = Box((rows.start if rows else 0, 0), (rows.stop - rows.start if rows else shape[0], shape[1]))
+        part = TensorSlice((rows.start if rows else 0, 0), (rows.stop - rows.start if rows else shape[0], shape[1]))
         out = room.take(name[-13:], dtype, part.length)
         self._adapters.read(name, part, out)
         return as_tensor(out, dtype)

@@ -49,9 +49,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("output", help="folder to write")
         parser.add_argument(
             "--adapters",
-            choices=("folded", "only"),
-            default="folded",
-            help="of LoRA: folded into the base (default), or alone",
+            choices=("merged", "only"),
+            default="merged",
+            help="of LoRA: merged into the base (default), or alone",
         )
         parser.add_argument("--base", help="base model of the adapters; default: the one that the run names")
         parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as trained")

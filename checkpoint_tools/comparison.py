@@ -14,11 +14,11 @@ from ..engine.checkpoint.hf_folder import natural
 from ..engine.checkpoint.manifest import Manifest
 from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.checkpoint.safetensors_io import BLOCK_BYTES, ITEMSIZE, CheckedFile
-from ..engine.checkpoint.tensor_slices import Box
+from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 from ..engine.errors import CheckpointError
 from .sources import CheckpointSource, Source, is_hf_folder, open_source
-from .streaming import Progress, Room, blocks_of
+from .streaming import BlockBuffer, Progress, blocks_of
 
 
 @dataclass(kw_only=True)
@@ -86,10 +86,10 @@ def _kinds(manifest: Manifest) -> list[str]:
 def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int, progress: Progress | None) -> None:
     own = threading.local()
 
-    def one(name: str, part: Box) -> tuple[int, float]:
+    def one(name: str, part: TensorSlice) -> tuple[int, float]:
         """Elements that differ in a block, and the largest difference."""
         if not hasattr(own, "rooms"):
-            own.rooms = Room(), Room()
+            own.rooms = BlockBuffer(), BlockBuffer()
         kinds = a.entries[name][0], b.entries[name][0]
         found = [room.take("", kind, part.length) for room, kind in zip(own.rooms, kinds, strict=True)]
         for source, out in zip((a, b), found, strict=True):
@@ -100,7 +100,7 @@ def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int
             return 0, 0.0
         return _difference(found, kinds)
 
-    parts: list[tuple[str, Box]] = []
+    parts: list[tuple[str, TensorSlice]] = []
     for name in sorted(set(a.entries) & set(b.entries), key=natural):
         (kind_a, shape_a), (kind_b, shape_b) = a.entries[name], b.entries[name]
         if shape_a != shape_b:
@@ -182,7 +182,7 @@ def verify(where: Path | str, *, workers: int | None = None, progress: Progress 
 
     def one(file: CheckedFile, start: int) -> int:
         if not hasattr(own, "room"):
-            own.room = Room()
+            own.room = BlockBuffer()
         out = own.room.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
         file.read_into(start, memoryview(out))
         if progress is not None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.local_shards import DTYPES
 from ..engine.checkpoint.safetensors_io import count, shape_of
-from ..engine.checkpoint.tensor_slices import Box, intersect
+from ..engine.checkpoint.tensor_slices import TensorSlice, intersect
 from ..engine.errors import CheckpointError
 from .foreign import copy_part, load_pickle, load_tensors
 
@@ -100,15 +100,15 @@ class DCPTensors:
         for name, found in self._tensors.items():
             shape = shape_of(found.size)
             for chunk in found.chunks:
-                box = Box(shape_of(chunk.offsets), shape_of(chunk.sizes))
+                box = TensorSlice(shape_of(chunk.offsets), shape_of(chunk.sizes))
                 if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
                     raise ValueError(f"a chunk of {name} from {list(box.offset)}, {list(box.length)} long, of {list(shape)}")
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `ForeignTensors`."""
         filled = 0
         for chunk in self._tensors[name].chunks:
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            box = TensorSlice(tuple(chunk.offsets), tuple(chunk.sizes))
             shared = intersect(part, box)
             if shared is None:
                 continue
@@ -119,7 +119,7 @@ class DCPTensors:
         if filled != part.volume:
             raise CheckpointError(f"{self.label} covers {filled} of the {part.volume} elements of a part of {name}")
 
-    def _chunk(self, name: str, box: Box) -> Tensor:
+    def _chunk(self, name: str, box: TensorSlice) -> Tensor:
         """A chunk as it was saved; the last few are kept, since its blocks are asked for one after the other."""
         index = MetadataIndex(name, torch.Size(box.offset))
         place = self._places.get(index)
@@ -152,4 +152,4 @@ class DCPTensors:
         if name not in self.entries or any(n != 1 for n in self.entries[name][1]):
             return None
         shape = self.entries[name][1]
-        return float(self._chunk(name, Box((0,) * len(shape), shape)).reshape(()))
+        return float(self._chunk(name, TensorSlice((0,) * len(shape), shape)).reshape(()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..engine.checkpoint.hf_folder import Entry
-from ..engine.checkpoint.tensor_slices import Box, Segment, covers, intersect, whole
+from ..engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, covers, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
 from ..engine.hf.config import read_config
@@ -35,7 +35,7 @@ class ForeignTensors(Protocol):
         """Name -> (dtype, shape)."""
         ...
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """Copy a part of a tensor into an array of raw numbers, of the part's shape."""
         ...
 
@@ -52,7 +52,7 @@ class Place:
 
     name: str
     lead: tuple[int, ...]
-    segment: Segment
+    segment: StoredSlice
 
 
 class Mapped(Source):
@@ -69,12 +69,12 @@ class Mapped(Source):
 
     def __init__(self, tensors: ForeignTensors, places: Iterable[Place], files: Mapping[str, bytes]) -> None:
         self._tensors, self._files = tensors, dict(files)
-        self._places: dict[str, list[tuple[Box, Place]]] = {}
+        self._places: dict[str, list[tuple[TensorSlice, Place]]] = {}
         entries: dict[str, Entry] = {}
         for place in places:
             segment = place.segment
             entries[segment.name] = (tensors.entries[place.name][0], segment.shape)
-            box = Box(segment.offset or (0,) * len(segment.shape), segment.box.length[segment.dropped :])
+            box = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length[segment.dropped :])
             self._places.setdefault(segment.name, []).append((box, place))
         for name, found in self._places.items():
             if not covers(entries[name][1], [box for box, _ in found]):
@@ -83,7 +83,7 @@ class Mapped(Source):
                 )
         super().__init__(tensors.label, entries)
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `Source`."""
         for box, place in self._places[name]:
             shared = intersect(part, box)
@@ -95,7 +95,7 @@ class Mapped(Source):
                 a + b - c for a, b, c in zip(segment.box.offset[segment.dropped :], shared.offset, box.offset, strict=True)
             )
             target = out[shared.within(part.offset)] if part.offset else out
-            inside = Box((*ahead, *start), (*(1 for _ in ahead), *shared.length))
+            inside = TensorSlice((*ahead, *start), (*(1 for _ in ahead), *shared.length))
             self._tensors.read(place.name, inside, target[(None,) * len(ahead)])
 
     def model_files(self) -> dict[str, bytes]:
@@ -105,13 +105,13 @@ class Mapped(Source):
 
 def parameters_of(
     model: ModelConfig, *, value_head: bool = False
-) -> tuple[dict[str, list[Segment]], dict[str, tuple[int, ...]]]:
+) -> tuple[dict[str, list[StoredSlice]], dict[str, tuple[int, ...]]]:
     """A plain transformers model's parameters: what each is made of on disk, and its shape."""
     lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
     root = HFModel(lm, value_head=value_head)
     shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
     return {
-        name: [Segment(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
+        name: [StoredSlice(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
         for name, shape in shapes.items()
     }, shapes
 
@@ -183,7 +183,7 @@ def load_tensors(source: Any, where: str, *, trust: bool, mmap: bool = False) ->
         raise CheckpointError(f"{where} cannot be read: {type(e).__name__} {e}") from e
 
 
-def copy_part(tensor: Tensor, part: Box, out: Any) -> None:
+def copy_part(tensor: Tensor, part: TensorSlice, out: Any) -> None:
     """A part of a tensor in memory into an array of raw numbers."""
     from ..engine.checkpoint.local_shards import raw
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..engine.checkpoint.hf_folder import Entry
 from ..engine.checkpoint.local_shards import DTYPES
-from ..engine.checkpoint.tensor_slices import Box, Segment, intersect, whole
+from ..engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
 from .foreign import ForeignTensors, Mapped, Place, copy_part, load_tensors, parameters_of
@@ -41,7 +41,7 @@ def kinds_of(
     """
     parts, in_memory = parameters_of(model, value_head=any(name.endswith("score.weight") for name in tensors.entries))
     # An older transformers held the experts of a mixture as they lie on disk.
-    apart = {s.name: [Segment(s.name, s.shape, whole(s.shape))] for segments in parts.values() for s in segments}
+    apart = {s.name: [StoredSlice(s.name, s.shape, whole(s.shape))] for segments in parts.values() for s in segments}
     known = parts if any(name.endswith(tuple(parts.keys() - apart.keys())) for name in tensors.entries) else apart
     shapes = {name: in_memory.get(name, segments[0].shape) for name, segments in known.items()}
     prefix = _prefix(tensors, shapes, "")
@@ -97,7 +97,7 @@ def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suff
 
 def _places(
     tensors: ForeignTensors,
-    known: Mapping[str, Sequence[Segment]],
+    known: Mapping[str, Sequence[StoredSlice]],
     shapes: Mapping[str, tuple[int, ...]],
     prefix: str,
     suffix: str,
@@ -129,7 +129,7 @@ class ShardFiles:
         self.label = str(folder)
         if not shard_files(folder, "model"):
             raise CheckpointError(f"{folder} has no model_world_size_W_rank_R.pt")
-        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+        self._parts: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         self.entries: dict[str, Entry] = {}
         self.steps: dict[str, float] = {}
         for path in shard_files(folder, "model"):
@@ -160,7 +160,7 @@ class ShardFiles:
         if local.numel() and all(box != other for other, _ in parts):
             parts.append((box, local))
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `ForeignTensors`."""
         filled = 0
         for box, local in self._parts[name]:
@@ -198,7 +198,7 @@ def shard_files(folder: Path, what: str) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _box_of(path: Path, name: str, tensor: DTensor) -> Box:
+def _box_of(path: Path, name: str, tensor: DTensor) -> TensorSlice:
     """Where a rank's part stands, from the placements and the rank that the file is of."""
     match = _SHARD.fullmatch(path.name)
     assert match is not None
@@ -217,4 +217,4 @@ def _box_of(path: Path, name: str, tensor: DTensor) -> Box:
         step = -(-length[d] // size)
         first = min(rank * step, length[d])
         offset[d], length[d] = offset[d] + first, min(step, length[d] - first)
-    return Box(tuple(offset), tuple(length))
+    return TensorSlice(tuple(offset), tuple(length))

@@ -18,7 +18,7 @@ from ..engine.errors import CheckpointError, ModelError, disk_error
 from ..engine.hf.model_path import check_model_path, resolve_folder
 from .foreign import Mapped
 from .plan import DTYPES, Cast, Copied, WritePlan, apply, check_dtype, plan_write, with_dtype
-from .streaming import Blocks, Progress, Room, blocks_of
+from .streaming import BlockBuffer, Blocks, Progress, blocks_of
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _write_checkpoint(root: Path, found: Foreign, dtype: str | None, step: int |
             for n, (code, shape) in entries.items()
         }
         files: dict[str, Any] = {}
-        room = Room()
+        room = BlockBuffer()
         with made.create(file) as out:
             writer = TensorWriter(out, {key: entry for key, (_, _, entry) in keys.items()})
             for key, (kind, n, entry) in keys.items():

@@ -1,4 +1,4 @@
-"""A checkpoint of any engine and layout into a Hugging Face folder, streamed. Adapters are folded in or kept apart."""
+"""A checkpoint of any engine and layout into a Hugging Face folder, streamed. Adapters are merged in or kept apart."""
 
 import logging
 import re
@@ -11,21 +11,21 @@ from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.errors import CheckpointError
 from ..engine.hf.model_path import fingerprint, resolve_folder
 from ..engine.hf.names import PEFT_PREFIX
-from .adapters import Folded
+from .adapters import MergedAdapters
 from .plan import Copied, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
 from .streaming import Blocks, Progress
 
 log = logging.getLogger(__name__)
 
-Adapters = Literal["folded", "only"]
+Adapters = Literal["merged", "only"]
 
 
 def merge(
     checkpoint: Path | str,
     output: Path | str,
     *,
-    adapters: Adapters = "folded",
+    adapters: Adapters = "merged",
     base: Path | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -41,7 +41,7 @@ def merge(
     Args:
         checkpoint: its folder or URL, or those of a run, whose last complete one is taken.
         output: folder to write.
-        adapters: of a run with LoRA: `folded` into the base model, or `only` them, in peft's format.
+        adapters: of a run with LoRA: `merged` into the base model, or `only` them, in peft's format.
         base: the base model of adapters; None for the one that the run names.
         dtype: float32, bfloat16, float16 or float64; None as trained.
         shard_bytes: size of a file, at most, unless one tensor is larger.
@@ -64,7 +64,7 @@ def plan_merge(
     checkpoint: Path | str,
     output: Path | str,
     *,
-    adapters: Adapters = "folded",
+    adapters: Adapters = "merged",
     base: Path | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -72,8 +72,8 @@ def plan_merge(
 ) -> WritePlan:
     """What `merge` would do; reads headers and no tensor."""
     check_dtype(dtype)
-    if adapters not in ("folded", "only"):
-        raise CheckpointError(f"adapters={adapters}; it must be folded or only")
+    if adapters not in ("merged", "only"):
+        raise CheckpointError(f"adapters={adapters}; it must be merged or only")
     check_target(Path(output))
     manifest = find_checkpoint(checkpoint)
     stored = CheckpointSource(manifest, verify=verify)
@@ -100,8 +100,8 @@ def plan_merge(
         log.warning("base model of the adapters: %s", where)
         if Path(output).resolve() == where.resolve():
             raise CheckpointError(f"{output} is the base model itself; choose another folder")
-        folded = Folded(stored, FolderSource(where), files)
-        source, entries = folded, folded.entries
+        merged = MergedAdapters(stored, FolderSource(where), files)
+        source, entries = merged, merged.entries
     return plan_write(
         str(manifest.store),
         output,

@@ -20,10 +20,10 @@ from ..engine.checkpoint.hf_folder import (
     write_files,
 )
 from ..engine.checkpoint.safetensors_io import tensor_bytes
-from ..engine.checkpoint.tensor_slices import Box
+from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError, disk_error
 from .sources import Source, size_of
-from .streaming import Blocks, Progress, Room, copy_tensors
+from .streaming import BlockBuffer, Blocks, Progress, copy_tensors
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 FLOATS = frozenset(DTYPES.values())
@@ -130,7 +130,7 @@ class Copied:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def block(self, name: str, part: Box, room: Room) -> Any:
+    def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
         out = room.take("copied", self._source.entries[name][0], part.length)
         self._source.read(name, part, out)
@@ -152,7 +152,7 @@ class Cast:
             name: (dtype if kind in FLOATS else kind, shape) for name, (kind, shape) in entries.items()
         }
 
-    def block(self, name: str, part: Box, room: Room) -> Any:
+    def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
         found = self._source.block(name, part, room)
         was, becomes = self._stored[name][0], self.entries[name][0]

@@ -14,7 +14,7 @@ from ..engine.checkpoint.manifest import Manifest
 from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.checkpoint.safetensors_io import TensorFiles
 from ..engine.checkpoint.storage import LocalStore
-from ..engine.checkpoint.tensor_slices import Box, intersect
+from ..engine.checkpoint.tensor_slices import TensorSlice, intersect
 from ..engine.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ class Source(ABC):
         self.label, self.entries = label, entries
 
     @abstractmethod
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """Copy a part of a tensor into an array of raw numbers, of the part's shape.
 
         Raises:
@@ -61,7 +61,7 @@ class CheckpointSource(Source):
         self._tensors = {name: manifest.check_cover(self._files, name, kind) for name in names}
         super().__init__(str(manifest.store), {name: (t.dtype, t.shape) for name, t in self._tensors.items()})
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `Source`."""
         for box in self._tensors[name].boxes:
             shared = intersect(part, box.box)
@@ -110,7 +110,7 @@ class FolderSource(Source):
                 return dict.fromkeys(self._files.arrays(single), single)
         raise CheckpointError(f"{self.folder} has neither model.safetensors nor model.safetensors.index.json")
 
-    def read(self, name: str, part: Box, out: Any) -> None:
+    def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `Source`."""
         self._files.read(self._where[name], name, part, out)
 

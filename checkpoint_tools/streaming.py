@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.checkpoint.hf_folder import Entry, FolderPlan, FolderWriter
 from ..engine.checkpoint.safetensors_io import BLOCK_BYTES, ITEMSIZE, RAW, tensor_bytes
-from ..engine.checkpoint.tensor_slices import Box
+from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 
 Progress = Callable[[int], None]
@@ -22,12 +22,12 @@ Progress = Callable[[int], None]
 class Blocks(Protocol):
     """Where blocks come from."""
 
-    def block(self, name: str, part: Box, room: "Room") -> Any:
+    def block(self, name: str, part: TensorSlice, room: "BlockBuffer") -> Any:
         """A part of a tensor as it is written: a contiguous array of raw numbers, which the next call may overwrite."""
         ...
 
 
-class Room:
+class BlockBuffer:
     """A thread's own memory, used again for every block: pages once touched are fast."""
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class Room:
         return self._kept[use][:size].view(RAW[ITEMSIZE[dtype]]).reshape(shape)
 
 
-def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[Box, int]]:
+def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSlice, int]]:
     """A tensor's rows in blocks, each with the byte at which it begins; none for an empty tensor."""
     dtype, shape = entry
     if 0 in shape:
         return
     if not shape:
-        yield Box((), ()), 0
+        yield TensorSlice((), ()), 0
         return
     rest = (0,) * (len(shape) - 1)
     row = tensor_bytes(dtype, shape[1:])
     step = max(1, limit // max(1, row))
     for first in range(0, shape[0], step):
-        yield Box((first, *rest), (min(step, shape[0] - first), *shape[1:])), first * row
+        yield TensorSlice((first, *rest), (min(step, shape[0] - first), *shape[1:])), first * row
 
 
 def copy_tensors(
@@ -73,9 +73,9 @@ def copy_tensors(
     """
     own = threading.local()
 
-    def one(name: str, part: Box, start: int) -> None:
+    def one(name: str, part: TensorSlice, start: int) -> None:
         if not hasattr(own, "room"):
-            own.room = Room()
+            own.room = BlockBuffer()
         found = source.block(name, part, own.room)
         writer.write(name, start, memoryview(found.reshape(-1)).cast("B"))
         if progress is not None:

@@ -6,36 +6,34 @@ What a step means - the global weight, micro-batches, accumulation, clipping, th
 
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from .backend import Adapters, Backend
-from .checkpoint.load import RestoredState, load_state, restore_random_state
-from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
-from .checkpoint.storage import open_store
+from .backend import Adapters
+from .checkpointable import CheckpointableEngine, Mode
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
-from .hf.model_path import fingerprint
+from .hf.config import read_config
+from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
-from .lr_schedule import check_optim, learning_rate
-from .offload import PARTS, Part, Residency, free_memory
+from .lr_schedule import learning_rate
+from .offload import PARTS, Offloader, Part, free_memory
 from .packing.batch import PackedBatch
-from .parallel.topology import resolve_parallel
-from .step import Collected, Objective
+from .parallel.process_groups import init_distributed
+from .parallel.topology import Topology, resolve_parallel
+from .step import LossAccumulator, OutputCollector
 from .step_plan import StepPlan, StepPlanner
 
-Mode = Literal["train", "eval", "save"]
 
-
-class BaseEngine(Backend):
+class BaseEngine(CheckpointableEngine):
     """A sharded model with an optimizer, driven by packed batches.
 
     Every public method is collective: all ranks of the engine call it, in the same order.
@@ -62,14 +60,41 @@ class BaseEngine(Backend):
         self.step = 0
         """Optimizer steps made, skipped ones left out."""
         self._ranks = ranks
+        self._topology: Topology | None = None
         self._mode: Mode | None = None
-        self._residency = Residency(self._tensors)
+        self._offloader = Offloader(self._tensors)
         self._finite = True
         self._was_deterministic: bool | None = None
-        self._files: Mapping[str, bytes] | None = None
-        self._model_fingerprint: str | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """This process's place in the engine's grid, and the engine's process groups.
+
+        Raises:
+            ConfigError: The engine is not initialized, or it is closed.
+        """
+        if self._topology is None:
+            raise ConfigError("the engine has no process groups; call initialize() first")
+        return self._topology
+
+    @property
+    def options(self) -> Any:
+        """`engine.options`, or the backend's defaults."""
+        if self.options_type is None or isinstance(self.config.options, self.options_type):
+            return self.config.options
+        return self.options_type()
+
+    @cached_property
+    def hf_config(self) -> PreTrainedConfig:
+        """The model's Hugging Face config, with what the settings change in it."""
+        return read_config(self.model_config)
+
+    @property
+    def router_aux_coef(self) -> float:
+        """The coefficient of a router's balancing loss; 0 without one."""
+        return router_aux_coef(self.hf_config, self.model_config)
 
     def check(self) -> None:
         """Refuse what can be told from the settings and the model's config: nothing is built and no weight is read. `initialize`
@@ -91,8 +116,8 @@ class BaseEngine(Backend):
         """Check everything that can be checked, then build. An error of one rank is raised on all."""
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         if self.optim_config is not None:
-            check_optim(self.optim_config, self.total_steps)
-        self.topology = self._build_topology(self._ranks)
+            self.optim_config.check(self.total_steps)
+        self._topology = Topology.build(self.config.parallel, init_distributed(), self._ranks)
         try:
             if self.config.deterministic:
                 # cuBLAS reads it when it starts, and refuses deterministic products without it.
@@ -120,11 +145,11 @@ class BaseEngine(Backend):
             torch.use_deterministic_algorithms(self._was_deterministic)
             self._was_deterministic = None
         self._free()
-        self._residency.close()
-        if hasattr(self, "topology"):
-            free_memory(self.topology.device)
-            self.topology.close()
-            del self.topology
+        self._offloader.close()
+        if self._topology is not None:
+            free_memory(self._topology.device)
+            self._topology.close()
+            self._topology = None
 
     # ---- modes and residency -------------------------------------------------------------------------------------
 
@@ -148,7 +173,7 @@ class BaseEngine(Backend):
         if self._mode is not None:
             raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the first before entering the second")
         parts: tuple[Part, ...] = PARTS if mode == "train" else ("params",)
-        with self._residency.on_device(parts):
+        with self._offloader.on_device(parts):
             self._mode = mode
             self._set_training(mode == "train")
             try:
@@ -168,7 +193,7 @@ class BaseEngine(Backend):
                 f"to({place!r}) inside {self._mode}_mode(), which needs the state on the device; leave the mode first"
             )
         chosen = {"params": params, "grads": grads, "optimizer": optimizer}
-        self._residency.to(place, tuple(part for part in PARTS if chosen[part]))
+        self._offloader.to(place, tuple(part for part in PARTS if chosen[part]))
 
     # ---- the driver ----------------------------------------------------------------------------------------------
 
@@ -209,12 +234,12 @@ class BaseEngine(Backend):
             plan: see `train_batch`.
         """
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
-        objective = Objective(loss, plan, self._aux_coef(), backward=not forward_only)
+        accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
             try:
                 micro_batches = plan.micro_batches(batch, self.topology.device)
-                self._run_micro_batches(micro_batches, objective, backward=not forward_only)
-                result = objective.finish(self.topology)
+                self._run_micro_batches(micro_batches, accumulator, backward=not forward_only)
+                result = accumulator.finish(self.topology)
             except Exception:
                 # Half of a gradient must not wait for the next step.
                 self.zero_grad()
@@ -261,10 +286,10 @@ class BaseEngine(Backend):
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
         plan = self._planner.plan(batch, None, training=as_in_training, asked=outputs)
-        collected = Collected(batch, outputs, tokens, plan)
+        collector = OutputCollector(batch, outputs, tokens, plan)
         with self.eval_mode():
-            self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collected, backward=False)
-        return collected.result(self.topology)
+            self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
+        return collector.result(self.topology)
 
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
         """Clip and step the optimizer and the schedule, or leave both out when something is not finite.
@@ -274,7 +299,7 @@ class BaseEngine(Backend):
         """
         optim = self._require_optimizer()
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
-        with self._residency.on_device(PARTS):
+        with self._offloader.on_device(PARTS):
             norm = self._reduce_and_clip(optim.clip_grad_norm)
             lr = learning_rate(self.step, optim, self.total_steps)
             # Both numbers are global, so every rank decides alike.
@@ -299,26 +324,23 @@ class BaseEngine(Backend):
     def zero_grad(self) -> None:
         """Forget the gradients, and what was not finite about them."""
         self._finite = True
-        with self._residency.on_device(("grads",)):
+        with self._offloader.on_device(("grads",)):
             self._zero_grad()
 
     def lr_step(self) -> None:
         """Advance the schedule by one step."""
         self.step += 1
 
-    def _aux_coef(self) -> float:
-        return self.model_config.router_aux_loss_coef or 0.0
-
     # ---- weights -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def named_weights(self, *, adapters: Adapters = "folded") -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def named_weights(self, *, adapters: Adapters = "merged") -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Stream full tensors under Hugging Face names, one at a time, on every rank.
 
         Args:
-            adapters: `folded` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
+            adapters: `merged` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
         """
-        with self._residency.on_device(("params",)) as moved:
+        with self._offloader.on_device(("params",)) as moved:
             stream = self._stream_weights(adapters)
             try:
                 # A tensor may be a view of memory that goes back to rest.
@@ -327,101 +349,3 @@ class BaseEngine(Backend):
                 # A rank that stopped early, or failed, still takes part in what the others are waiting in.
                 for _ in stream:
                     pass
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
-        """This rank's part of a checkpoint of the state as it is, in copies: it stays what it is while training goes on.
-
-        Args:
-            step: its number.
-            extra: JSON-able state of the trainer and the loader.
-            copies: room for them, kept from one save to the next.
-        """
-        with self._residency.on_device(PARTS):
-            return take_snapshot(step, self._pieces(), self._said(extra), self._model_files, copies)
-
-    @contextmanager
-    def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Snapshot]:
-        """The same without copies, of live memory: meanwhile nothing is trained, and nothing leaves the device."""
-        if self._mode is not None:
-            raise ConfigError(f"live_snapshot() inside {self._mode}_mode(); leave the mode first")
-        with self._residency.on_device(PARTS):
-            self._mode = "save"
-            try:
-                yield take_snapshot(step, self._pieces(), self._said(extra), self._model_files, None)
-            finally:
-                self._mode = None
-
-    def _said(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {
-            "backend": self.config.backend,
-            "engine": asdict(self.config),
-            "model": asdict(self.model_config),
-            "fingerprint": self.model_fingerprint,
-            "optim": None if self.optim_config is None else asdict(self.optim_config),
-            "schedule": {"step": self.step},
-            "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
-            "extra": dict(extra or {}),
-        }
-
-    @property
-    def model_fingerprint(self) -> str:
-        """Of the model that training began with: a resumed run and a merge of adapters must have that one."""
-        if self._model_fingerprint is None:
-            self._model_fingerprint = fingerprint(self.model_config.path)
-        return self._model_fingerprint
-
-    def _model_files(self) -> Mapping[str, bytes]:
-        """Config, generation config and tokenizer, which do not change: read back once from what transformers writes."""
-        if self._files is None:
-            with tempfile.TemporaryDirectory() as folder:
-                self._save_model_files(Path(folder))
-                found = sorted(p for p in Path(folder).rglob("*") if p.is_file())
-                self._files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in found}
-        return self._files
-
-    def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
-        """Write `root/step-XXXXXXXX`, complete or not at all; see `CheckpointManager` for saving in the background.
-
-        Args:
-            root: folder of all checkpoints of a run, or its URL.
-            step: its number.
-            extra: JSON-able state of the trainer and the loader.
-
-        Returns:
-            the folder, or its URL.
-
-        Raises:
-            CheckpointError: it cannot be written; those saved before are untouched.
-        """
-        with self.live_snapshot(step, extra) as snapshot:
-            return write_snapshot(snapshot, open_store(root), self.topology, self.topology.host)
-
-    def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
-        """Take over a checkpoint of any layout and engine: each rank reads the slices it needs.
-
-        Args:
-            folder: of the checkpoint, or its URL.
-            verify: compare what is read with its checksums.
-
-        Raises:
-            CheckpointError: incomplete, damaged, or of another model; nothing has been changed then, unless the damage
-                shows only while reading.
-        """
-        optimizer = None if self.optim_config is None else self.optim_config.name
-        with self._residency.on_device(PARTS):
-            manifest = load_state(
-                open_store(folder), topology=self.topology, pieces=self._pieces, optimizer=optimizer, verify=verify
-            )
-            self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
-            self.zero_grad()
-        self.step = manifest.data["schedule"]["step"]
-        same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
-        return RestoredState(
-            step=manifest.step,
-            extra=manifest.data["extra"],
-            same_layout=same,
-            model=manifest.data["model"].get("path"),
-            fingerprint=manifest.data.get("fingerprint"),
-        )

@@ -4,6 +4,7 @@ A field's `help` metadata is its line in `--help` and in the configuration refer
 tokens unless the name says otherwise.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from .errors import ConfigError
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-Place = Literal["none", "host", "disk"]
+OffloadTarget = Literal["none", "host", "disk"]
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 NonFinitePolicy = Literal["raise", "skip"]
 Recompute = Literal["none", "full", "selective"]
@@ -32,6 +33,21 @@ def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def check_least(name: str, value: float | None, least: int) -> None:
+    """Check a lower bound.
+
+    Args:
+        name: The setting's name, for the message.
+        value: Its value; None where it is unset, which passes.
+        least: The smallest value it may have.
+
+    Raises:
+        ConfigError: The value is smaller.
+    """
+    if value is not None and value < least:
+        raise ConfigError(f"{name}={value}; it must be at least {least}")
 
 
 def expand_path(value: str, name: str) -> str:
@@ -156,8 +172,8 @@ class MicroBatchConfig:
 class OffloadConfig:
     """Where state rests. Parameters stream to the device layer by layer; moments come for the optimizer's step."""
 
-    params: Place = setting("none", "resting place of the sharded parameters and gradients")
-    optimizer: Place = setting("none", "resting place of the optimizer's moments between steps")
+    params: OffloadTarget = setting("none", "resting place of the sharded parameters and gradients")
+    optimizer: OffloadTarget = setting("none", "resting place of the optimizer's moments between steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +192,16 @@ class EngineConfig:
     deterministic: bool = setting(False, "ask torch for deterministic kernels; an operation without one fails")
     options: Any = setting(None, "settings that only this backend has")
 
+    def check(self) -> None:
+        """Check these settings by themselves; the layout is checked when the number of processes is known.
+
+        Raises:
+            ConfigError: Names the setting and its value.
+        """
+        check_least("engine.micro_batch.max_tokens", self.micro_batch.max_tokens, 1)
+        check_least("engine.micro_batch.infer_max_tokens", self.micro_batch.infer_max_tokens, 1)
+        check_least("engine.seed", self.seed, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -192,3 +218,33 @@ class OptimConfig:
     warmup_ratio: float = setting(0.0, "warm-up as a share of all steps; used when warmup_steps is 0")
     min_lr_ratio: float = setting(0.0, "lowest learning rate as a share of lr")
     decay_ratio: float = setting(0.2, "wsd only: share of all steps in the final decay")
+
+    def check(self, total_steps: int | None) -> None:
+        """Check these settings by themselves.
+
+        Args:
+            total_steps: The steps of the whole run; None where no schedule needs to know.
+
+        Raises:
+            ConfigError: Names the setting and its value.
+        """
+        for name in ("linear", "cosine", "wsd"):
+            if self.schedule == name and total_steps is None:
+                raise ConfigError(f"optim.schedule={name} needs a known number of steps; use constant or inverse_sqrt")
+        if self.warmup_ratio and not self.warmup_steps and total_steps is None:
+            raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} needs a known number of steps; set optim.warmup_steps")
+        check_least("optim.warmup_steps", self.warmup_steps, 0)
+        for name, value, low, high in (
+            ("lr", self.lr, 0, math.inf),
+            ("eps", self.eps, 0, math.inf),
+            ("weight_decay", self.weight_decay, 0, math.inf),
+            ("min_lr_ratio", self.min_lr_ratio, 0, 1),
+            ("decay_ratio", self.decay_ratio, 0, 1),
+            ("warmup_ratio", self.warmup_ratio, 0, 1),
+            ("betas", self.betas[0], 0, 1),
+            ("betas", self.betas[1], 0, 1),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
+        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+            raise ConfigError(f"optim.clip_grad_norm={self.clip_grad_norm}; use a positive norm, or null for no clipping")

@@ -25,7 +25,7 @@ from .base import BaseEngine
 
 
 def export_hf(
-    engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "folded", shard_bytes: int = SHARD_BYTES
+    engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "merged", shard_bytes: int = SHARD_BYTES
 ) -> Path:
     """Write weights, config and tokenizer as transformers (or, for adapters alone, peft) loads them. Collective.
 
@@ -34,7 +34,7 @@ def export_hf(
     Args:
         engine: initialised.
         folder: to write.
-        adapters: `folded` into the weights, or `only` them, in peft's format.
+        adapters: `merged` into the weights, or `only` them, in peft's format.
         shard_bytes: size of a file, at most, unless one tensor is larger.
 
     Raises:
@@ -47,7 +47,7 @@ def export_hf(
         if engine.topology.is_main:
             check_target(final)
             if not shapes:
-                raise CheckpointError("the model has no adapters; export adapters='folded'")
+                raise CheckpointError("the model has no adapters; export adapters='merged'")
             plan = plan_folder({n: (DTYPES[dtype], shape) for n, (dtype, shape) in shapes.items()}, shard_bytes, adapters=only)
             try:
                 _write(engine, plan, stream, final, only=only)
@@ -65,4 +65,4 @@ def _write(engine: "BaseEngine", plan: FolderPlan, stream: Iterator[tuple[str, T
             left.remove(key)
         assert not left, f"named_weights does not yield {min(left)}, which weight_shapes announces"
         writer.finish()
-        write_files(made, model_files(engine._model_files(), adapters=only))
+        write_files(made, model_files(engine.model_files, adapters=only))

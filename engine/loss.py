@@ -154,7 +154,7 @@ class HeadRequest:
     expected: Mapping[str, Tensor] | None = None
 
 
-def labelled(batch: PackedBatch) -> Tensor:
+def loss_mask(batch: PackedBatch) -> Tensor:
     """`[T]` bool: the tokens whose next token is supervised."""
     return batch.labels != IGNORE
 

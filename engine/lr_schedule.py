@@ -10,41 +10,13 @@ def warmup_steps(optim: OptimConfig, total_steps: int | None) -> int:
     """Steps of linear warm-up.
 
     Raises:
-        ConfigError: `warmup_ratio` is given without a number of steps to take it of, or a value is out of range.
+        ConfigError: `warmup_ratio` is given without a number of steps to take it of.
     """
-    if not 0 <= optim.warmup_ratio <= 1:
-        raise ConfigError(f"optim.warmup_ratio={optim.warmup_ratio}; it is a share of all steps, from 0 to 1")
-    if optim.warmup_steps < 0:
-        raise ConfigError(f"optim.warmup_steps={optim.warmup_steps}; it is a number of steps, 0 or more")
     if optim.warmup_steps or not optim.warmup_ratio:
         return optim.warmup_steps
     if total_steps is None:
         raise ConfigError(f"optim.warmup_ratio={optim.warmup_ratio} needs a known number of steps; set optim.warmup_steps")
     return math.ceil(optim.warmup_ratio * total_steps)
-
-
-def check_optim(optim: OptimConfig, total_steps: int | None) -> None:
-    """Refuse settings that no step could be made with.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    if optim.schedule in ("linear", "cosine", "wsd") and total_steps is None:
-        raise ConfigError(f"optim.schedule={optim.schedule} needs a known number of steps; use constant or inverse_sqrt")
-    for name, value, low, high in (
-        ("lr", optim.lr, 0, math.inf),
-        ("eps", optim.eps, 0, math.inf),
-        ("weight_decay", optim.weight_decay, 0, math.inf),
-        ("min_lr_ratio", optim.min_lr_ratio, 0, 1),
-        ("decay_ratio", optim.decay_ratio, 0, 1),
-        ("betas", optim.betas[0], 0, 1),
-        ("betas", optim.betas[1], 0, 1),
-    ):
-        if not low <= value <= high:
-            raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
-    if optim.clip_grad_norm is not None and optim.clip_grad_norm <= 0:
-        raise ConfigError(f"optim.clip_grad_norm={optim.clip_grad_norm}; use a positive norm, or null for no clipping")
-    warmup_steps(optim, total_steps)
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> float:

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint.local_shards import host_bytes
 from .errors import ConfigError
+from .torch_private import storage_key
 
 Part = Literal["params", "grads", "optimizer"]
-Place = Literal["device", "host", "disk"]
+Location = Literal["device", "host", "disk"]
 PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
-PLACES: tuple[Place, ...] = ("device", "host", "disk")
+LOCATIONS: tuple[Location, ...] = ("device", "host", "disk")
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -36,7 +37,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Resting:
+class _Offloaded:
     """A storage that is elsewhere."""
 
     storage: torch.UntypedStorage
@@ -44,7 +45,7 @@ class _Resting:
     copy: Tensor | IO[bytes]
 
 
-class Residency:
+class Offloader:
     """Keeps count of where each part is, and moves parts.
 
     Args:
@@ -53,34 +54,34 @@ class Residency:
 
     def __init__(self, tensors: Callable[[Part], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        self._where: dict[Part, Place] = dict.fromkeys(PARTS, "device")
-        self._resting: dict[Part, list[_Resting]] = {part: [] for part in PARTS}
+        self._location: dict[Part, Location] = dict.fromkeys(PARTS, "device")
+        self._offloaded: dict[Part, list[_Offloaded]] = {part: [] for part in PARTS}
 
-    def where(self, part: Part) -> Place:
+    def location_of(self, part: Part) -> Location:
         """Where a part is."""
-        return self._where[part]
+        return self._location[part]
 
-    def to(self, place: str, parts: tuple[Part, ...]) -> None:
+    def to(self, location: str, parts: tuple[Part, ...]) -> None:
         """Bring parts to a place.
 
         Raises:
             ConfigError: there is no such place, or the disk has no room; everything is on the device then.
         """
-        target = next((p for p in PLACES if p == place), None)
+        target = next((p for p in LOCATIONS if p == location), None)
         if target is None:
-            raise ConfigError(f"to({place!r}): state can be on {', '.join(map(repr, PLACES))}")
+            raise ConfigError(f"to({location!r}): state can be on {', '.join(map(repr, LOCATIONS))}")
         for part in parts:
-            if self._where[part] != target:
-                self._wake(part)
+            if self._location[part] != target:
+                self._reload(part)
                 if target != "device":
-                    self._rest(part, target)
+                    self._offload(part, target)
                     _trim()
-                self._where[part] = target
+                self._location[part] = target
 
     @contextmanager
     def on_device(self, parts: tuple[Part, ...]) -> Iterator[bool]:
         """Bring parts to the device, and back to where each of them was at the end; whether any was elsewhere."""
-        before = dict(self._where)
+        before = dict(self._location)
         self.to("device", parts)
         try:
             yield any(before[part] != "device" for part in parts)
@@ -90,38 +91,41 @@ class Residency:
 
     def close(self) -> None:
         """Forget what rests."""
-        for resting in (r for rests in self._resting.values() for r in rests):
-            if not isinstance(resting.copy, Tensor):
-                resting.copy.close()
-        self._resting = {part: [] for part in PARTS}
+        for offloaded in (r for storages in self._offloaded.values() for r in storages):
+            if not isinstance(offloaded.copy, Tensor):
+                offloaded.copy.close()
+        self._offloaded = {part: [] for part in PARTS}
 
-    def _rest(self, part: Part, place: Place) -> None:
+    def _offload(self, part: Part, location: Location) -> None:
         # Megatron's optimizer updates the parameters in place where they are float32: that memory is theirs, and is moved once.
         others = {
-            _key(t) for other in PARTS if other != part and part == "optimizer" for t in map(_local, self._tensors(other))
+            storage_key(t)
+            for other in PARTS
+            if other != part and part == "optimizer"
+            for t in map(_local, self._tensors(other))
         }
         seen: set[int] = set()
         for tensor in map(_local, self._tensors(part)):
-            storage, key = tensor.untyped_storage(), _key(tensor)
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
             size = storage.nbytes()
-            if key in seen or key in others or not size or (place == "host" and tensor.device.type == "cpu"):
+            if key in seen or key in others or not size or (location == "host" and tensor.device.type == "cpu"):
                 continue
             seen.add(key)
             try:
-                copy = self._copy(_bytes(storage), place)
+                copy = self._copy(_bytes(storage), location)
             except OSError as e:
-                self._wake(part)
+                self._reload(part)
                 raise ConfigError(
-                    f"to({place!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with room, or use 'host'"
+                    f"to({location!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with room, or use 'host'"
                 ) from e
             storage.resize_(0)
-            self._resting[part].append(_Resting(storage=storage, size=size, copy=copy))
+            self._offloaded[part].append(_Offloaded(storage=storage, size=size, copy=copy))
 
-    def _copy(self, data: Tensor, place: Place) -> Tensor | IO[bytes]:
-        if place == "host":
-            held = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            held.copy_(data)
-            return held
+    def _copy(self, data: Tensor, location: Location) -> Tensor | IO[bytes]:
+        if location == "host":
+            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+            host.copy_(data)
+            return host
         # Without a name: it goes with this process, however that ends.
         file: IO[bytes] = tempfile.TemporaryFile(prefix="drivetrain-")
         try:
@@ -132,22 +136,22 @@ class Residency:
             raise
         return file
 
-    def _wake(self, part: Part) -> None:
-        while self._resting[part]:
-            resting = self._resting[part][-1]
-            resting.storage.resize_(resting.size)
-            data = _bytes(resting.storage)
-            if isinstance(resting.copy, Tensor):
-                data.copy_(resting.copy)
+    def _reload(self, part: Part) -> None:
+        while self._offloaded[part]:
+            offloaded = self._offloaded[part][-1]
+            offloaded.storage.resize_(offloaded.size)
+            data = _bytes(offloaded.storage)
+            if isinstance(offloaded.copy, Tensor):
+                data.copy_(offloaded.copy)
             else:
-                held = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
-                resting.copy.seek(0)
-                resting.copy.readinto(host_bytes(held))  # type: ignore[attr-defined]
-                if held is not data:
-                    data.copy_(held)
-                resting.copy.close()
-            self._resting[part].pop()
-        self._where[part] = "device"
+                host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
+                offloaded.copy.seek(0)
+                offloaded.copy.readinto(host_bytes(host))  # type: ignore[attr-defined]
+                if host is not data:
+                    data.copy_(host)
+                offloaded.copy.close()
+            self._offloaded[part].pop()
+        self._location[part] = "device"
 
 
 def free_memory(device: torch.device) -> None:
@@ -172,10 +176,6 @@ def _trim() -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .loss import HeadRequest, OutputRequest, TokenOutputs, labelled
+from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .ops.attention import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
 from .parallel.topology import Topology
@@ -48,7 +48,7 @@ class RankSlice:
         batch, group = micro_batch.batch, topology.cp
         tokens = batch.num_tokens
         # What the next token is likely to be can be asked of any token, how likely the next one is only where there is one.
-        mask = request.mask & labelled(batch) if request.outputs.log_probs else request.mask
+        mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
         filler = -tokens % topology.token_multiple

@@ -40,7 +40,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 _BACKENDS: dict[str, BackendSpec] = {
     "fsdp": BackendSpec(engine=f"{_PACKAGE}.fsdp.engine:FSDPEngine", options=f"{_PACKAGE}.fsdp.options:FSDPOptions"),
     "mcore": BackendSpec(
-        engine=f"{_PACKAGE}.mcore.engine:MCoreEngine",
+        engine=f"{_PACKAGE}.mcore:MCoreEngine",
         options=f"{_PACKAGE}.mcore.options:MCoreOptions",
         needs="megatron.core",
         extra="mcore",

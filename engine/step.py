@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .errors import BatchError
-from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, labelled
+from .loss import HeadRequest, Loss, LossSums, OutputRequest, StepResult, TokenOutputs, combine, expected_gradient, loss_mask
 from .offload import peak_bytes
 from .packing.batch import PackedBatch
 from .parallel.topology import Topology
 from .step_plan import MicroBatch, StepPlan
 
 
-class Task(Protocol):
+class MicroBatchConsumer(Protocol):
     """What a step does with each micro-batch's outputs."""
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
@@ -35,7 +35,7 @@ class Task(Protocol):
         ...
 
 
-class Objective:
+class LossAccumulator:
     """Evaluates the loss on micro-batches, and keeps its sums."""
 
     def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool) -> None:
@@ -137,7 +137,7 @@ def _total(values: Any) -> float:
     return sum(float(v) for v in values)
 
 
-class Collected:
+class OutputCollector:
     """Per-token outputs of an inference pass, put back where the caller's tokens stand."""
 
     def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None, plan: StepPlan) -> None:
@@ -145,7 +145,7 @@ class Collected:
         # Values exist for every token; log-probabilities only where there is a label.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
         only_values = request.names == ("values",)
-        self._mask = tokens if tokens is not None else everywhere if only_values else labelled(batch)
+        self._mask = tokens if tokens is not None else everywhere if only_values else loss_mask(batch)
         self._out: dict[str, Tensor] = {}
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:

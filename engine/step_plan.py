@@ -14,7 +14,6 @@ from .loss import Loss, OutputRequest
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import partition
-from .parallel.collectives import error_text, raise_agreed
 from .parallel.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,6 @@ class StepPlan:
 class _Share:
     """What a rank tells the others of its share."""
 
-    error: str | None
     counts: bool
     micro_batches: int
     units: int
@@ -232,9 +230,14 @@ def plan_step(
     # Ranks that share a sequence hold equal slices, so a budget that they do not divide would be exceeded by its padding.
     usable = budget.tokens // topology.token_multiple * topology.token_multiple
     ratio = shape.attention_ratio
-    mine, error = _share_of(topology, batch, loss, usable, budget.setting, shape, training)
-    shares: list[_Share] = topology.all_gather_object(mine)
-    raise_agreed(error, ((rank, share.error) for rank, share in zip(topology.ranks, shares, strict=True)))
+    mine: _Share | None = None
+    error: Exception | None = None
+    try:
+        mine = _share_of(topology, batch, loss, usable, budget.setting, shape, training)
+    except Exception as e:  # raised on all ranks by the exchange that every step makes anyway
+        error = e
+    shares: list[_Share] = topology.all_gather_object(mine, error=error)
+    mine = shares[topology.rank]
     _check_terms(topology, mine, shares)
     most = max(share.micro_batches for share in shares)
     most += -most % topology.micro_batch_multiple
@@ -265,24 +268,19 @@ def _share_of(
     setting: str,
     shape: ModelShape,
     training: bool,
-) -> tuple[_Share, Exception | None]:
-    """What this rank tells the others, and what is wrong with its share."""
-    error: Exception | None = None
+) -> _Share:
+    """What this rank tells the others of its share, which is checked first."""
     weights: dict[str, float] = {}
-    count, flops = 0, 0.0
-    try:
-        check_ids(batch, shape.vocabulary)
-        count = len(_cut(batch, budget, 1, shape.attention_ratio, setting))
-        if loss is not None:
-            for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
-                if (read := getattr(loss, kind, None)) is not None:
-                    check_read(fields, read, batch.passengers)
-            weights = {k: float(v) for k, v in loss.weights(batch).items()}
-            flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
-    except Exception as e:  # whatever it is, the other ranks are about to wait for this one
-        error = e
-    share = _Share(
-        error=error_text(error),
+    flops = 0.0
+    check_ids(batch, shape.vocabulary)
+    count = len(_cut(batch, budget, 1, shape.attention_ratio, setting))
+    if loss is not None:
+        for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
+            if (read := getattr(loss, kind, None)) is not None:
+                check_read(fields, read, batch.passengers)
+        weights = {k: float(v) for k, v in loss.weights(batch).items()}
+        flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
+    return _Share(
         counts=topology.is_output_rank,
         micro_batches=count,
         units=len(set(batch.groups())),
@@ -292,7 +290,6 @@ def _share_of(
         flops=flops,
         weights=weights,
     )
-    return share, error
 
 
 def _check_terms(topology: Topology, mine: _Share, shares: Sequence[_Share]) -> None:

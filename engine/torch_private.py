@@ -3,8 +3,9 @@
 Read in torch 2.11, 2.12 and 2.13. `pyproject.toml` admits no later minor version; read the names again before raising its bound.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -70,7 +71,7 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
     return tuple(shape), tuple(offset)
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
@@ -97,3 +98,29 @@ def replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
         module._parameters[name] = value
     else:
         module._buffers[name] = value
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors share when they share their memory, also after that memory has been freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def saved_operators() -> frozenset[Any]:
+    """Return the operators whose outputs selective recomputation keeps: matrix products and attention."""
+    import torch.nn.attention.varlen  # registers the operator of varlen attention
+
+    aten = torch.ops.aten
+    return frozenset(
+        {
+            aten.mm.default,
+            aten.addmm.default,
+            aten.bmm.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._flash_attention_forward.default,
+            aten._grouped_mm.default,
+            torch.ops.torch_attn._varlen_attn.default,
+        }
+    )

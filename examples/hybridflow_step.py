@@ -18,11 +18,12 @@ from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.parallel.process import leave, report_failure
-from drivetrain.workers.advantages import gae, grpo, spread, token_rewards, whiten
+from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
 from drivetrain.workers.dispatch import MiniBatches
-from drivetrain.workers.groups.base import LocalWorkerGroup, WorkerGroup
+from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.losses.policy import PolicyLoss, kl_estimate
 from drivetrain.workers.losses.value import ValueLoss
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
@@ -38,7 +39,7 @@ PPO = PolicyLoss(clip_low=0.2, entropy_coef=0.01)
 GRPO = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-mean-token-mean")
 
 
-def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, Role]:
+def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, RoleSpec]:
     """The four roles, all on one pool and in one layout."""
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
@@ -46,14 +47,14 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
     common: dict[str, Any] = {"engine": engine, "passengers": ("uids",)}
     policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
     return {
-        "actor": Role(worker=ActorWorker, config=ActorConfig(model=policy, optim=optim, loss=PPO, **common)),
-        "critic": Role(
+        "actor": RoleSpec(worker=ActorWorker, config=ActorConfig(model=policy, optim=optim, loss=PPO, **common)),
+        "critic": RoleSpec(
             worker=CriticWorker, config=CriticConfig(model=reward, optim=optim, loss=ValueLoss(clip=0.2), **common)
         ),
-        "reference": Role(
+        "reference": RoleSpec(
             worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), **common)
         ),
-        "reward": Role(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
+        "reward": RoleSpec(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
     }
 
 
@@ -92,7 +93,7 @@ def grpo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any
         **data,
         "old_log_probs": group["actor"].compute_log_probs(data)["log_probs"],
         "reference_log_probs": group["reference"].compute_log_probs(data)["reference_log_probs"],
-        "advantages": spread(grpo(group["reward"].compute_rewards(data)["rewards"], data["uids"]), mask),
+        "advantages": broadcast_to_tokens(grpo(group["reward"].compute_rewards(data)["rewards"], data["uids"]), mask),
     }
     return {"actor": group["actor"].update(batch, mini_batches=STEPS, loss=GRPO)}
 

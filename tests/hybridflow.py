@@ -106,8 +106,8 @@ def expected(models: Path, rows: list[Any], steps: list[list[int]]) -> dict[str,
         for i in step:
             peers = [s for s, row in zip(scores, rows, strict=True) if row["group"] == rows[i]["group"]]
             mean = sum(peers) / len(peers)
-            spread = math.sqrt(sum((s - mean) ** 2 for s in peers) / (len(peers) - 1)) + 1e-6
-            better = torch.full_like(old[i], (scores[i] - mean) / spread)
+            broadcast_to_tokens = math.sqrt(sum((s - mean) ** 2 for s in peers) / (len(peers) - 1)) + 1e-6
+            better = torch.full_like(old[i], (scores[i] - mean) / broadcast_to_tokens)
             now, _ = logs(actor.model, rows[i])
             kl = (ref[i] - now).exp() - 1 - (ref[i] - now)
             means.append((clipped((now - old[i]).exp(), better, 0.2, 0.28) + 0.04 * kl).mean())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.bridge.decoder import Decoder, read_decoder
 from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
 from drivetrain.engine.bridge.rules import ExpertColumns, ExpertRows, Part
-from drivetrain.engine.checkpoint.tensor_slices import Box, covers
+from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers
 from drivetrain.engine.conformance.tiny import tiny_model_config
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout
@@ -90,7 +90,7 @@ def test_parts_of_all_ranks_make_every_tensor_exactly_once(name: str, tp: int, t
     family, config = find_family(name), tiny_model_config(name, **settings)
     decoder = family.decoder(config)
     stored = disk_shapes(name, **settings)
-    boxes: dict[str, list[Box]] = {}
+    boxes: dict[str, list[TensorSlice]] = {}
     ep = 2 if decoder.experts else 1
     for rank in range(tp):
         for expert_rank in range(ep):
@@ -109,7 +109,7 @@ def test_parts_of_all_ranks_make_every_tensor_exactly_once(name: str, tp: int, t
                 assert rows == shape[0] or padding, f"{parameter} has rows that no tensor fills"
                 for s in segments:
                     assert s.shape == stored[s.name], s
-                    boxes.setdefault(s.name, []).append(Box(s.offset or (0,) * len(s.shape), s.box.length))
+                    boxes.setdefault(s.name, []).append(TensorSlice(s.offset or (0,) * len(s.shape), s.box.length))
     assert set(boxes) == set(stored)
     for tensor, held in boxes.items():
         assert covers(stored[tensor], held), f"{tensor} is not covered exactly once: {held}"
@@ -132,7 +132,7 @@ def test_query_key_and_value_stand_group_by_group() -> None:
     for rank in range(2):
         local = torch.zeros(len(want) // 2, decoder.hidden)
         for s in rule.segments(names, tuple(local.shape), Part(2, rank), decoder):
-            local[s.box.within((0, 0))] = tensors[s.name][Box(s.offset, s.box.length).within((0, 0))]
+            local[s.box.within((0, 0))] = tensors[s.name][TensorSlice(s.offset, s.box.length).within((0, 0))]
         assert torch.equal(local, want.chunk(2)[rank])
 
 
@@ -196,5 +196,7 @@ def test_the_bridge_packs_as_mbridge_does(name: str, tp: int) -> None:
             got = torch.full(shape, torch.nan)
             for s in rule.segments(names, shape, Part(tp, rank), decoder):
                 offset = s.offset or (0,) * len(s.shape)
-                got[s.box.within((0,) * len(shape))] = stored[s.name][Box(offset, s.box.length).within((0,) * len(s.shape))]
+                got[s.box.within((0,) * len(shape))] = stored[s.name][
+                    TensorSlice(offset, s.box.length).within((0,) * len(s.shape))
+                ]
             assert torch.equal(got, want), parameter

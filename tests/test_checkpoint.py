@@ -20,7 +20,7 @@ from drivetrain.engine.checkpoint.retention import folder_name, latest, rotate, 
 from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
 from drivetrain.engine.checkpoint.safetensors_io import TensorWriter
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore
-from drivetrain.engine.checkpoint.tensor_slices import Box, covers, intersect, whole
+from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers, intersect, whole
 from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CheckpointError
@@ -263,8 +263,8 @@ def test_covers_means_exactly_once(shape: list[int], data: st.DataObject) -> Non
             continue
         d = data.draw(st.sampled_from(axes))
         cut = data.draw(st.integers(1, box.length[d] - 1))
-        left = Box(box.offset, (*box.length[:d], cut, *box.length[d + 1 :]))
-        right = Box(
+        left = TensorSlice(box.offset, (*box.length[:d], cut, *box.length[d + 1 :]))
+        right = TensorSlice(
             (*box.offset[:d], box.offset[d] + cut, *box.offset[d + 1 :]),
             (*box.length[:d], box.length[d] - cut, *box.length[d + 1 :]),
         )
@@ -276,9 +276,9 @@ def test_covers_means_exactly_once(shape: list[int], data: st.DataObject) -> Non
 
 
 def test_covers_sees_an_overlap_that_a_gap_makes_up_for() -> None:
-    assert not covers((4,), [Box((0,), (2,)), Box((1,), (2,))])
-    assert not covers((2, 4), [Box((0, 0), (2, 2)), Box((0, 1), (2, 2))])
-    assert not covers((2,), [Box((0,), (1,)), Box((2,), (1,))])
+    assert not covers((4,), [TensorSlice((0,), (2,)), TensorSlice((1,), (2,))])
+    assert not covers((2, 4), [TensorSlice((0, 0), (2, 2)), TensorSlice((0, 1), (2, 2))])
+    assert not covers((2,), [TensorSlice((0,), (1,)), TensorSlice((2,), (1,))])
 
 
 VALUES: list[Any] = [None, True, -1, 0, 3, 2**63, 1.5, "x", "", [], ["x"], {}, {"x": 1}]

@@ -22,7 +22,7 @@ from drivetrain.engine.checkpoint.safetensors_io import (
     digests_of,
 )
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, Store, open_store
-from drivetrain.engine.checkpoint.tensor_slices import Box
+from drivetrain.engine.checkpoint.tensor_slices import TensorSlice
 from drivetrain.engine.errors import CheckpointError
 
 SHAPE = (6, 5, 4)
@@ -66,7 +66,7 @@ def value_of(manifest: Manifest) -> Any:
     files = manifest.tensor_files()
     found = np.full(SHAPE, 7, RAW[4])
     for box in manifest.check_cover(files, "w", "value").boxes:
-        files.read(box.file, box.key, Box((0, 0, 0), box.box.length), found[box.box.within((0, 0, 0))])
+        files.read(box.file, box.key, TensorSlice((0, 0, 0), box.box.length), found[box.box.within((0, 0, 0))])
     return found.view(np.float32)
 
 
@@ -123,7 +123,7 @@ def test_any_part_of_a_tensor_is_read(data: st.DataObject, tmp_path_factory: pyt
         first = data.draw(st.integers(0, n - 1))
         offset.append(first)
         length.append(data.draw(st.integers(0, n - first)))
-    part = Box(tuple(offset), tuple(length))
+    part = TensorSlice(tuple(offset), tuple(length))
     room = np.zeros((*part.length, 2), RAW[value.itemsize])
     out = room[..., 0] if data.draw(st.booleans()) else room[..., 0].copy()
     TensorFiles(LocalStore(folder)).read("a.safetensors", "w", part, out)

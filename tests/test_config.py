@@ -17,8 +17,8 @@ from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.lr_schedule import check_optim, is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
+from drivetrain.trainers.config import DataConfig, DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.parse import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
-from drivetrain.trainers.config.sections import DataConfig, DPOConfig, RMConfig, SFTConfig
 
 ROOT = Path(__file__).parent.parent
 USAGE = "usage"

@@ -22,7 +22,7 @@ from drivetrain.engine.config import (
 from drivetrain.engine.loss import StepResult
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers import dpo, rm
-from drivetrain.trainers.config.sections import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
+from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.data.loader import Loader, Order
 from drivetrain.trainers.demo.addition import make_tokenizer

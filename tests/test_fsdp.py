@@ -341,13 +341,13 @@ def test_a_skipped_step_leaves_no_gradient_behind(tmp_path: Path, process_group:
 
 def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    engine, twin = build(folder), build(folder)
+    engine, meta_model = build(folder), build(folder)
     engine.to("host")
-    assert engine._residency.where("params") == "host"
+    assert engine._offloader.where("params") == "host"
     with engine.train_mode():
-        assert engine._residency.where("params") == "device"
-    assert engine._residency.where("params") == "host"
-    assert steps(engine) == steps(twin)
+        assert engine._offloader.where("params") == "device"
+    assert engine._offloader.where("params") == "host"
+    assert steps(engine) == steps(meta_model)
     engine.to("device")
     with pytest.raises(ConfigError, match="to\\('moon'\\)"):
         engine.to("moon")

@@ -55,7 +55,7 @@ def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
     resumed = steps(engine, 1)
     engine.load_checkpoint(saved)
     export_hf(engine, f"{out}/adapter", adapters="only")
-    export_hf(engine, f"{out}/folded")
+    export_hf(engine, f"{out}/merged")
     engine.close()
     return {
         "steps": found,
@@ -80,14 +80,14 @@ def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], tmp_path: Pa
     documents = tiny_documents(4, seed=9)
     exported = Reference(folder, OPTIM)
     exported.model = peft_reference(folder, tmp_path / "adapter").eval()
-    merged = Reference(tmp_path / "folded", OPTIM)
+    merged = Reference(tmp_path / "merged", OPTIM)
     plain = Reference(folder, OPTIM)
     for document in documents[1:]:
         want_lp = reference.log_probs(document)
         torch.testing.assert_close(exported.log_probs(document), want_lp, rtol=0, atol=2e-4)
         torch.testing.assert_close(merged.log_probs(document), want_lp, rtol=0, atol=2e-4)
         assert (plain.log_probs(document) - want_lp).abs().max() > 1e-3
-    assert not (tmp_path / "folded" / "adapter_config.json").exists()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
 # ---- value head, mixtures --------------------------------------------------------------------------------------------

@@ -11,32 +11,32 @@ from hypothesis import strategies as st
 
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.packing.batch import IGNORE
-from drivetrain.trainers.config.sections import DataConfig
-from drivetrain.trainers.data.dataset import Budget, Samples
-from drivetrain.trainers.data.loader import Cursor, GlobalBatch, Loader, Order
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Dataset
+from drivetrain.trainers.data.loader import Cursor, GlobalBatch, Loader, Sampler
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.token_cache import Encoded, Store, StoreWriter
+from drivetrain.trainers.data.token_cache import EncodedSamples, TokenCache, TokenCacheWriter
 
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
 
 
-def store(folder: Path, lengths: list[int]) -> Store:
-    writer = StoreWriter(folder)
+def store(folder: Path, lengths: list[int]) -> TokenCache:
+    writer = TokenCacheWriter(folder)
     samples = [Sample("", list(range(2, n + 2)), [True] * n) for n in lengths]
-    writer.add(Encoded.of([(0, i, 0, s) for i, s in enumerate(samples)]), "s")
+    writer.add(EncodedSamples.of([(0, i, 0, s) for i, s in enumerate(samples)]), "s")
     writer.commit(["s"])
-    return Store(folder)
+    return TokenCache(folder)
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
+def many(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
     """Samples by count."""
     root = tmp_path_factory.mktemp("stores")
-    return [Samples([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
+    return [Dataset([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
 
 
-def loader(samples: Samples, size: int, *, shuffle: bool = True, seed: int = 3) -> Loader:
-    return Loader(samples, Order(samples.sizes, weights=None, seed=seed, shuffle=shuffle), batch_size=size)
+def loader(samples: Dataset, size: int, *, shuffle: bool = True, seed: int = 3) -> Loader:
+    return Loader(samples, Sampler(samples.sizes, weights=None, seed=seed, shuffle=shuffle), batch_size=size)
 
 
 def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
 
 @settings(deadline=None, max_examples=50)
 @given(count=st.integers(1, 23), size=st.integers(1, 9), ranks=st.integers(1, 5), steps=st.integers(1, 12))
-def test_order_depends_on_the_seed_alone(many: list[Samples], count: int, size: int, ranks: int, steps: int) -> None:
+def test_order_depends_on_the_seed_alone(many: list[Dataset], count: int, size: int, ranks: int, steps: int) -> None:
     """Any number of ranks sees the same batches; each epoch has every sample once; a cursor resumes at the next sample."""
     samples = many[count - 1]
     whole = loader(samples, size).batches(Cursor())
@@ -65,11 +65,11 @@ def test_order_depends_on_the_seed_alone(many: list[Samples], count: int, size: 
         assert sorted(n for some in seen[:per_epoch] for n in some) == sorted(f"s:{i}" for i in range(count))
 
 
-def order(sizes: list[int], weights: list[float] | None = None, *, seed: int = 3, shuffle: bool = True) -> Order:
-    return Order(sizes, weights=weights, seed=seed, shuffle=shuffle)
+def order(sizes: list[int], weights: list[float] | None = None, *, seed: int = 3, shuffle: bool = True) -> Sampler:
+    return Sampler(sizes, weights=weights, seed=seed, shuffle=shuffle)
 
 
-def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: list[Samples]) -> None:
+def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: list[Dataset]) -> None:
     assert order([20]).epoch(0).tolist() != order([20]).epoch(1).tolist()
     assert order([20]).epoch(0).tolist() != order([20], seed=4).epoch(0).tolist()
     assert order([12, 8], shuffle=False).epoch(5).tolist() == list(range(20))
@@ -107,7 +107,7 @@ def test_weighted_sources_are_spread_evenly_in_file_order() -> None:
     assert order([4, 4], [3.0, 1.0], shuffle=False).epoch(0).tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
 
 
-def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCaptureFixture) -> None:
+def test_another_order_is_not_resumed(many: list[Dataset], caplog: pytest.LogCaptureFixture) -> None:
     mine = loader(many[9], 2)
     state = mine.state(Cursor(epoch=1, position=4))
     assert mine.restore(state, epochs=True) == Cursor(epoch=1, position=4)
@@ -130,6 +130,6 @@ def test_another_order_is_not_resumed(many: list[Samples], caplog: pytest.LogCap
     assert "contents have changed" in caplog.text
 
 
-def test_labels_survive_packing(many: list[Samples]) -> None:
+def test_labels_survive_packing(many: list[Dataset]) -> None:
     batch = next(loader(many[0], 1).batches(Cursor()))[0].share(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]

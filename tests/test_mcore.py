@@ -87,7 +87,7 @@ def rank_unmarked(folder: str) -> float:
     import drivetrain.engine.mcore.engine
 
     module: Any = drivetrain.engine.mcore.engine
-    real = module.held_parameters
+    real = module.param_shards_of
 
     def unmarked(*args: Any) -> Any:
         held = real(*args)
@@ -95,7 +95,7 @@ def rank_unmarked(folder: str) -> float:
             h.parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
         return held
 
-    module.held_parameters = unmarked
+    module.param_shards_of = unmarked
     engine = build(folder, {"tp": 2})
     got = steps(engine, 1)[0]
     engine.close()
@@ -220,7 +220,7 @@ def rank_drops(folder: str, sequence: bool) -> dict[str, Tensor]:
     axes = {"tp": 2, "tp_sequence": sequence}
     with contextlib.closing(build(folder, axes, model={"lora": LoraConfig(rank=4, dropout=0.5)}, optim=FAST)) as engine:
         steps(engine)
-        held: Any = engine._held  # type: ignore[attr-defined]
+        held: Any = engine._param_shards  # type: ignore[attr-defined]
         return {h.name: h.parameter.detach().clone() for h in held if h.adapter and not h.parameter.tensor_model_parallel}
 
 
@@ -417,7 +417,7 @@ def rank_adapter_export(folder: str, out: str) -> tuple[float, float]:
         before = engine.infer_batch(batch, OutputRequest(log_probs=True))["log_probs"]
         steps(engine, 3)
         export_hf(engine, f"{out}/adapter", adapters="only")
-        export_hf(engine, f"{out}/folded")
+        export_hf(engine, f"{out}/merged")
         trained = engine.infer_batch(batch, OutputRequest(log_probs=True))["log_probs"]
         with engine.disable_adapter():
             plain = engine.infer_batch(batch, OutputRequest(log_probs=True))["log_probs"]
@@ -437,7 +437,7 @@ def test_exported_adapters_load_in_peft(folder: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for model in (
         PeftModel.from_pretrained(base, tmp_path / "adapter"),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "folded"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
     ):
         model.eval()
         start = 0
@@ -535,7 +535,7 @@ def test_a_target_without_a_parallel_layer_is_refused(tmp_path: Path) -> None:
 
 
 def rank_keeps_precision(folder: str, root: str) -> dict[str, Any]:
-    """What a 16-bit computation leaves of weights that are not trained: in exports, in checkpoints, folded."""
+    """What a 16-bit computation leaves of weights that are not trained: in exports, in checkpoints, merged."""
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
     found: dict[str, Any] = {}
     with contextlib.closing(build(folder, {"tp": 2}, precision=precision, model={"freeze": ("*embed*",)})) as engine:
@@ -547,8 +547,8 @@ def rank_keeps_precision(folder: str, root: str) -> dict[str, Any]:
         engine.load_checkpoint(saved)
         found["loaded"] = all(torch.equal(trained[n], v) for n, v in weights(engine).items())
     with contextlib.closing(build(folder, {"dp_shard": 2}, precision=precision, model={"lora": LoraConfig(rank=4)})) as engine:
-        # B is zero still: what is folded in is nothing.
-        found["folded"] = weights(engine)
+        # B is zero still: what is merged in is nothing.
+        found["merged"] = weights(engine)
     return found
 
 
@@ -559,7 +559,7 @@ def test_what_is_not_trained_keeps_its_precision(folder: Path, tmp_path: Path) -
     found = run_ranks(rank_keeps_precision, 2, str(folder), str(tmp_path))[0]
     assert torch.equal(found["frozen"], base["model.embed_tokens.weight"])
     assert found["loaded"]
-    assert all(torch.equal(found["folded"][n], v) for n, v in base.items())
+    assert all(torch.equal(found["merged"][n], v) for n, v in base.items())
 
 
 def rank_bfloat16_adapters(folder: str) -> tuple[set[torch.dtype], set[torch.dtype]]:

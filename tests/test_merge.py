@@ -98,7 +98,7 @@ def test_a_merged_checkpoint_is_the_trained_model(
         base: Any = AutoModelForCausalLM.from_pretrained(folder)
         adapted: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
         assert torch.allclose(log_probs(adapted), want, atol=2e-5)
-        # Not folded at all, it would be the base.
+        # Not merged at all, it would be the base.
         assert not torch.allclose(log_probs(AutoModelForCausalLM.from_pretrained(folder)), want, atol=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(trained: tuple[Base
         ({"dtype": "int4"}, "dtype=int4; it must be one of float32"),
         ({"adapters": "only"}, "has no adapters: it was trained without LoRA"),
         ({"base": "x"}, "has no adapters that a base, x, could be merged with"),
-        ({"adapters": "both"}, "adapters=both; it must be folded or only"),
+        ({"adapters": "both"}, "adapters=both; it must be merged or only"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge(saved, out, **bad)  # type: ignore[arg-type]

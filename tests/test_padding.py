@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.packing.batch import IGNORE
-from drivetrain.workers.batch_adapters import open_door as open_any
+from drivetrain.workers.batch_adapters import adapt_batch as open_any
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5).filter(
     lambda r: any(n for _, n in r)
@@ -49,8 +49,8 @@ def opened(data: Any) -> Any:
 @given(lengths=LENGTHS, extra=st.integers(0, 2))
 def test_padded_rows_and_back(lengths: list[tuple[int, int]], extra: int) -> None:
     data = padded(lengths, extra)
-    door = opened(data)
-    batch = door.batch
+    adapter = opened(data)
+    batch = adapter.batch
     assert batch.lengths == [a + b for a, b in lengths]
     assert batch.position_ids.tolist() == [i for a, b in lengths for i in range(a + b)]
     # A number of a response token stands where that token is the label.
@@ -60,11 +60,11 @@ def test_padded_rows_and_back(lengths: list[tuple[int, int]], extra: int) -> Non
     assert int(learned.sum()) == sum(b for _, b in lengths)
     assert not said[~learned].any()
     assert batch.sequence_fields["scores"].tolist() == data["scores"].tolist()
-    back = door.answer({"mine": said})
+    back = adapter.answer({"mine": said})
     wanted = torch.nan_to_num(data["advantages"], nan=0.0)
     assert torch.equal(back["mine"], wanted)
     rows = torch.arange(len(lengths)) * 2.0
-    assert torch.equal(door.answer_rows({"rows": rows})["rows"], rows)
+    assert torch.equal(adapter.answer_rows({"rows": rows})["rows"], rows)
 
 
 def jagged(values: list[list[float]], dtype: torch.dtype = torch.int64) -> Any:
@@ -112,9 +112,9 @@ def test_a_mask_over_all_columns_and_answers_of_several_turns() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 0, 1, 2, 3, 4]])
     attention = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
     own = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]])
-    door = opened({"input_ids": ids, "attention_mask": attention, "response_mask": own})
-    assert [x for x in door.batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
-    back = door.answer({"labels": door.batch.labels.float()})["labels"]
+    adapter = opened({"input_ids": ids, "attention_mask": attention, "response_mask": own})
+    assert [x for x in adapter.batch.labels.tolist() if x != IGNORE] == [7, 9, 2, 3, 4]
+    back = adapter.answer({"labels": adapter.batch.labels.float()})["labels"]
     assert back.tolist() == [[0, 0, 7, 0, 9, 0], [0, 0, 0, 2, 3, 4]]
     # As wide as the responses it says which of their tokens are the policy's; all of them still have log-probabilities.
     inside = opened({"input_ids": ids, "attention_mask": attention, "response_mask": own[:, 3:]})
@@ -196,9 +196,9 @@ def test_lists_and_other_integers_are_taken() -> None:
 
 def test_answers_of_no_tokens_and_batches_of_no_rows() -> None:
     none = {name: value[:, :0] if name in ("responses", "advantages") else value for name, value in GOOD.items()}
-    door = opened(none)
-    assert (door.batch.labels == IGNORE).all()
-    assert door.answer({"log_probs": door.batch.labels.float()})["log_probs"].shape == (2, 0)
+    adapter = opened(none)
+    assert (adapter.batch.labels == IGNORE).all()
+    assert adapter.answer({"log_probs": adapter.batch.labels.float()})["log_probs"].shape == (2, 0)
     empty = opened({name: value[:0] for name, value in GOOD.items()})
     assert empty.batch.num_sequences == 0
     assert empty.answer({"log_probs": torch.zeros(0)})["log_probs"].shape == (0, 3)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import DataError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance, partition
-from drivetrain.trainers.config.sections import DataConfig
-from drivetrain.trainers.data.dataset import Budget, Samples
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.encode import Kind, encode_row
-from drivetrain.trainers.data.loader import GlobalBatch, Loader, Order
+from drivetrain.trainers.data.loader import GlobalBatch, Loader, Sampler
 from drivetrain.trainers.data.preference import split_preference
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.tokenize import load_stores
+from drivetrain.trainers.data.tokenize import load_token_caches
 from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.methods.preference import mismatched
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN
@@ -135,14 +135,14 @@ def test_what_is_no_preference_is_refused_by_its_row(row: dict[str, Any], kind: 
 # ---- stores, samples and batches ----------------------------------------------------------------------------------------
 
 
-def load(path: Path, rows: list[dict[str, Any]], tokens: int = 100, kind: Kind = "pairs", **data: Any) -> Samples:
+def load(path: Path, rows: list[dict[str, Any]], tokens: int = 100, kind: Kind = "pairs", **data: Any) -> Dataset:
     path.mkdir(exist_ok=True)
     file = path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(train=(str(file),), cache_dir=str(path / "cache"), **data)
     budget = Budget(tokens=tokens, setting=f"engine.micro_batch.max_tokens={tokens}")
-    stores = load_stores([str(file)], TOKENIZER, config, training=True, kind=kind)
-    return Samples(stores, config, budget, [str(file)])
+    stores = load_token_caches([str(file)], TOKENIZER, config, training=True, kind=kind)
+    return Dataset(stores, config, budget, [str(file)])
 
 
 def row(prompt: str, chosen: str, rejected: str, **more: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
     assert len(samples) == 2
     assert samples.lengths.tolist() == [[5, 4], [4, 6]]
     assert [s.name.rpartition("/")[2] for s in samples[1]] == ["pairs.jsonl:3 (chosen)", "pairs.jsonl:3 (rejected)"]
-    (drawn,) = Loader(samples, Order([2], weights=None, seed=0, shuffle=False), batch_size=2).once()
+    (drawn,) = Loader(samples, Sampler([2], weights=None, seed=0, shuffle=False), batch_size=2).once()
     batch = drawn.share(0, 1, 0.0).batch
     assert batch.sequence_fields[CHOSEN].tolist() == [1, 0, 1, 0]
     assert batch.sequence_fields[MARGIN].tolist() == [0.5, 0.5, 0, 0]
@@ -172,7 +172,7 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
         load(tmp_path / "none", rows[1:2])
 
 
-def all_of(samples: Samples) -> list[tuple[Sample, ...]]:
+def all_of(samples: Dataset) -> list[tuple[Sample, ...]]:
     return [samples[i] for i in range(len(samples))]
 
 

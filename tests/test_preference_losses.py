@@ -13,18 +13,11 @@ from torch import Tensor
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError
-from drivetrain.engine.loss import LossSums, TokenOutputs, labelled
+from drivetrain.engine.loss import LossSums, TokenOutputs, loss_mask
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.trainers.config.sections import (
-    DataConfig,
-    DPOConfig,
-    PreferenceConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RMConfig,
-)
-from drivetrain.trainers.data.loader import Loader, Order
+from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
+from drivetrain.trainers.data.loader import Loader, Sampler
 from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.methods.base import Method, RewardMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
@@ -126,7 +119,7 @@ def test_a_margin_that_is_not_finite_is_refused_with_its_row() -> None:
 
 def test_weights_of_tokens_that_are_not_learned_may_be_anything() -> None:
     batch = from_lists([[1, 2, 3], [4, 5]], supervised=[[False, False, True], [True, True]])
-    loss, mask = SFTLoss(), labelled(batch)
+    loss, mask = SFTLoss(), loss_mask(batch)
     log_probs = torch.full((batch.num_tokens,), -2.0) * mask
     weights = torch.tensor([float("nan"), 0.5, float("inf"), 3.0, float("nan")], dtype=torch.float16)
     weighed = batch.with_fields(loss_weights=weights)
@@ -140,7 +133,7 @@ def test_a_policy_against_itself_has_a_margin_of_exactly_zero() -> None:
     torch.manual_seed(0)
     documents = [list(range(1, 402)), list(range(1, 702))]
     batch = from_lists(documents, sequence_fields={CHOSEN: [1, 0]}, group_ids=[0, 0])
-    mask = labelled(batch)
+    mask = loss_mask(batch)
     log_probs = torch.randn(batch.num_tokens).abs().neg() * mask
     # The reference's own sums, as the trainer makes them.
     reference = sequence_sums(log_probs.double(), batch)
@@ -269,7 +262,7 @@ def first_step(method: Method, config: Any) -> Any:
     with build_engine(config) as engine:
         method.open(engine, tokenizer, samples, None)
         try:
-            order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
+            order = Sampler(samples.sizes, weights=None, seed=0, shuffle=False)
             (drawn,) = Loader(samples, order, batch_size=len(CASE.PAIRS)).once()
             return engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
         finally:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.dispatch import dispatched
+from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
@@ -64,11 +64,11 @@ def test_all_roles_on_two_actors_give_the_numbers_of_plain_float64(
             assert record["grad_norm"] == pytest.approx(norm, rel=5e-5), name
 
 
-def actor_role(models: Path, pool: str = "main") -> Role:
+def actor_role(models: Path, pool: str = "main") -> RoleSpec:
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
     model = ModelConfig(path=str(models / "policy"))
     config = ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3), passengers=("uids",))
-    return Role(worker=ActorWorker, config=config, pool=pool)
+    return RoleSpec(worker=ActorWorker, config=config, pool=pool)
 
 
 def batch_of(group: RayWorkerGroup) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def fails_on_nine(answers: Any) -> list[float]:
 
 
 def test_a_failure_comes_with_its_traceback_and_a_death_with_its_rank(models: Path, tmp_path: Path) -> None:
-    reward = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_nine))
+    reward = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_nine))
     group = RayWorkerGroup({"actor": actor_role(models), "reward": reward}, pools={"main": 2}, grace_s=5)
     try:
         # One process raises, the other answers: the group is whole, and goes on.
@@ -133,7 +133,7 @@ class Stuck:
     def close(self) -> None:
         pass
 
-    @dispatched("same")
+    @register("all")
     def meet(self) -> str:
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("not me")
@@ -142,7 +142,7 @@ class Stuck:
 
 
 def test_who_waits_for_a_failed_process_is_ended(models: Path) -> None:
-    with RayWorkerGroup({"stuck": Role(worker=Stuck, config=None)}, pools={"main": 2}, grace_s=2) as group:
+    with RayWorkerGroup({"stuck": RoleSpec(worker=Stuck, config=None)}, pools={"main": 2}, grace_s=2) as group:
         began = time.monotonic()
         with pytest.raises(
             WorkerError,
@@ -187,7 +187,7 @@ def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(models: Pat
 def test_weights_go_to_a_pool_of_their_own(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray_group, "PART_BYTES", 100_000)
-    rollout = Role(
+    rollout = RoleSpec(
         worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(models / "reference"))), pool="answers"
     )
     options, prompts = SamplingOptions(max_tokens=4, temperature=0.0), [r["prompt"] for r in ROWS[::3]]
@@ -213,7 +213,7 @@ class Taker:
         for _ in weights:
             pass
 
-    @dispatched("same")
+    @register("all")
     def ready(self) -> bool:
         return True
 
@@ -250,7 +250,7 @@ def die(note: Path) -> None:
 
 
 def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody() -> None:
-    roles = {"giver": Role(worker=Giver, config=(1, None)), "taker": Role(worker=Taker, config=None, pool="taker")}
+    roles = {"giver": RoleSpec(worker=Giver, config=(1, None)), "taker": RoleSpec(worker=Taker, config=None, pool="taker")}
     with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
         began = time.monotonic()
         with pytest.raises(
@@ -281,7 +281,7 @@ class DiesWhileBuilt(Stuck):
 def test_a_process_that_dies_while_it_is_built_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     free = ray.available_resources()["CPU"]
     with pytest.raises(WorkerLostError, match=r"rank 1 of pool 'main' died during building mortal"):
-        RayWorkerGroup({"mortal": Role(worker=DiesWhileBuilt, config=tmp_path / "note")}, pools={"main": 2}, grace_s=3)
+        RayWorkerGroup({"mortal": RoleSpec(worker=DiesWhileBuilt, config=tmp_path / "note")}, pools={"main": 2}, grace_s=3)
     assert time.monotonic() - float((tmp_path / "note").read_text()) < 15
     assert resources_come_back(free)
 
@@ -312,8 +312,8 @@ def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
     monkeypatch.setattr("drivetrain.workers.groups.ray.PART_BYTES", 800)
     note = tmp_path / "note"
     roles = {
-        "giver": Role(worker=Giver, config=(dying, note)),
-        "taker": Role(worker=taker, config=note, pool="taker"),
+        "giver": RoleSpec(worker=Giver, config=(dying, note)),
+        "taker": RoleSpec(worker=taker, config=note, pool="taker"),
     }
     with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
         with pytest.raises(WorkerLostError, match=message):
@@ -361,7 +361,7 @@ def test_a_role_that_cannot_be_built_is_told_and_leaves_nothing(models: Path) ->
     for _ in range(2):
         # The second time too: the first one's room was given back.
         with pytest.raises(WorkerError, match=r"(?s)rank 0, 1 of pool 'main' failed in building actor.*ModelError"):
-            RayWorkerGroup({"actor": Role(worker=ActorWorker, config=config)}, pools={"main": 2}, cpus=1)
+            RayWorkerGroup({"actor": RoleSpec(worker=ActorWorker, config=config)}, pools={"main": 2}, cpus=1)
 
 
 def test_ray_missing_says_which_extra(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

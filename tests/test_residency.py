@@ -15,31 +15,31 @@ from drivetrain.engine.config import LoraConfig, OffloadConfig, ParallelConfig, 
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.loss import OutputRequest
-from drivetrain.engine.offload import Residency, _trim, free_memory
+from drivetrain.engine.offload import Offloader, _trim, free_memory
 from engines import build, share, steps, weights
 from harness import run_ranks
 
 
 def rank_rest(folder: str, backend: str, parallel: dict[str, Any]) -> None:
     layout = ParallelConfig(**parallel)
-    engine, twin = (build(folder, backend=backend, parallel=layout) for _ in range(2))
+    engine, meta_model = (build(folder, backend=backend, parallel=layout) for _ in range(2))
     first = steps(engine, 1)
-    assert first == steps(twin, 1)
+    assert first == steps(meta_model, 1)
     engine.to("disk")
     held = [t for part in ("params", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
     assert held
     assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
     # A step, an inference, an export and a checkpoint wake what they need, and it rests again.
-    assert steps(engine, 2) == steps(twin, 2)
+    assert steps(engine, 2) == steps(meta_model, 2)
     assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
     batch = share(engine, tiny_documents(4, seed=9))
     request = OutputRequest(log_probs=True)
-    assert torch.equal(engine.infer_batch(batch, request)["log_probs"], twin.infer_batch(batch, request)["log_probs"])
-    mine, theirs = weights(engine), weights(twin)
+    assert torch.equal(engine.infer_batch(batch, request)["log_probs"], meta_model.infer_batch(batch, request)["log_probs"])
+    mine, theirs = weights(engine), weights(meta_model)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     root = Path(folder).parent / f"{backend}-{engine.topology.size}"
     saved = engine.save_checkpoint(root, 3)
-    twin.close()
+    meta_model.close()
     again = build(folder, backend=backend, parallel=layout)
     again.to("disk", optimizer=False)
     again.load_checkpoint(saved)
@@ -101,7 +101,7 @@ def anonymous() -> float:
 @pytest.mark.usefixtures("process_group")
 def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    engine, twin = build(folder, offload=OffloadConfig(params="host")), build(folder)
+    engine, meta_model = build(folder, offload=OffloadConfig(params="host")), build(folder)
     written = []
 
     def fails(self: Any, data: Any, place: str) -> Path:
@@ -110,12 +110,12 @@ def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytes
             raise OSError(28, "No space left on device")
         return copy(self, data, place)  # type: ignore[arg-type,return-value]
 
-    copy = Residency._copy
-    monkeypatch.setattr(Residency, "_copy", fails)
+    copy = Offloader._copy
+    monkeypatch.setattr(Offloader, "_copy", fails)
     with pytest.raises(ConfigError, match=r"to\('disk'\): No space left on device .*set TMPDIR"):
         engine.to("disk")
-    assert engine._residency.where("params") == "device"
-    assert steps(engine, 1) == steps(twin, 1)
+    assert engine._offloader.where("params") == "device"
+    assert steps(engine, 1) == steps(meta_model, 1)
     engine.close()
 
 

@@ -15,9 +15,9 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.batch_adapters import open_door
-from drivetrain.workers.groups.base import LocalWorkerGroup
-from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.batch_adapters import adapt_batch
+from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions, to_padded
 from drivetrain.workers.rollout.worker import RolloutWorker
@@ -215,8 +215,8 @@ def rank_group(folder: str) -> Any:
     model = ModelConfig(path=folder)
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=128))
     roles = {
-        "actor": Role(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=3e-2))),
-        "rollout": Role(worker=RolloutWorker, config=RolloutConfig(model=model)),
+        "actor": RoleSpec(worker=ActorWorker, config=ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=3e-2))),
+        "rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=model)),
     }
     with LocalWorkerGroup(roles) as group:
         first = group["rollout"].generate(PROMPTS, GREEDY)
@@ -239,7 +239,7 @@ def rank_group(folder: str) -> Any:
         state = torch.get_rng_state()
         group["rollout"].generate([[5, 6, 7]], SamplingOptions(max_tokens=2, seed=1))
         assert torch.equal(torch.get_rng_state(), state)
-        fresh = group["actor"].compute_log_probs(open_door(to_padded([a for some in second for a in some])).batch)
+        fresh = group["actor"].compute_log_probs(adapt_batch(to_padded([a for some in second for a in some])).batch)
         assert fresh["log_probs"].any()
         return answers_of(first), answers_of(second), answers_of(sampled)
 
@@ -438,7 +438,7 @@ def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message
         worker(folder).generate(prompts, GREEDY)
     with (
         LocalWorkerGroup(
-            {"rollout": Role(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))))}
+            {"rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))))}
         ) as group,
         pytest.raises(ConfigError, match=message),
     ):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import DataError
-from drivetrain.trainers.config.sections import DataConfig
-from drivetrain.trainers.data.dataset import Budget, Samples
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.sources import open_source
-from drivetrain.trainers.data.tokenize import load_stores
+from drivetrain.trainers.data.tokenize import load_token_caches
 from drivetrain.trainers.demo.addition import make_tokenizer, question
 from hub import serve
 
@@ -51,12 +51,12 @@ def cache(tmp_path: Path) -> dict[str, Any]:
     return {"cache_dir": str(tmp_path / "cache")}
 
 
-def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **data: Any) -> Samples:
+def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **data: Any) -> Dataset:
     config = DataConfig(**{**cache, **data})
-    return Samples(load_stores(paths, tokenizer, config, training=True), config, BUDGET, paths)
+    return Dataset(load_token_caches(paths, tokenizer, config, training=True), config, BUDGET, paths)
 
 
-def every(samples: Samples) -> list[Sample]:
+def every(samples: Dataset) -> list[Sample]:
     return [samples.document(i, 0) for i in range(len(samples))]
 
 
@@ -248,7 +248,7 @@ def test_a_tables_nulls_are_no_keys(tmp_path: Path, cache: dict[str, Any]) -> No
 ENDLESS = """
 import sys
 from drivetrain.engine.parallel.topology import init_distributed
-from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.data.tokenize import load_stores
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.engine.checkpoint.retention import steps
 from drivetrain.engine.checkpoint.storage import LocalStore
-from drivetrain.trainers.config.sections import DataConfig
+from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.loop.loggers import JSONL
@@ -244,24 +244,27 @@ def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: py
 
 def test_watch_decides() -> None:
     from drivetrain.engine.errors import ConfigError
-    from drivetrain.trainers.loop.early_stopping import Watch
+    from drivetrain.trainers.loop.early_stopping import EarlyStopping
     from drivetrain.trainers.methods.base import SFTMethod
 
-    watch = Watch("accuracy", 2, "x", SFTMethod.lower_is_better)
+    watch = EarlyStopping("accuracy", 2, "x", SFTMethod.lower_is_better)
     assert [watch.see(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]
     assert not watch.stop
-    again = Watch("accuracy", 2, "x", SFTMethod.lower_is_better)
+    again = EarlyStopping("accuracy", 2, "x", SFTMethod.lower_is_better)
     again.restore(json.loads(json.dumps(watch.state())))
     assert not again.see(4, {"accuracy": float("nan")})
     assert again.stop
     assert (again.best, again.best_step) == (0.3, 2)
-    for other in (Watch("loss", 2, "x", SFTMethod.lower_is_better), Watch("accuracy", 2, "y", SFTMethod.lower_is_better)):
+    for other in (
+        EarlyStopping("loss", 2, "x", SFTMethod.lower_is_better),
+        EarlyStopping("accuracy", 2, "y", SFTMethod.lower_is_better),
+    ):
         other.restore(watch.state())
         assert other.best is None
     with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; an evaluation measures loss, accuracy"):
-        Watch("f1", None, "", SFTMethod.lower_is_better)
+        EarlyStopping("f1", None, "", SFTMethod.lower_is_better)
     with pytest.raises(ConfigError, match=r"trainer.patience=3 needs trainer.best_metric"):
-        Watch(None, 3, "", SFTMethod.lower_is_better)
+        EarlyStopping(None, 3, "", SFTMethod.lower_is_better)
 
 
 def started(task: Path, launcher: list[str], *more: str) -> subprocess.Popen[str]:

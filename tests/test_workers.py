@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DrivetrainError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.batch_adapters import open_door
-from drivetrain.workers.dispatch import MiniBatches, deal_shares, deal_steps, gather
-from drivetrain.workers.groups.base import LocalWorkerGroup
-from drivetrain.workers.groups.worker_process import Role
+from drivetrain.workers.batch_adapters import adapt_batch
+from drivetrain.workers.dispatch import MiniBatches, assign_batch, assign_mini_batches, gather
+from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.losses.sft import SFTLoss
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
@@ -81,7 +81,7 @@ def test_log_probs_and_values_are_those_of_plain_models_in_every_form(models: Pa
         assert rows_of(got["entropy"])[i] == pytest.approx(entropy.tolist(), abs=2e-6)
         assert rows_of(found)[i] == pytest.approx(worth[i][:-1].tolist(), abs=2e-6)
     assert reward.compute_rewards(data)["rewards"].tolist() == pytest.approx([float(v[-1]) for v in worth], abs=2e-6)
-    padding = open_door(data)
+    padding = adapt_batch(data)
     assert not got["log_probs"][~padding.where].any()  # type: ignore[attr-defined]
     # The other forms give the same numbers to the bit.
     jagged = TensorDict(
@@ -117,7 +117,7 @@ def test_a_padded_and_a_packed_update_are_one(models: Path) -> None:
         advantages = torch.linspace(-1, 1, old.numel()).view_as(old)
         batch: Any = {**data, "old_log_probs": old, "advantages": advantages}
         if form == "packed":
-            batch = open_door(batch).batch
+            batch = adapt_batch(batch).batch
         elif form == "jagged":
             batch = TensorDict(
                 {
@@ -335,7 +335,7 @@ def test_what_one_role_declares_rides_along_for_the_others(models: Path) -> None
     roles = EXAMPLE.roles_on("fsdp", models, ParallelConfig())
     roles = {name: replace(roles[name], config=replace(roles[name].config, passengers=())) for name in ("actor", "reference")}
     roles["actor"] = replace(roles["actor"], config=replace(roles["actor"].config, passengers=("uid",)))
-    roles["words"] = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
+    roles["words"] = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
     data = {**padded_data(), "uid": [f"prompt {i}" for i in range(len(ROWS))]}
     with LocalWorkerGroup(roles) as group:
         assert group["actor"].compute_log_probs(data)["log_probs"].any()
@@ -397,7 +397,7 @@ def test_mini_batches_cover_every_epoch_and_keep_groups_together() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_shares_and_steps_come_back_in_order(ranks: int) -> None:
     batch = from_lists([list(range(1, n + 2)) for n in (3, 9, 1, 4, 4, 2, 7)])
-    shares = deal_shares(batch, ranks, 1e-3)
+    shares = assign_batch(batch, ranks, 1e-3)
     assert sorted(i for own in shares.rows for i in own) == list(range(7))
     answers = [{"x": batch.select(own).input_ids.float(), "n": batch.select(own).input_ids} for own in shares.rows]
     found = gather(batch, shares.rows, answers, "tokens")
@@ -407,7 +407,7 @@ def test_shares_and_steps_come_back_in_order(ranks: int) -> None:
     with pytest.raises(BatchError, match="has 1 numbers for a share of"):
         gather(batch, shares.rows, [{"r": torch.ones(1)} for _ in shares.rows], "tokens")
     plan = MiniBatches(size=3, epochs=2, shuffle=True)
-    deal = deal_steps(batch, ranks, 1e-3, plan)
+    deal = assign_mini_batches(batch, ranks, 1e-3, plan)
     assert deal.steps is not None
     for number, step in enumerate(plan.steps(list(range(7)))):
         together = sorted(deal.rows[r][place] for r in range(ranks) for place in deal.steps[r][number])
@@ -467,7 +467,7 @@ def test_roles_of_different_layouts_share_processes(models: Path, float64: dict[
 
 
 def rank_function_fails(models: str) -> str:
-    role = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_long))
+    role = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_long))
     with LocalWorkerGroup({"reward": role}) as group:
         try:
             group["reward"].compute_rewards(padded_data())
@@ -493,7 +493,7 @@ def test_an_error_of_one_rank_is_everybodys_and_the_group_goes_on(models: Path) 
 
 @pytest.mark.usefixtures("process_group")
 def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
-    role = Role(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
+    role = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
     with LocalWorkerGroup({"reward": role}) as group:
         with pytest.raises(ConfigError, match=r"there is no role 'critic'; there are reward"):
             group["critic"]

@@ -37,17 +37,17 @@ def push(topology: Topology, folder: Path, repo: str) -> str:
     Raises:
         ConfigError: the Hub refused it; the folder stays.
     """
-    address, error = "", None
-    if topology.is_main:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
+    address = ""
+    with topology.collective_errors():
+        if topology.is_main:
+            from huggingface_hub import HfApi
+            from huggingface_hub.errors import HfHubHTTPError
 
-        try:
-            api = HfApi()
-            made = api.create_repo(repo, private=True, exist_ok=True)
-            api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
-            address = str(made)
-        except (HfHubHTTPError, OSError) as e:
-            error = ConfigError(f"trainer.push_to_hub={repo}: {folder} is exported, but was not uploaded: {e}")
-    topology.agree(error)
+            try:
+                api = HfApi()
+                repository = api.create_repo(repo, private=True, exist_ok=True)
+                api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
+                address = str(repository)
+            except (HfHubHTTPError, OSError) as e:
+                raise ConfigError(f"trainer.push_to_hub={repo}: {folder} is exported, but was not uploaded: {e}") from e
     return str(topology.all_gather_object(address)[0])

@@ -1,35 +1,39 @@
-"""What every trainer's command does: parse, run, and turn an error into one line and an exit code."""
+"""What every trainer's command does: parse, train, and turn an error into one line and an exit code."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from importlib import import_module
 
 from ..engine.parallel.process import report_failure
 from .config.parse import parse
+from .config.runs import RunConfig
 
-Config = TypeVar("Config")
 
-
-def run_main(cls: type[Config], argv: Sequence[str] | None, usage: str, load: Callable[[], Callable[[Config], None]]) -> int:
-    """Parse, then run.
+def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | None, usage: str | None) -> int:
+    """Parse the command line, then train.
 
     Args:
-        cls: the config class.
-        argv: words of the command line; this process's by default.
-        usage: first lines of `--help`.
-        load: imports and returns what runs: torch takes a second, which --help and a typing error need not wait for.
+        config_class: The trainer's configuration.
+        method: Its `Method`, as `module:class` inside `trainers.methods`. It is imported after parsing: torch takes seconds, which
+            `--help` and a typing error need not wait for.
+        argv: The words of the command line; those of this process if None.
+        usage: The first lines of `--help`.
 
     Returns:
-        the exit code.
+        The exit code.
     """
     try:
-        config = parse(cls, sys.argv[1:] if argv is None else argv, usage)
-        load()(config)
-    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+        config = parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip())
+        module, _, name = method.partition(":")
+        method_class = getattr(import_module(f".methods.{module}", __package__), name)
+        from .run import run
+
+        run(config, method_class(config))
+    except Exception as e:  # of any kind: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted; the same command goes on from the last checkpoint, if one was saved", file=sys.stderr)
+            print("interrupted; the same command resumes from the last checkpoint, if one was saved", file=sys.stderr)
         return 130
     return 0

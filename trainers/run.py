@@ -1,4 +1,4 @@
-"""From a config to a finished run: data, engine, resume, loop, export."""
+"""From a configuration to a finished run: data, engine, resume, training, export."""
 
 import datetime
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -16,27 +16,28 @@ import torch.distributed as dist
 from ..engine.base import BaseEngine
 from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.checkpoint.retention import folder_name
-from ..engine.errors import ConfigError, DrivetrainError
+from ..engine.errors import ConfigError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
-from ..engine.parallel.collectives import agree
+from ..engine.parallel.collectives import collective_errors
 from ..engine.parallel.process_groups import close_distributed, init_distributed
 from ..engine.registry import engine_class
-from .config.parse import changes, differences, to_yaml
-from .config.sections import RunConfig, TrainerConfig
-from .data.dataset import Samples
-from .data.encode import marked
-from .data.loader import Loader, Order
+from .config.runs import RunConfig
+from .config.trainer import TrainerConfig
+from .data.load import RunData, load_data
+from .data.loader import Loader, Sampler
 from .hub import push
 from .loop.console import Summary
-from .loop.early_stopping import Watch
+from .loop.early_stopping import EarlyStopping
 from .loop.loggers import Logger, make_loggers, plot_loss
-from .loop.loop import Evaluation, train, written
+from .loop.loop import Evaluation, Run, StopReason, train, write_error
 from .loop.resume import resume
 from .loop.samples import answers
 from .loop.signals import StopSignal
 from .methods.base import Method
-from .validate import check_run, load_data, lock_folder, make_folder, sample_budget
+from .report import announce, report_end
+from .run_folder import locked_folders, write_config
+from .validate import check_run, sample_budget
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +58,11 @@ def run(config: RunConfig, method: Method) -> None:
     """Train. Collective over all processes of the job.
 
     Args:
-        config: of the run.
-        method: of training.
+        config: The run's settings.
+        method: The method of training.
 
     Raises:
-        DrivetrainError: with the setting, the file or the row that is wrong; on every rank. After an error the default process
+        DrivetrainError: With the setting, the file or the row that is wrong; on every rank. After an error the default process
             group of several processes is left as it is, since the others may be waiting in it; end the process (`leave`).
     """
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
@@ -72,7 +73,7 @@ def run(config: RunConfig, method: Method) -> None:
         _run(config, method)
     except BaseException:
         # Not with peers: NCCL's groups wait, while they are destroyed, for ranks that may be stuck in a collective which this
-        # one never enters. Who called must end the process.
+        # one never enters. The caller must end the process.
         if dist.get_world_size() == 1:
             close_distributed()
         raise
@@ -80,97 +81,68 @@ def run(config: RunConfig, method: Method) -> None:
 
 
 def _run(config: RunConfig, method: Method) -> None:
-    output = Path(config.trainer.output_dir)
     engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
-    error: Exception | None = None
-    locks: list[TextIO] = []
-    try:
+    with collective_errors():
         engine.check()
-        make_folder(output)
-        elsewhere = config.trainer.checkpoint_dir
-        if elsewhere and "://" not in elsewhere:
-            make_folder(Path(elsewhere), "trainer.checkpoint_dir")
-        if os.environ.get("RANK", "0") == "0":
-            locks.append(lock_folder(output))
-            if elsewhere and "://" not in elsewhere:
-                locks.append(lock_folder(Path(elsewhere), "trainer.checkpoint_dir"))
-    except DrivetrainError as e:
-        error = e
-    try:
-        agree(error)
-        _train(config, method, output, engine)
-    finally:
-        for lock in locks:
-            lock.close()
+    with locked_folders(config.trainer):
+        data = load_data(config, method.kind, sample_budget(config, method))
+        sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
+        if not min(sampler.drawn):
+            log.warning("data.weights=%s: %d samples an epoch leave a source without any", config.data.weights, len(sampler))
+        engine.total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(sampler) // config.data.batch_size)
+        try:
+            method.setup(engine, data.tokenizer, data.train, data.held_out)
+            engine.initialize()
+            announce(engine, config, data, sampler, engine.total_steps)
+            _train(engine, method, config, data, sampler, engine.total_steps)
+        finally:
+            method.close()
+            engine.close()
 
 
-def _train(config: RunConfig, method: Method, output: Path, engine: BaseEngine) -> None:
-    tokenizer, samples, held_out = load_data(config, method)
-    order = Order(samples.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
-    total = config.trainer.max_steps or config.trainer.epochs * -(-len(order) // config.data.batch_size)
-    if not min(order.drawn):
-        log.warning("data.weights=%s: %d samples an epoch leave a source without any", config.data.weights, len(order))
-    engine.total_steps = total
-    try:
-        method.open(engine, tokenizer, samples, held_out)
-        engine.initialize()
-        _announce(engine, config, samples, order, total)
-        shown = "\n  ".join(marked(tokenizer, document) for document in samples[0])
-        log.info("first sample, what is learned of it between « and »:\n  %s", shown)
-        loader = Loader(samples, order, batch_size=config.data.batch_size)
-        evaluated = "" if held_out is None else held_out.digest
-        watch = Watch(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
-        with _manager(engine, config.trainer, output) as manager:
-            manager.sweep()
-            start = resume(engine, manager, config, method.name, loader, watch)
-            if start.step <= total:
-                _write_config(engine, config, output, resumed=start.step > 1)
-                if config.trainer.save_every and start.step + config.trainer.save_every <= total:
-                    manager.prepare()
-            summary = Summary(total)
-            with _loggers(engine, config, output, total, start.step - 1, summary) as loggers:
-                ended = train(
-                    engine,
-                    method,
-                    loader,
-                    _evaluation(engine, config, held_out, tokenizer, loggers, sample_budget(config, method).tokens),
-                    manager,
-                    config.trainer,
-                    loggers,
-                    watch,
-                    export=lambda step: _export(engine, config, output / "exports" / folder_name(step)),
-                    start=start,
-                    total=total,
-                    peak=_peak(engine, config),
-                )
-            manager.wait()
-            left = {"checkpoints": str(manager.root)}
-            if ended.why == "signal":
-                log.info("stopped by a signal after step %d, which is saved; the same command goes on from there", ended.step)
-            elif ended.why == "patience":
-                log.info(
-                    "stopped after step %d: %d evaluations without a better %s",
-                    ended.step,
-                    config.trainer.patience,
-                    watch.metric,
-                )
-            elif ended.step < start.step:
-                log.info("step %d of %d is done already; nothing to train", ended.step, total)
-            if config.trainer.export_hf and ended.why != "signal":
-                left |= _export_best(engine, manager, config, output, watch, ended.step)
-        if "jsonl" in config.trainer.loggers:
-            left["loss plot"] = str(output / "loss.png")
-        if engine.topology.is_main and "console" in config.trainer.loggers:
-            print("\n".join(summary.lines(left)), flush=True)
-    finally:
-        method.close()
-        engine.close()
+def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int) -> None:
+    output = Path(config.trainer.output_dir)
+    loader = Loader(data.train, sampler, batch_size=config.data.batch_size)
+    evaluated = "" if data.held_out is None else data.held_out.digest
+    early_stopping = EarlyStopping(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
+    summary = Summary(total_steps)
+    with _manager(engine, config.trainer) as manager:
+        manager.sweep()
+        start = resume(engine, manager, config, method.name, loader, early_stopping)
+        if start.step <= total_steps:
+            write_config(engine.topology, config, resumed=start.step > 1)
+            if config.trainer.save_every and start.step + config.trainer.save_every <= total_steps:
+                manager.prepare()
+        with _loggers(engine, config, total_steps, start.step - 1, summary) as loggers:
+            run = Run(
+                engine=engine,
+                method=method,
+                loader=loader,
+                evaluation=_evaluation(engine, method, config, data, loggers),
+                manager=manager,
+                config=config.trainer,
+                loggers=loggers,
+                early_stopping=early_stopping,
+                export=lambda step: _export(engine, config, output / "exports" / folder_name(step)),
+                total_steps=total_steps,
+                peak_flops=_peak_flops(engine, config),
+            )
+            result = train(run, start)
+        manager.wait()
+        report_end(result, start, run)
+        outputs = {"checkpoints": str(manager.root)}
+        if config.trainer.export_hf and result.reason is not StopReason.SIGNAL:
+            outputs |= _export_best(engine, manager, config, early_stopping, result.step)
+    if "jsonl" in config.trainer.loggers:
+        outputs["loss plot"] = str(output / "loss.png")
+    if engine.topology.is_main and "console" in config.trainer.loggers:
+        print("\n".join(summary.lines(outputs)), flush=True)
 
 
-def _manager(engine: BaseEngine, config: TrainerConfig, output: Path) -> CheckpointManager:
+def _manager(engine: BaseEngine, config: TrainerConfig) -> CheckpointManager:
     return CheckpointManager(
         engine,
-        config.checkpoint_dir or output / "checkpoints",
+        config.checkpoint_dir or Path(config.output_dir) / "checkpoints",
         keep_last=config.keep_last,
         keep_every=config.keep_every,
         background=config.save_background,
@@ -179,30 +151,33 @@ def _manager(engine: BaseEngine, config: TrainerConfig, output: Path) -> Checkpo
 
 
 def _evaluation(
-    engine: BaseEngine, config: RunConfig, held_out: Samples | None, tokenizer: Any, loggers: list[Logger], budget: int
+    engine: BaseEngine, method: Method, config: RunConfig, data: RunData, loggers: list[Logger]
 ) -> Evaluation | None:
+    held_out = data.held_out
     if held_out is None:
         return None
-    # From all over the file: neighbours may be answers of one chat.
+    # From all over the file: neighbors may be answers of one chat.
     count = min(config.trainer.generate, len(held_out))
-    shown = [held_out[i * len(held_out) // count][0] for i in range(count)]
+    samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
+    budget = sample_budget(config, method).tokens
 
-    def tell(step: int, stop: StopSignal) -> None:
-        if shown:
-            given = answers(engine, tokenizer, shown, config.trainer.generate_tokens, budget, stop)
+    def show_samples(step: int, stop: StopSignal) -> None:
+        if not samples:
+            return
+        given = answers(engine, data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)
 
-            def write() -> None:
-                for logger in loggers:
-                    logger.answers(step, given)
+        def write() -> None:
+            for logger in loggers:
+                logger.answers(step, given)
 
-            engine.topology.agree(written(step, write))
+        engine.topology.all_gather_object(None, error=write_error(step, write))
 
-    order = Order(held_out.sizes, weights=None, seed=0, shuffle=False)
-    return Evaluation(loader=Loader(held_out, order, batch_size=config.data.batch_size), tell=tell)
+    sampler = Sampler(held_out.sizes, weights=None, seed=0, shuffle=False)
+    return Evaluation(loader=Loader(held_out, sampler, batch_size=config.data.batch_size), show_samples=show_samples)
 
 
-def _peak(engine: BaseEngine, config: RunConfig) -> float | None:
-    """FLOP/s that all devices together can do at most; None where nobody says."""
+def _peak_flops(engine: BaseEngine, config: RunConfig) -> float | None:
+    """Return the peak FLOP/s of all devices together; None where it is not known."""
     each, device = config.trainer.peak_tflops, engine.topology.device
     if each is None and device.type == "cuda":
         each = known_peak_tflops(torch.cuda.get_device_name(device), config.engine.precision.compute)
@@ -211,19 +186,17 @@ def _peak(engine: BaseEngine, config: RunConfig) -> float | None:
 
 @contextmanager
 def _loggers(
-    engine: BaseEngine, config: RunConfig, output: Path, total: int, resumed: int, summary: Summary
+    engine: BaseEngine, config: RunConfig, total_steps: int, resumed_step: int, summary: Summary
 ) -> Iterator[list[Logger]]:
-    """Loggers on the first rank, and a plot of the loss at the end, also of a run that failed; an error there is everybody's."""
+    """Open the loggers on the first rank, and plot the loss at the end, also of a run that failed. Collective."""
+    output = Path(config.trainer.output_dir)
     loggers: list[Logger] = []
-    error: Exception | None = None
-    if engine.topology.is_main:
-        try:
-            loggers = [*make_loggers(config.trainer, output, total, resumed, asdict(config)), summary]
-        except OSError as e:
-            error = ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}")
-        except Exception as e:  # raised on all ranks by agree
-            error = e
-    engine.topology.agree(error)
+    with engine.topology.collective_errors():
+        if engine.topology.is_main:
+            try:
+                loggers = [*make_loggers(config.trainer, output, total_steps, resumed_step, asdict(config)), summary]
+            except OSError as e:
+                raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
     try:
         yield loggers
     finally:
@@ -233,72 +206,27 @@ def _loggers(
             if loggers and "jsonl" in config.trainer.loggers:
                 plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
         except OSError as e:
-            # Disk full, say: it is told, but must not bury the error that the run may end with.
+            # A full disk, say: it is reported, but must not hide the error that the run may end with.
             log.warning("metrics or the plot of the loss could not be written to the end: %s", e.strerror or e)
 
 
-def _write_config(engine: BaseEngine, config: RunConfig, output: Path, *, resumed: bool) -> None:
-    """`config.yaml`, after saying what an earlier run of this folder had otherwise; an error is everybody's."""
-    error: Exception | None = None
-    if engine.topology.is_main:
-        try:
-            file = output / "config.yaml"
-            if resumed and file.is_file():
-                for line in differences(file, config):
-                    log.warning("resumed with another setting: %s", line)
-            file.write_text(to_yaml(config))
-        except OSError as e:
-            error = ConfigError(f"trainer.output_dir={output} cannot be written: {e}")
-    engine.topology.agree(error)
-
-
-def _announce(engine: BaseEngine, config: RunConfig, samples: Samples, order: Order, total: int) -> None:
-    log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
-    for name, value in changes(config).items():
-        log.info("  %s=%s", name, value)
-    parallel, device = engine.topology.parallel, engine.topology.device
-    layout = " ".join(
-        f"{axis}={size}".lower() for axis, size in asdict(parallel).items() if axis == "dp_shard" or size is True or size > 1
-    )
-    size = engine.topology.size
-    log.info(
-        "%d samples, %d steps; %d %s on %s, %s",
-        len(samples),
-        total,
-        size,
-        "process" if size == 1 else "processes",
-        device.type,
-        layout,
-    )
-    shape = engine.model_shape
-    log.info("%d parameters, %d of them trained", shape.parameters, shape.parameters_trained)
-    columns = (config.data.train, samples.sizes, order.drawn, samples.tokens, samples.apart)
-    for name, size, drawn, tokens, apart in zip(*columns, strict=True):
-        times = "" if drawn == size else f"; {drawn} an epoch ({drawn / size:.2f} times)"
-        split = f"; {apart} chats, each answer a sample of its own (data.turns={config.data.turns})" if apart else ""
-        log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, times, split)
-    positions = engine.model_shape.positions
-    if positions is not None:
-        longer = int((samples.lengths > positions).any(1).sum())
-        engine.warn_of_positions(int(samples.lengths.max()), f"the longest sample (of {longer} such)")
-
-
 def _export_best(
-    engine: BaseEngine, manager: CheckpointManager, config: RunConfig, output: Path, watch: Watch, last: int
+    engine: BaseEngine, manager: CheckpointManager, config: RunConfig, early_stopping: EarlyStopping, last: int
 ) -> dict[str, str]:
-    """Export what the run leaves: the best checkpoint where one is watched for, else the last step's model."""
-    if watch.best_step is not None and watch.best_step != last:
-        log.info("best %s: %.4g after step %d, which is exported", watch.metric, watch.best, watch.best_step)
-        manager.restore_step(watch.best_step)
-    left = _export(engine, config, output)
+    """Export the best checkpoint where a best metric is followed, else the last step's model; return what lies where."""
+    best = early_stopping.best_step
+    if best is not None and best != last:
+        log.info("best %s: %.4g after step %d, which is exported", early_stopping.metric, early_stopping.best, best)
+        manager.restore_step(best)
+    outputs = _export(engine, config, Path(config.trainer.output_dir))
     if config.trainer.push_to_hub:
-        folder = left["adapter" if config.model.lora.rank > 0 else "model"]
-        left["Hub"] = push(engine.topology, Path(folder), config.trainer.push_to_hub)
-    return left
+        folder = outputs["adapter" if config.model.lora.rank > 0 else "model"]
+        outputs["Hub"] = push(engine.topology, Path(folder), config.trainer.push_to_hub)
+    return outputs
 
 
 def _export(engine: BaseEngine, config: RunConfig, folder: Path) -> dict[str, str]:
-    left = {}
+    outputs = {}
     if config.model.lora.rank > 0:
-        left["adapter"] = str(export_hf(engine, folder / "adapter", adapters="only"))
-    return {**left, "model": str(export_hf(engine, folder / "hf"))}
+        outputs["adapter"] = str(export_hf(engine, folder / "adapter", adapters="only"))
+    return {**outputs, "model": str(export_hf(engine, folder / "hf"))}

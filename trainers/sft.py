@@ -4,23 +4,16 @@ torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...
 python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one process)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..engine.parallel.process import leave
-from .config.sections import SFTConfig
-from .launch import run_main
+from .config.runs import SFTConfig
+from .launch import launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; the exit code."""
-    return run_main(SFTConfig, argv, (__doc__ or "").strip(), _load)
-
-
-def _load() -> Callable[[SFTConfig], None]:
-    from .methods.base import SFTMethod
-    from .run import run
-
-    return lambda config: run(config, SFTMethod(config))
+    """Train; return the exit code."""
+    return launch(SFTConfig, "sft:SFTMethod", argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from ..lazy_imports import lazy_exports
 
 if TYPE_CHECKING:
     from .dispatch import MiniBatches as MiniBatches
-    from .groups.base import LocalWorkerGroup as LocalWorkerGroup
     from .groups.base import WorkerGroup as WorkerGroup
+    from .groups.local import LocalWorkerGroup as LocalWorkerGroup
     from .groups.ray import RayWorkerGroup as RayWorkerGroup
-    from .groups.worker_process import Role as Role
+    from .groups.worker_process import RoleSpec as RoleSpec
     from .losses.policy import PolicyLoss as PolicyLoss
     from .losses.value import ValueLoss as ValueLoss
     from .roles.actor import ActorConfig as ActorConfig
@@ -40,14 +40,14 @@ __getattr__, __dir__ = lazy_exports(
         "CriticWorker": "roles.critic",
         "FunctionRewardConfig": "roles.reward",
         "FunctionRewardWorker": "roles.reward",
-        "LocalWorkerGroup": "groups.base",
+        "LocalWorkerGroup": "groups.local",
         "MiniBatches": "dispatch",
         "PolicyLoss": "losses.policy",
         "RayWorkerGroup": "groups.ray",
         "ReferenceConfig": "roles.reference",
         "ReferenceWorker": "roles.reference",
         "RewardWorker": "roles.reward",
-        "Role": "groups.worker_process",
+        "RoleSpec": "groups.worker_process",
         "RolloutConfig": "rollout.engine",
         "RolloutWorker": "rollout.worker",
         "SamplingOptions": "rollout.engine",

@@ -141,7 +141,7 @@ def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> 
     return whiten(returns, real), returns
 
 
-def spread(values: Numbers, mask: Numbers) -> Tensor:
+def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
     """`[B, R]`: an answer's advantage `[B]` at each of its tokens."""
     real = _mask(mask)
     given = _numbers("advantages", values, real.shape[:1], real.any(1))

@@ -37,7 +37,7 @@ SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses",
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Door(ABC):
+class BatchAdapter(ABC):
     """One caller's batch.
 
     Args:
@@ -63,7 +63,7 @@ class Door(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedDoor(Door):
+class PackedDoor(BatchAdapter):
     """The caller holds a PackedBatch."""
 
     def tokens(self, values: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class PackedDoor(Door):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PaddedDoor(Door):
+class PaddedDoor(BatchAdapter):
     """The caller holds padded tensors.
 
     Args:
@@ -96,7 +96,7 @@ class PaddedDoor(Door):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JaggedDoor(Door):
+class JaggedDoor(BatchAdapter):
     """The caller holds jagged tensors.
 
     Args:
@@ -118,7 +118,7 @@ class JaggedDoor(Door):
         return _tensordict(fields, len(self.offsets) - 1)
 
 
-def open_door(data: Any, passengers: Collection[str] = (), *, every: bool = False) -> Door:
+def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = False) -> BatchAdapter:
     """Take a caller's batch.
 
     Args:
@@ -147,7 +147,7 @@ def open_door(data: Any, passengers: Collection[str] = (), *, every: bool = Fals
         check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, passengers)
     tensordict = _is_tensordict(data)
     held = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers)) is not None}
-    opened: Door = (
+    opened: BatchAdapter = (
         _open_jagged(held, passengers) if held["input_ids"].is_nested else _open_padded(held, passengers, tensordict)
     )
     batch = opened.batch

@@ -16,7 +16,7 @@ from ..engine.errors import BatchError, ConfigError
 from ..engine.packing.batch import PackedBatch
 from ..engine.packing.microbatch import balance
 
-Split = Literal["shares", "steps", "same"]
+Split = Literal["all", "dp", "minibatches"]
 Returns = Literal["tokens", "rows", "objects"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -26,10 +26,11 @@ class Dispatch:
     """What a group does with a method.
 
     Args:
-        split: `shares`: the first argument is a batch, dealt to data-parallel ranks; `steps`: the same, in the mini-batches of
-            an update; `same`: every rank is called with the same arguments.
-        returns: of `shares`: numbers of `tokens` or of `rows`, by name; or a list of `objects`, one for each row.
-        columns: of `shares`: the option that has sequences of one object for each row, by name, to be dealt with the rows.
+        split: `all`: every rank is called with the same arguments; `dp`: the first argument is a batch, divided among
+            data-parallel ranks; `minibatches`: the same, in the mini-batches of an update.
+        returns: What a method with `dp` returns: numbers for `tokens` or for `rows`, by name, or a list of `objects`, one for each
+            row.
+        columns: The option of a method with `dp` that has one object for each row, by name, to be divided with the rows.
     """
 
     split: Split
@@ -37,7 +38,7 @@ class Dispatch:
     columns: str | None = None
 
 
-def dispatched(split: Split, returns: Returns = "tokens", *, columns: str | None = None) -> Callable[[Method], Method]:
+def register(split: Split, returns: Returns = "tokens", *, columns: str | None = None) -> Callable[[Method], Method]:
     """Mark a worker's method as one that a group can call; see `Dispatch`."""
 
     def mark(method: Method) -> Method:
@@ -124,7 +125,7 @@ class MiniBatches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class Assignment:
     """What each data-parallel rank gets.
 
     Args:
@@ -136,13 +137,13 @@ class Deal:
     steps: list[list[list[int]]] | None = None
 
 
-def deal_shares(batch: PackedBatch, dp_size: int, ratio: float) -> Deal:
+def assign_batch(batch: PackedBatch, dp_size: int, ratio: float) -> Assignment:
     """Deal a batch, balanced by cost."""
     groups = None if batch.group_ids is None else batch.groups()
-    return Deal(rows=balance(batch.lengths, dp_size, groups=groups, ratio=ratio))
+    return Assignment(rows=balance(batch.lengths, dp_size, groups=groups, ratio=ratio))
 
 
-def deal_steps(batch: PackedBatch, dp_size: int, ratio: float, mini_batches: MiniBatches) -> Deal:
+def assign_mini_batches(batch: PackedBatch, dp_size: int, ratio: float, mini_batches: MiniBatches) -> Assignment:
     """Deal each of an update's steps by itself, so that every step is balanced. A rank gets each of its sequences once, in
     however many steps it works on them."""
     lengths, groups = batch.lengths, batch.groups()
@@ -153,7 +154,7 @@ def deal_steps(batch: PackedBatch, dp_size: int, ratio: float, mini_batches: Min
             parts[rank].append([step[i] for i in part])
     rows = [sorted({i for step in rank for i in step}) for rank in parts]
     places = [{row: place for place, row in enumerate(own)} for own in rows]
-    return Deal(rows=rows, steps=[[[places[r][i] for i in step] for step in rank] for r, rank in enumerate(parts)])
+    return Assignment(rows=rows, steps=[[[places[r][i] for i in step] for step in rank] for r, rank in enumerate(parts)])
 
 
 def gather(

@@ -8,24 +8,24 @@ from .decoder import Decoder, Experts, Latent, read_decoder
 from .family import Family
 from .llama import DENSE, OUTER
 from .qwen3_moe import MIXTURE
-from .rules import Columns, Rows, Rule, Whole
+from .rules import ColumnParallel, Replicated, RowParallel, Rule
 
 LATENT: dict[str, Rule] = {
-    "input_layernorm": Whole("input_layernorm"),
-    "self_attention.q_down": Whole("self_attn.q_a_proj"),
-    "self_attention.q_norm": Whole("self_attn.q_a_layernorm"),
-    "self_attention.q_up": Rows("self_attn.q_b_proj"),
-    "self_attention.kv_down": Whole("self_attn.kv_a_proj_with_mqa"),
-    "self_attention.kv_norm": Whole("self_attn.kv_a_layernorm"),
-    "self_attention.kv_up": Rows("self_attn.kv_b_proj"),
-    "self_attention.linear_proj": Columns("self_attn.o_proj"),
-    "pre_mlp_layernorm": Whole("post_attention_layernorm"),
+    "input_layernorm": Replicated("input_layernorm"),
+    "self_attention.q_down": Replicated("self_attn.q_a_proj"),
+    "self_attention.q_norm": Replicated("self_attn.q_a_layernorm"),
+    "self_attention.q_up": ColumnParallel("self_attn.q_b_proj"),
+    "self_attention.kv_down": Replicated("self_attn.kv_a_proj_with_mqa"),
+    "self_attention.kv_norm": Replicated("self_attn.kv_a_layernorm"),
+    "self_attention.kv_up": ColumnParallel("self_attn.kv_b_proj"),
+    "self_attention.linear_proj": RowParallel("self_attn.o_proj"),
+    "pre_mlp_layernorm": Replicated("post_attention_layernorm"),
 }
 
 SHARED: dict[str, Rule] = {
-    "mlp.router.expert_bias": Whole("mlp.gate.e_score_correction_bias"),
-    "mlp.shared_experts.linear_fc1": Rows("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": Columns("mlp.shared_experts.down_proj"),
+    "mlp.router.expert_bias": Replicated("mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.linear_fc1": ColumnParallel("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": RowParallel("mlp.shared_experts.down_proj"),
 }
 
 

@@ -3,12 +3,12 @@
 from .family import Family
 from .gemma import gemma_decoder
 from .llama import ATTENTION, DENSE, OUTER
-from .rules import Rule, Whole
+from .rules import Replicated, Rule
 
 SANDWICH: dict[str, Rule] = {
-    "self_attention.linear_proj.post_norm": Whole("post_attention_layernorm"),
-    "pre_mlp_layernorm": Whole("pre_feedforward_layernorm"),
-    "mlp.linear_fc2.post_norm": Whole("post_feedforward_layernorm"),
+    "self_attention.linear_proj.post_norm": Replicated("post_attention_layernorm"),
+    "pre_mlp_layernorm": Replicated("pre_feedforward_layernorm"),
+    "mlp.linear_fc2.post_norm": Replicated("post_feedforward_layernorm"),
 }
 
 FAMILY = Family(

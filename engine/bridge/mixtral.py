@@ -3,10 +3,10 @@
 from .decoder import Experts, read_decoder
 from .family import Family
 from .llama import ATTENTION, OUTER
-from .rules import ExpertColumns, ExpertRows, Rule, Whole
+from .rules import ExpertColumns, ExpertRows, Replicated, Rule
 
 MIXTURE: dict[str, Rule] = {
-    "mlp.router": Whole("block_sparse_moe.gate"),
+    "mlp.router": Replicated("block_sparse_moe.gate"),
     "mlp.experts.linear_fc1": ExpertRows("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "mlp.experts.linear_fc2": ExpertColumns("block_sparse_moe.experts.{e}.w2"),
 }

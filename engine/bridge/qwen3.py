@@ -3,11 +3,11 @@
 from .decoder import read_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
-from .rules import Rule, Whole
+from .rules import Replicated, Rule
 
 HEAD_NORMS: dict[str, Rule] = {
-    "self_attention.q_layernorm": Whole("self_attn.q_norm"),
-    "self_attention.k_layernorm": Whole("self_attn.k_norm"),
+    "self_attention.q_layernorm": Replicated("self_attn.q_norm"),
+    "self_attention.k_layernorm": Replicated("self_attn.k_norm"),
 }
 
 FAMILY = Family(

@@ -6,10 +6,10 @@ from .decoder import Decoder, Experts, read_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
-from .rules import ExpertColumns, ExpertRows, Rule, Whole
+from .rules import ExpertColumns, ExpertRows, Replicated, Rule
 
 MIXTURE: dict[str, Rule] = {
-    "mlp.router": Whole("mlp.gate"),
+    "mlp.router": Replicated("mlp.gate"),
     "mlp.experts.linear_fc1": ExpertRows("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
     "mlp.experts.linear_fc2": ExpertColumns("mlp.experts.{e}.down_proj"),
 }

@@ -6,7 +6,7 @@ A rule belongs to a module; its weight and its bias follow the same rule. Names 
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..checkpoint.tensor_slices import Box, Segment, whole
+from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
 from .decoder import Decoder
 
 Shape = tuple[int, ...]
@@ -41,7 +41,7 @@ class Rule(Protocol):
         """Whether tensor-parallel ranks hold different parts of a parameter of so many dimensions."""
         ...
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """The segments of a local parameter.
 
         Args:
@@ -66,20 +66,20 @@ class _OfOne:
 
 
 @dataclass(frozen=True)
-class Whole(_OfOne):
+class Replicated(_OfOne):
     """The same on every rank: norms, routers."""
 
     def is_split(self, dimensions: int) -> bool:
         """Never."""
         return False
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """One."""
-        return [Segment(names[0], shape, whole(shape))]
+        return [StoredSlice(names[0], shape, whole(shape))]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ColumnParallel:
     """A column-parallel linear layer: each rank has some of the rows, of each of the stacked tensors."""
 
     stacked: tuple[str, ...]
@@ -96,48 +96,54 @@ class Rows:
         """Always."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """One for each stacked tensor."""
         rows, rest = shape[0] // len(names), shape[1:]
         zeros = (0,) * len(rest)
         return [
-            Segment(name, (rows * part.size, *rest), Box((i * rows, *zeros), (rows, *rest)), (part.rank * rows, *zeros))
+            StoredSlice(
+                name, (rows * part.size, *rest), TensorSlice((i * rows, *zeros), (rows, *rest)), (part.rank * rows, *zeros)
+            )
             for i, name in enumerate(names)
         ]
 
 
 @dataclass(frozen=True)
-class VocabularyRows(_OfOne):
+class VocabParallel(_OfOne):
     """Embeddings and heads: rows in order over the ranks, padded at the end to equal numbers."""
 
     def is_split(self, dimensions: int) -> bool:
         """Always."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """One, or none for a rank that holds padding alone."""
         first = part.rank * shape[0]
         rows = min(shape[0], decoder.vocabulary - first)
         if rows <= 0:
             return []
         zeros = (0,) * len(shape[1:])
-        return [Segment(names[0], (decoder.vocabulary, *shape[1:]), Box((0, *zeros), (rows, *shape[1:])), (first, *zeros))]
+        return [
+            StoredSlice(
+                names[0], (decoder.vocabulary, *shape[1:]), TensorSlice((0, *zeros), (rows, *shape[1:])), (first, *zeros)
+            )
+        ]
 
 
 @dataclass(frozen=True)
-class Columns(_OfOne):
+class RowParallel(_OfOne):
     """A row-parallel linear layer: each rank has some of the columns; the bias is whole everywhere."""
 
     def is_split(self, dimensions: int) -> bool:
         """The weight is, the bias is not."""
         return dimensions > 1
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """One."""
         if not self.is_split(len(shape)):
-            return [Segment(names[0], shape, whole(shape))]
+            return [StoredSlice(names[0], shape, whole(shape))]
         rows, columns = shape
-        return [Segment(names[0], (rows, columns * part.size), whole(shape), (0, part.rank * columns))]
+        return [StoredSlice(names[0], (rows, columns * part.size), whole(shape), (0, part.rank * columns))]
 
 
 @dataclass(frozen=True)
@@ -156,14 +162,14 @@ class ExpertRows:
         """Always."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """Two for each of the rank's experts."""
         rows, columns = shape[0] // part.experts // 2, shape[1]
         return [
-            Segment(
+            StoredSlice(
                 name.replace("{e}", str(part.first_expert + local)),
                 (rows * part.size, columns),
-                Box(((2 * local + half) * rows, 0), (rows, columns)),
+                TensorSlice(((2 * local + half) * rows, 0), (rows, columns)),
                 (part.rank * rows, 0),
             )
             for local in range(part.experts)
@@ -179,14 +185,14 @@ class ExpertColumns(_OfOne):
         """Always."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """One for each of the rank's experts."""
         rows, columns = shape[0] // part.experts, shape[1]
         return [
-            Segment(
+            StoredSlice(
                 names[0].replace("{e}", str(part.first_expert + local)),
                 (rows, columns * part.size),
-                Box((local * rows, 0), (rows, columns)),
+                TensorSlice((local * rows, 0), (rows, columns)),
                 (0, part.rank * columns),
             )
             for local in range(part.experts)
@@ -194,7 +200,7 @@ class ExpertColumns(_OfOne):
 
 
 @dataclass(frozen=True)
-class GroupedHeads:
+class QKVParallel:
     """Query, key and value in one matrix, group by group: a group's query heads, its key head, its value head."""
 
     query: str
@@ -210,7 +216,7 @@ class GroupedHeads:
         """Always."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[Segment]:
+    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """Three for each of the rank's groups."""
         size, rest = decoder.head_dim, shape[1:]
         per_group = decoder.heads // decoder.kv_heads
@@ -223,10 +229,10 @@ class GroupedHeads:
                 names, (per_group, 1, 1), (decoder.heads, decoder.kv_heads, decoder.kv_heads), strict=True
             ):
                 found.append(
-                    Segment(
+                    StoredSlice(
                         name,
                         (total * size, *rest),
-                        Box((at, *zeros), (heads * size, *rest)),
+                        TensorSlice((at, *zeros), (heads * size, *rest)),
                         (group * heads * size, *zeros),
                     )
                 )

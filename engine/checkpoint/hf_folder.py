@@ -143,7 +143,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def model_files(files: Mapping[str, bytes], *, adapters: bool) -> dict[str, bytes]:
-    """Those that belong beside the weights: a folded model must not look like an adapter to peft, nor an adapter like a model
+    """Those that belong beside the weights: a merged model must not look like an adapter to peft, nor an adapter like a model
     to transformers."""
     out = CONFIGS[MODEL_STEM if adapters else ADAPTER_STEM]
     return {name: data for name, data in files.items() if name != out}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..parallel.topology import Topology
-from .local_shards import DTYPES, Piece, read_part
+from .local_shards import DTYPES, LocalShard, read_part
 from .manifest import Manifest, StoredTensor
 from .rng import check_rng, restore_rng, seed_all
 from .safetensors_io import TensorFiles
@@ -41,7 +41,7 @@ def load_state(
     store: Store,
     *,
     topology: Topology,
-    pieces: Callable[[], Iterable[Piece]],
+    pieces: Callable[[], Iterable[LocalShard]],
     optimizer: str | None,
     verify: bool,
 ) -> Manifest:
@@ -66,7 +66,7 @@ def load_state(
                 f"{store} was saved {'without an optimizer' if saved is None else f'with optim.name={saved}'}, but this run has "
                 f"optim.name={optimizer}; use the same, or start from exported weights"
             )
-        _check_pieces(manifest, mine)
+        _check_shards(manifest, mine)
         _check_state(manifest, mine, topology, optimizer)
     held = set().union(*topology.all_gather_object({p.name for p in mine}))
     left = sorted(set(manifest.names) - held)
@@ -95,7 +95,7 @@ def _same_layout(manifest: Manifest, topology: Topology) -> bool:
     return bool(manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel))
 
 
-def _check_state(manifest: Manifest, pieces: Iterable[Piece], topology: Topology, optimizer: str | None) -> None:
+def _check_state(manifest: Manifest, pieces: Iterable[LocalShard], topology: Topology, optimizer: str | None) -> None:
     """Look at what is no tensor while nothing has been changed yet."""
     if _same_layout(manifest, topology):
         try:
@@ -111,7 +111,7 @@ def _check_state(manifest: Manifest, pieces: Iterable[Piece], topology: Topology
             raise CheckpointError(f"{manifest.store} does not say how many steps {missing[0]} has been updated in")
 
 
-def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
+def _check_shards(manifest: Manifest, pieces: Iterable[LocalShard]) -> None:
     tensors = manifest.data["tensors"]
     for piece in pieces:
         entry = tensors.get(piece.name)
@@ -133,7 +133,7 @@ def _check_pieces(manifest: Manifest, pieces: Iterable[Piece]) -> None:
             )
 
 
-def fill(manifest: Manifest, pieces: Iterable[Piece], files: TensorFiles) -> None:
+def fill(manifest: Manifest, pieces: Iterable[LocalShard], files: TensorFiles) -> None:
     """Write a checkpoint's numbers into views, several at a time.
 
     Raises:
@@ -142,7 +142,7 @@ def fill(manifest: Manifest, pieces: Iterable[Piece], files: TensorFiles) -> Non
     """
     kinds: dict[str, Mapping[str, StoredTensor]] = {}
 
-    def one(piece: Piece) -> None:
+    def one(piece: LocalShard) -> None:
         found = kinds[piece.name][piece.kind]
         filled = 0
         for stored in found.boxes:

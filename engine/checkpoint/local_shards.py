@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .safetensors_io import RAW, TensorFiles
-from .tensor_slices import Box, Segment
+from .tensor_slices import StoredSlice, TensorSlice
 
 DTYPES = {
     torch.float64: "F64",
@@ -35,7 +35,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class LocalShard:
     """A box of a global tensor that this rank holds.
 
     Args:
@@ -55,12 +55,14 @@ class Piece:
     owned: bool = True
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorSlice:
         """In the global tensor."""
-        return Box(self.offset, tuple(self.data.shape))
+        return TensorSlice(self.offset, tuple(self.data.shape))
 
 
-def cut_pieces(kind: str, segments: Iterable[Segment], box: Box, data: Tensor, *, owned: bool = True) -> Iterator[Piece]:
+def cut_local_shards(
+    kind: str, segments: Iterable[StoredSlice], box: TensorSlice, data: Tensor, *, owned: bool = True
+) -> Iterator[LocalShard]:
     """The pieces of a box of a parameter.
 
     Args:
@@ -78,7 +80,7 @@ def cut_pieces(kind: str, segments: Iterable[Segment], box: Box, data: Tensor, *
         view = data[shared.within(box.offset)] if box.offset else data
         for _ in range(segment.dropped):
             view = view.select(0, 0)
-        yield Piece(kind=kind, name=segment.name, shape=segment.shape, offset=offset, data=view, owned=owned)
+        yield LocalShard(kind=kind, name=segment.name, shape=segment.shape, offset=offset, data=view, owned=owned)
 
 
 def raw(tensor: Tensor) -> Any:
@@ -100,7 +102,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat).cast("B") if flat.size else memoryview(b"")
 
 
-def read_part(files: TensorFiles, file: str, key: str, part: Box, target: Tensor) -> None:
+def read_part(files: TensorFiles, file: str, key: str, part: TensorSlice, target: Tensor) -> None:
     """Copy a part of a stored tensor into a tensor of the part's shape, of any number format and on any device."""
     stored = TORCH_DTYPES[files.array(file, key).dtype]
     with torch.no_grad():

@@ -3,10 +3,11 @@
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..errors import CheckpointError, DrivetrainError
 from .load import RestoredState
@@ -19,11 +20,32 @@ from .storage import open_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..base import BaseEngine
+    from ..parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Checkpointable(Protocol):
+    """What a `CheckpointManager` needs of an engine."""
+
+    @property
+    def topology(self) -> "Topology":
+        """The engine's ranks."""
+        ...
+
+    def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
+        """Copy the state; see `CheckpointableEngine.snapshot`."""
+        ...
+
+    def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> AbstractContextManager[Snapshot]:
+        """View the state without a copy; see `CheckpointableEngine.live_snapshot`."""
+        ...
+
+    def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
+        """Restore the state; see `CheckpointableEngine.load_checkpoint`."""
+        ...
 
 
 class CheckpointManager:
@@ -42,7 +64,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        engine: "BaseEngine",
+        engine: Checkpointable,
         root: Path | str,
         *,
         keep_last: int | None = None,

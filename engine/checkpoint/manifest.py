@@ -13,7 +13,7 @@ import xxhash
 from ..errors import CheckpointError
 from .safetensors_io import CHUNK_BYTES, ITEMSIZE, DamagedError, TensorFiles, count, digests_of, shape_of
 from .storage import MANIFEST, MODEL_FOLDER, Store
-from .tensor_slices import Box, covers
+from .tensor_slices import TensorSlice, covers
 
 FORMAT = 1
 SEAL = "manifest.xxh3"
@@ -35,7 +35,7 @@ class StoredBox:
         key: name inside the file.
     """
 
-    box: Box
+    box: TensorSlice
     file: str
     key: str
 
@@ -75,10 +75,10 @@ class Manifest:
         if size > MANIFEST_LIMIT:
             raise CheckpointError(f"{where} has {size} bytes, more than any checkpoint's")
         text = store.read(MANIFEST)
-        seal = store.read(SEAL) if store.size(SEAL) == 16 else b""
-        if not seal:
+        checksum = store.read(SEAL) if store.size(SEAL) == 16 else b""
+        if not checksum:
             raise DamagedError(f"{store} is no complete checkpoint: it has no {SEAL}")
-        if seal != _seal(text):
+        if checksum != _seal(text):
             raise DamagedError(f"{where} does not match {SEAL}: the checkpoint is damaged")
         try:
             data = json.loads(text)
@@ -154,7 +154,7 @@ class Manifest:
     def _box(self, b: Mapping[str, Any], shape: tuple[int, ...]) -> StoredBox:
         if b["file"] not in self.data["files"]:
             raise CheckpointError(f"{self.store}/{MANIFEST} uses the file {b['file']!r}, which it does not list")
-        box = Box(shape_of(b["offset"]), shape_of(b["length"]))
+        box = TensorSlice(shape_of(b["offset"]), shape_of(b["length"]))
         if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
             raise ValueError(f"a box from {list(box.offset)}, {list(box.length)} long, of a tensor of {list(shape)}")
         return StoredBox(box, b["file"], b["key"])
@@ -244,6 +244,6 @@ def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
                 known["boxes"].extend(stored["boxes"])
     for name, entry in tensors.items():
         for kind, stored in entry["kinds"].items():
-            if not covers(entry["shape"], [Box(tuple(b["offset"]), tuple(b["length"])) for b in stored["boxes"]]):
+            if not covers(entry["shape"], [TensorSlice(tuple(b["offset"]), tuple(b["length"])) for b in stored["boxes"]]):
                 raise CheckpointError(f"the boxes of {kind} of {name} do not cover {entry['shape']} exactly once")
     return tensors

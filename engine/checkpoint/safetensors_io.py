@@ -14,7 +14,7 @@ import xxhash
 
 from ..errors import CheckpointError
 from .storage import Store
-from .tensor_slices import Box
+from .tensor_slices import TensorSlice
 
 CHUNK_BYTES = 2**22
 BLOCK_BYTES = 2**24
@@ -253,7 +253,7 @@ class TensorFiles:
             raise CheckpointError(f"{self.store}/{file} has no tensor {key!r}")
         return found
 
-    def read(self, file: str, key: str, part: Box, out: Any) -> None:
+    def read(self, file: str, key: str, part: TensorSlice, out: Any) -> None:
         """Copy a part of a tensor, without reading much more than it.
 
         Args:

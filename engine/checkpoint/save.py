@@ -1,7 +1,7 @@
 """An engine's state to a checkpoint folder: taken as it is at one moment, then written. Knows no backend."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointError, disk_error
 from ..parallel.collectives import all_gather_object, collective_errors
 from ..parallel.topology import Topology
-from .local_shards import DTYPES, Piece, host_bytes
+from .local_shards import DTYPES, LocalShard, host_bytes
 from .manifest import FORMAT, MODEL, merge_index, write_manifest
 from .retention import folder_name
 from .rng import rng_state
@@ -33,7 +33,7 @@ class Snapshot:
     """
 
     step: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalShard, ...]
     rng: Mapping[str, Any]
     state: Mapping[str, Any]
     model_files: Callable[[], Mapping[str, bytes]]
@@ -45,7 +45,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def reserve(self, pieces: Iterable[Piece]) -> None:
+    def reserve(self, pieces: Iterable[LocalShard]) -> None:
         """Touch all the room that `take` will need, so that the first copy is as fast as the others."""
         for piece in pieces:
             if piece.owned and piece.data.numel():
@@ -57,7 +57,7 @@ class HostCopies:
             return kept
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
 
-    def take(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    def take(self, pieces: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
         """The pieces with copies of their data, made by the time it returns."""
         before, self._kept = self._kept, {}
         found, cuda = [], False
@@ -67,7 +67,7 @@ class HostCopies:
             room.copy_(data.detach(), non_blocking=True)
             cuda = cuda or data.is_cuda
             self._kept[key] = room
-            found.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, offset=piece.offset, data=room))
+            found.append(LocalShard(kind=piece.kind, name=piece.name, shape=piece.shape, offset=piece.offset, data=room))
         if cuda:
             torch.cuda.synchronize()
         return tuple(found)
@@ -75,7 +75,7 @@ class HostCopies:
 
 def take_snapshot(
     step: int,
-    pieces: Iterable[Piece],
+    pieces: Iterable[LocalShard],
     state: Mapping[str, Any],
     model_files: Callable[[], Mapping[str, bytes]],
     copies: HostCopies | None = None,
@@ -101,7 +101,7 @@ def take_snapshot(
     )
 
 
-def key_of(piece: Piece) -> str:
+def key_of(piece: LocalShard) -> str:
     """A piece's key in its rank's file."""
     return f"{piece.kind}/{piece.name}@{'.'.join(map(str, piece.offset))}"
 
@@ -174,7 +174,7 @@ def _disk_errors(root: Store) -> Iterator[None]:
         raise CheckpointError(f"{disk_error(f'the checkpoint in {root}', e)}. Those saved before are untouched") from e
 
 
-def _write_rank(store: Store, file: str, pieces: Iterable[Piece]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _write_rank(store: Store, file: str, pieces: Iterable[LocalShard]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a rank's file; its part of the index, and its entry among the files."""
     by_key = {key_of(p): p for p in pieces}
     index: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True)
-class Box:
+class TensorSlice:
     """The part of a tensor that starts at `offset` and is `length` long on each axis."""
 
     offset: tuple[int, ...]
@@ -27,9 +27,9 @@ class Box:
         """First index past the box on each axis."""
         return tuple(o + n for o, n in zip(self.offset, self.length, strict=True))
 
-    def seen_from(self, origin: Sequence[int]) -> "Box":
+    def seen_from(self, origin: Sequence[int]) -> "TensorSlice":
         """The same box where `origin` is the first element."""
-        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.length)
+        return TensorSlice(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.length)
 
     def within(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Slices of this box in a tensor whose first element stands at `origin`."""
@@ -37,7 +37,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Segment:
+class StoredSlice:
     """A part of a tensor on disk, and where it stands in a parameter of a rank or a model.
 
     Args:
@@ -50,11 +50,11 @@ class Segment:
 
     name: str
     shape: tuple[int, ...]
-    box: Box
+    box: TensorSlice
     offset: tuple[int, ...] = ()
     dropped: int = 0
 
-    def part(self, box: Box) -> tuple[Box, tuple[int, ...]] | None:
+    def part(self, box: TensorSlice) -> tuple[TensorSlice, tuple[int, ...]] | None:
         """What the segment and a box of the parameter share, and where it begins in the tensor on disk; None for nothing."""
         shared = intersect(box, self.box)
         if shared is None:
@@ -64,19 +64,19 @@ class Segment:
         return shared, tuple(a + b for a, b in zip(inside, start, strict=True))
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole(shape: Sequence[int]) -> TensorSlice:
     """The box of an entire tensor."""
-    return Box((0,) * len(shape), tuple(shape))
+    return TensorSlice((0,) * len(shape), tuple(shape))
 
 
-def intersect(a: Box, b: Box) -> Box | None:
+def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
     """What two boxes share, or None."""
     start = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     length = tuple(min(x, y) - s for x, y, s in zip(a.end, b.end, start, strict=True))
-    return Box(start, length) if all(n > 0 for n in length) else None
+    return TensorSlice(start, length) if all(n > 0 for n in length) else None
 
 
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+def covers(shape: Sequence[int], boxes: Sequence[TensorSlice]) -> bool:
     """Whether the boxes cover the tensor exactly once.
 
     Volumes alone would let an overlap and a gap cancel, so overlaps are looked for too: sorted by their start on one
@@ -87,7 +87,7 @@ def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return False
     if not shape:
         return len(boxes) == 1
-    open_boxes: list[Box] = []
+    open_boxes: list[TensorSlice] = []
     # The axis along which the boxes differ most leaves the fewest open at a time.
     axis = max(range(len(shape)), key=lambda d: len({b.offset[d] for b in boxes}))
     for box in sorted(boxes, key=lambda b: b.offset[axis]):

@@ -1,6 +1,6 @@
 """What every engine must hold, as checks that any backend can run against itself.
 
-A check gets a `Bench` that builds engines of the backend under test, and raises `ConformanceError` with both numbers. All
+A check gets a `EngineFactory` that builds engines of the backend under test, and raises `ConformanceError` with both numbers. All
 ranks run it together.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..base import BaseEngine
 from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
-from ..loss import Loss, LossSums, OutputRequest, TokenOutputs, labelled
+from ..loss import Loss, LossSums, OutputRequest, TokenOutputs, loss_mask
 from ..packing.batch import PackedBatch
-from .engine_factory import OPTIM, Bench, ConformanceError, holds, near, raises, weights_of
+from .engine_factory import OPTIM, ConformanceError, EngineFactory, holds, near, raises, weights_of
 from .reference import Reference
 from .tiny import tiny_documents
 
@@ -40,20 +40,20 @@ class MeanNLL:
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Supervised tokens."""
-        return labelled(batch)
+        return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """Their number."""
-        return {"nll": float(labelled(batch).sum())}
+        return {"nll": float(loss_mask(batch).sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
         """Sum over the micro-batch."""
         assert outputs.log_probs is not None
         total = -outputs.log_probs.sum() * self.factor
-        return LossSums(terms={"nll": total}, metrics={"nll": (total.detach(), labelled(batch).sum())})
+        return LossSums(terms={"nll": total}, metrics={"nll": (total.detach(), loss_mask(batch).sum())})
 
 
-def check_reference(bench: Bench) -> None:
+def check_reference(bench: EngineFactory) -> None:
     """Loss, gradient norm and parameters over five AdamW steps with clipping, against plain Hugging Face."""
     reference = Reference(bench.folder, OPTIM)
     with bench.engine() as engine:
@@ -77,7 +77,7 @@ def check_reference(bench: Bench) -> None:
 
 
 def _gradient(
-    bench: Bench, documents: Sequence[Sequence[int]], deal: Callable[[int, int], list[int]], max_tokens: int
+    bench: EngineFactory, documents: Sequence[Sequence[int]], deal: Callable[[int, int], list[int]], max_tokens: int
 ) -> tuple[float, float]:
     with bench.engine(max_tokens=max_tokens) as engine:
         mine = deal(engine.topology.dp_rank, engine.topology.dp_size)
@@ -85,7 +85,7 @@ def _gradient(
         return result.loss, result.grad_norm or math.nan
 
 
-def check_partition(bench: Bench) -> None:
+def check_partition(bench: EngineFactory) -> None:
     """The same numbers for any token budget and any order of the documents."""
     documents = tiny_documents(10, seed=1)
 
@@ -100,7 +100,7 @@ def check_partition(bench: Bench) -> None:
         near(f"gradient norm with max_tokens={budget}, order {order}", other_norm, norm, NORM_BOUND)
 
 
-def check_shares(bench: Bench) -> None:
+def check_shares(bench: EngineFactory) -> None:
     """The same numbers for any way to deal documents to ranks, ranks without any included."""
     documents = tiny_documents(8, seed=2)
     want = Reference(bench.folder, OPTIM).step(documents)
@@ -114,7 +114,7 @@ def check_shares(bench: Bench) -> None:
         near(f"gradient norm, {what}", norm, want.grad_norm, NORM_BOUND)
 
 
-def check_zero_weight(bench: Bench) -> None:
+def check_zero_weight(bench: EngineFactory) -> None:
     """A global batch without supervised tokens is an error that names its samples; the engine goes on afterwards."""
     documents = tiny_documents(6, seed=3)
     with bench.engine() as engine:
@@ -126,7 +126,7 @@ def check_zero_weight(bench: Bench) -> None:
         holds(math.isfinite(result.loss), "after a batch of weight zero the engine no longer trains")
 
 
-def check_budget(bench: Bench) -> None:
+def check_budget(bench: EngineFactory) -> None:
     """A document over the budget is an error on every rank, also on those that do not have it."""
     documents = [*tiny_documents(4, seed=4), list(range(3, 103))]
     with bench.engine(max_tokens=64) as engine:
@@ -138,7 +138,7 @@ def check_budget(bench: Bench) -> None:
             holds(part in str(error), f"the error of a document over the budget does not say {part!r}: {error}")
 
 
-def check_non_finite(bench: Bench) -> None:
+def check_non_finite(bench: EngineFactory) -> None:
     """raise: an error and untouched parameters; skip: no step, counted. Every rank decides alike."""
     documents = tiny_documents(6, seed=5)
 
@@ -165,7 +165,7 @@ def check_non_finite(bench: Bench) -> None:
         holds(math.isfinite(again.loss) and not again.skipped, "after a skipped step the engine no longer trains")
 
 
-def check_infer(bench: Bench) -> None:
+def check_infer(bench: EngineFactory) -> None:
     """Log-probabilities in the caller's order, equal to those of each document alone; entropy within its range."""
     documents = tiny_documents(7, seed=6)
     reference = Reference(bench.folder, OPTIM)
@@ -193,7 +193,7 @@ def check_infer(bench: Bench) -> None:
             holds(torch.equal(greedy[start:end], likeliest), f"the likeliest tokens of document {i} are others")
 
 
-def check_weights(bench: Bench) -> None:
+def check_weights(bench: EngineFactory) -> None:
     """named_weights yields what the folder holds, bit for bit, as announced by weight_shapes."""
     from safetensors.torch import load_file
 
@@ -208,7 +208,7 @@ def check_weights(bench: Bench) -> None:
         holds(shapes[name] == (value.dtype, tuple(value.shape)), f"weight_shapes is wrong about {name}: {shapes[name]}")
 
 
-def check_modes(bench: Bench) -> None:
+def check_modes(bench: EngineFactory) -> None:
     """Modes do not nest crosswise, and an evaluation leaves no trace."""
     documents = tiny_documents(6, seed=7)
     with bench.engine() as engine:
@@ -225,7 +225,7 @@ def check_modes(bench: Bench) -> None:
         holds(any(not torch.equal(before[n], changed[n]) for n in before), "a step changed no parameter")
 
 
-def check_accumulation(bench: Bench) -> None:
+def check_accumulation(bench: EngineFactory) -> None:
     """Two forward_backward calls with the total of their weights make the step of one call."""
     documents = tiny_documents(8, seed=8)
     reference = Reference(bench.folder, OPTIM).step(documents)
@@ -270,7 +270,7 @@ class FailsOnce:
         return self.inner(outputs, batch)
 
 
-def check_aborted(bench: Bench) -> None:
+def check_aborted(bench: EngineFactory) -> None:
     """A loss that raises on one rank is an error on all, and its half of a gradient does not reach the next step."""
     documents = tiny_documents(16, seed=11)
     want = Reference(bench.folder, OPTIM).step(documents)
@@ -289,7 +289,7 @@ def check_aborted(bench: Bench) -> None:
         near("gradient norm after an aborted step", result.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
 
 
-def check_checkpoint(bench: Bench) -> None:
+def check_checkpoint(bench: EngineFactory) -> None:
     """A step after loading equals the step after saving, bit for bit, optimizer state included."""
     with tempfile.TemporaryDirectory() as made:
         root = [made]
@@ -315,7 +315,7 @@ def check_checkpoint(bench: Bench) -> None:
         dist.barrier()
 
 
-CHECKS: dict[str, Callable[[Bench], None]] = {
+CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "reference": check_reference,
     "partition": check_partition,
     "shares": check_shares,

@@ -26,7 +26,7 @@ class ConformanceError(AssertionError):
 
 
 @dataclass(kw_only=True)
-class Bench:
+class EngineFactory:
     """Builds engines of one backend for the checks.
 
     Args:
@@ -104,7 +104,9 @@ def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
 
 
 @contextmanager
-def bench(backend: str, parallel: ParallelConfig | None = None, family: str = "qwen3", options: Any = None) -> Iterator[Bench]:
+def bench(
+    backend: str, parallel: ParallelConfig | None = None, family: str = "qwen3", options: Any = None
+) -> Iterator[EngineFactory]:
     """A bench on a tiny model in a temporary folder. Collective over the default process group."""
     with tempfile.TemporaryDirectory() as made:
         shared = [made]
@@ -113,6 +115,8 @@ def bench(backend: str, parallel: ParallelConfig | None = None, family: str = "q
         if dist.get_rank() == 0:
             save_tiny_model(folder, family)
         dist.barrier()
-        yield Bench(backend=backend, parallel=parallel or ParallelConfig(), family=family, options=options, folder=folder)
+        yield EngineFactory(
+            backend=backend, parallel=parallel or ParallelConfig(), family=family, options=options, folder=folder
+        )
         # The first rank's folder must outlive everybody's reading.
         dist.barrier()

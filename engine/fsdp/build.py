@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers the operator that selective recomputation keeps
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint.local_shards import Piece
+from ..checkpoint.local_shards import LocalShard
 from ..config import EngineConfig, ModelConfig, ParallelConfig
 from ..errors import ModelError, TopologyError
 from ..flops import ModelShape
@@ -21,16 +20,16 @@ from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
-from ..hf.weights import WeightFolder, check_head, draw_weights, load_weights
+from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
-from ..torch_private import replace_tensor
+from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
 from .packed_model import PackedModel
 from .shard import build_mesh, decoder_layers, local_box, shard
-from .state import value_pieces
+from .state import parameter_shards
 
 
 @dataclass(kw_only=True)
@@ -106,7 +105,7 @@ def build(
     )
     choose_trainable(root, model)
     root.eval()
-    twin = copy.deepcopy(root)
+    meta_model = copy.deepcopy(root)
     experts = cut_experts(root, config, topology)
     recompute(root, engine.recompute)
     if engine.compile:
@@ -114,8 +113,8 @@ def build(
             layer.compile(dynamic=True)
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
-    fill(root, twin, layout, experts, model, engine, topology)
-    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(twin, config), experts=experts)
+    fill(root, meta_model, layout, experts, model, engine, topology)
+    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(meta_model, config), experts=experts)
 
 
 def recompute(root: PackedModel, mode: str) -> None:
@@ -133,23 +132,11 @@ def recompute(root: PackedModel, mode: str) -> None:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
-_KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._flash_attention_forward.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.torch_attn._varlen_attn.default,
-}
-
-
 def _selective() -> Any:
+    saved = saved_operators()
+
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -170,7 +157,7 @@ def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None
 
 def fill(
     root: PackedModel,
-    twin: PackedModel,
+    meta_model: PackedModel,
     layout: DiskLayout,
     experts: ExpertShards | None,
     model: ModelConfig,
@@ -179,10 +166,10 @@ def fill(
 ) -> None:
     """Weights from the folder or from the seed; new heads and adapters always from the seed."""
     if model.init == "random":
-        draw(root, twin, experts, engine.seed, lambda name: True)
+        draw(root, meta_model, experts, engine.seed, lambda name: True)
         return
-    pieces: list[Piece] = [
-        p for p in value_pieces(root, layout, experts, topology) if not p.name.startswith("base_model.model.")
+    pieces: list[LocalShard] = [
+        p for p in parameter_shards(root, layout, experts, topology) if not p.name.startswith("base_model.model.")
     ]
     with topology.collective_errors():
         weights = WeightFolder(resolve_folder(model.path), layout.canonical)
@@ -190,20 +177,22 @@ def fill(
         fresh = load_weights(
             pieces,
             weights,
-            twin.lm.base_model_prefix,
+            meta_model.lm.base_model_prefix,
             optional=lambda name: name.startswith("score."),
-            grown=vocabulary_names(twin.lm, layout) if model.added_tokens else frozenset(),
+            grown=vocabulary_names(meta_model.lm, layout) if model.added_tokens else frozenset(),
         )
     # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
     new = set().union(*topology.all_gather_object(fresh))
-    draw(root, twin, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
+    draw(root, meta_model, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
 
 
-def draw(root: PackedModel, twin: PackedModel, experts: ExpertShards | None, seed: int, wanted: Callable[[str], bool]) -> None:
+def draw(
+    root: PackedModel, meta_model: PackedModel, experts: ExpertShards | None, seed: int, wanted: Callable[[str], bool]
+) -> None:
     """Cut random weights into this rank's shards."""
     targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     with torch.no_grad():
-        for name, value in draw_weights(twin, seed, lambda name: name in targets and wanted(name)):
+        for name, value in init_random(meta_model, seed, lambda name: name in targets and wanted(name)):
             box, local = local_box(targets[name])
             box = box if experts is None else experts.box(name, box)
             if local.numel():

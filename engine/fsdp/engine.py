@@ -1,39 +1,36 @@
 """FSDPEngine: FSDP2 and Ulysses over any decoder of transformers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..backend import Adapters
 from ..base import BaseEngine
 from ..capabilities import Capabilities
-from ..checkpoint.local_shards import Piece
+from ..checkpoint.local_shards import LocalShard
 from ..config import OptimConfig, ParallelConfig
+from ..errors import ConfigError
 from ..flops import ModelShape
-from ..hf.config import read_config
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
-from ..hf.shape import router_aux_coef
 from ..hf.weights import seed_ranks
-from ..loss import HeadRequest, TokenOutputs
 from ..offload import Part
 from ..ops.norm import sum_of_squares
-from ..parallel.process_groups import init_distributed
-from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
-from ..step import Task
+from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_
 from .build import Built, build, check_config
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
-from .state import segments_of, stream_weights, tensor_pieces, value_pieces, weight_shapes
+from .packed_model import PackedModel
+from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
 
 
 class FSDPEngine(BaseEngine):
@@ -58,13 +55,20 @@ class FSDPEngine(BaseEngine):
         optimizers=frozenset({"adamw", "sgd"}),
     )
 
-    _built: Built
+    options_type = FSDPOptions
+    options: FSDPOptions
+    _model: Built | None = None
     _optimizer: ShardOptimizer | None = None
 
     @property
-    def options(self) -> FSDPOptions:
-        """`engine.options`, or its defaults."""
-        return self.config.options if isinstance(self.config.options, FSDPOptions) else FSDPOptions()
+    def _built(self) -> Built:
+        if self._model is None:
+            raise ConfigError("the engine has no model; call initialize() first")
+        return self._model
+
+    @property
+    def _root(self) -> PackedModel:
+        return self._built.root
 
     @property
     def model_shape(self) -> ModelShape:
@@ -73,50 +77,37 @@ class FSDPEngine(BaseEngine):
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
-    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
-        return Topology.build(self.config.parallel, init_distributed(), ranks)
-
     def _check_model(self, parallel: ParallelConfig) -> None:
-        self._hf_config = read_config(self.model_config)
-        check_config(self._hf_config, self.model_config, parallel, self.options)
+        check_config(self.hf_config, self.model_config, parallel, self.options)
 
     def _build_model(self) -> None:
-        self._built = build(self._hf_config, self.model_config, self.config, self.options, self.topology, self._aux_coef())
-        self._root = self._built.root
+        self._model = build(self.hf_config, self.model_config, self.config, self.options, self.topology, self.router_aux_coef)
         seed_ranks(self.config.seed, self.topology.seed_rank)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
         on_host = self.config.offload.optimizer == "host"
         self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
 
-    def _aux_coef(self) -> float:
-        return router_aux_coef(self._hf_config, self.model_config)
-
     # ---- step ----------------------------------------------------------------------------------------------------
 
-    def forward_step(self, micro_batch: MicroBatch, request: HeadRequest) -> tuple[TokenOutputs, Tensor | None]:
-        """Run the model on one micro-batch.
+    def forward_step(
+        self, micro_batch: MicroBatch, consumer: MicroBatchConsumer, chunk: nn.Module | None = None
+    ) -> tuple[Any, Callable[[Any], Tensor]]:
+        """Run the model on one micro-batch; see `Backend.forward_step`."""
+        part = RankSlice.cut(micro_batch, consumer.request(micro_batch), self.topology)
 
-        Returns:
-            outputs over the whole documents of the micro-batch, and a router's balancing loss (before its coefficient) or None.
-        """
-        part = RankSlice.cut(micro_batch, request, self.topology)
-        found = self._root(part)
-        aux = found.pop("router_aux", None)
-        return part.whole(found), aux
+        def scalar_of(output: dict[str, Tensor]) -> Tensor:
+            aux = output.pop("router_aux", None)
+            return consumer(micro_batch, part.whole(output), aux)
 
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
-        for micro_batch in micro_batches:
-            loss = task(micro_batch, *self.forward_step(micro_batch, task.request(micro_batch)))
-            if backward:
-                self._backward(loss, micro_batch)
+        return (chunk or self._root)(part), scalar_of
 
-    def _backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(sync)
-        loss.backward()
+        scalar.backward()
 
     def _reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
@@ -166,10 +157,10 @@ class FSDPEngine(BaseEngine):
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _local_shards(self) -> Iterator[LocalShard]:
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
-        for piece in value_pieces(self._root, self._built.layout, self._built.experts, self.topology):
+        for piece in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
             # The base of adapters is frozen, and comes back from model.path or the seed.
             if not adapters or piece.name.startswith("base_model.model.") or piece.name.startswith("score."):
                 yield piece
@@ -178,7 +169,7 @@ class FSDPEngine(BaseEngine):
         parameters = dict(self._root.named_parameters())
         for name in sorted(trainable):
             for kind, local in self._optimizer.moments(name).items():
-                yield from tensor_pieces(
+                yield from tensor_shards(
                     kind, name, parameters[name], local, self._built.layout, self._built.experts, self.topology
                 )
 
@@ -189,7 +180,7 @@ class FSDPEngine(BaseEngine):
 
     def _disk_names(self, name: str) -> list[str]:
         parameter = self._root.get_parameter(name)
-        return [segment.name for segment in segments_of(self._built.layout, self._built.experts, name, parameter)]
+        return [segment.name for segment in stored_slices_of(self._built.layout, self._built.experts, name, parameter)]
 
     def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
         if scalars is not None and self._optimizer is not None and self._optimizer.counts:
@@ -200,7 +191,7 @@ class FSDPEngine(BaseEngine):
     def _save_model_files(self, folder: Path) -> None:
         save_model_files(self._root, self.model_config, self._built.adapters, folder)
 
-    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
         return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
@@ -208,7 +199,4 @@ class FSDPEngine(BaseEngine):
         return stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _free(self) -> None:
-        self._optimizer = None
-        for name in ("_built", "_root"):
-            if hasattr(self, name):
-                delattr(self, name)
+        self._model = self._optimizer = None

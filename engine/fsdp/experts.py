@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..checkpoint.tensor_slices import Box
+from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ParallelConfig
 from ..errors import TopologyError
 from ..hf.shape import experts_of
@@ -72,9 +72,9 @@ class ExpertShards:
         """The shape of a parameter over all ranks."""
         return (shape[0] * self.group.size(), *shape[1:]) if name in self.names else tuple(shape)
 
-    def box(self, name: str, box: Box) -> Box:
+    def box(self, name: str, box: TensorSlice) -> TensorSlice:
         """Where a box of this rank's parameter stands in that of all ranks."""
-        return Box((box.offset[0] + self.first, *box.offset[1:]), box.length) if name in self.names else box
+        return TensorSlice((box.offset[0] + self.first, *box.offset[1:]), box.length) if name in self.names else box
 
     def gather(self, name: str, value: Tensor) -> Tensor:
         """A parameter of all ranks, from what each holds. Collective over the group."""

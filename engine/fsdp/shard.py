@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..checkpoint.tensor_slices import Box, whole
+from ..checkpoint.tensor_slices import TensorSlice, whole
 from ..config import EngineConfig
 from ..errors import ModelError
 from ..parallel.topology import Topology
@@ -70,10 +70,10 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
             module.set_force_sum_reduction_for_comms(True)
 
 
-def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
+def local_box(tensor: Tensor) -> tuple[TensorSlice, Tensor]:
     """The part of a parameter that this rank holds, and the local tensor, sharing memory."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape), tensor.detach()
     local = tensor.to_local().detach()
     length, offset = local_shape_and_offset(tensor)
-    return Box(offset, length), local
+    return TensorSlice(offset, length), local

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.local_shards import Piece, cut_pieces
-from ..checkpoint.tensor_slices import Segment, whole
+from ..checkpoint.local_shards import LocalShard, cut_local_shards
+from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..hf.layout import DiskLayout
-from ..hf.lora import adapted_layers, folded
+from ..hf.lora import adapted_layers, merged
 from ..hf.names import hf_name
 from ..parallel.topology import Topology
 from ..torch_private import persistent_buffers as own_buffers
@@ -25,24 +25,26 @@ def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, value
 
 
-def segments_of(layout: DiskLayout, experts: ExpertShards | None, name: str, tensor: Tensor) -> list[Segment]:
+def stored_slices_of(layout: DiskLayout, experts: ExpertShards | None, name: str, tensor: Tensor) -> list[StoredSlice]:
     """Tensors on disk behind a parameter of the root module; adapters and new heads stand for themselves."""
     where = hf_name(name)
     shape = tuple(tensor.shape) if experts is None else experts.shape(name, tensor.shape)
     if where.adapter or where.name.startswith("score."):
-        return [Segment(where.name, shape, whole(shape))]
+        return [StoredSlice(where.name, shape, whole(shape))]
     return layout.segments(where.name, shape)
 
 
-def value_pieces(root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, topology: Topology) -> Iterator[Piece]:
+def parameter_shards(
+    root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, topology: Topology
+) -> Iterator[LocalShard]:
     """Boxes of all parameters and persistent buffers."""
     for name, parameter in root.named_parameters():
-        yield from tensor_pieces("value", name, parameter, local_box(parameter)[1], layout, experts, topology)
+        yield from tensor_shards("value", name, parameter, local_box(parameter)[1], layout, experts, topology)
     for name, value in persistent_buffers(root):
-        yield from tensor_pieces("value", name, value, value, layout, experts, topology)
+        yield from tensor_shards("value", name, value, value, layout, experts, topology)
 
 
-def tensor_pieces(
+def tensor_shards(
     kind: str,
     name: str,
     like: Tensor,
@@ -50,7 +52,7 @@ def tensor_pieces(
     layout: DiskLayout,
     experts: ExpertShards | None,
     topology: Topology,
-) -> Iterator[Piece]:
+) -> Iterator[LocalShard]:
     """The boxes of one local tensor.
 
     Args:
@@ -66,8 +68,8 @@ def tensor_pieces(
     if not local.numel():
         return
     box = box if experts is None else experts.box(name, box)
-    segments = segments_of(layout, experts, name, like)
-    for number, piece in enumerate(cut_pieces(kind, segments, box, local)):
+    segments = stored_slices_of(layout, experts, name, like)
+    for number, piece in enumerate(cut_local_shards(kind, segments, box, local)):
         yield replace(piece, owned=_owned(like, hash_of(piece.name) + number, topology))
 
 
@@ -113,10 +115,10 @@ def stream_weights(
         owner = name.removesuffix(".base_layer.weight")
         if owner in adapted and owner != name:
             layer = adapted[owner]
-            value = folded(
+            value = merged(
                 layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
             )
-        for segment in segments_of(layout, experts, name, tensor):
+        for segment in stored_slices_of(layout, experts, name, tensor):
             part = value[segment.box.within((0,) * value.dim())] if value.dim() else value
             for _ in range(segment.dropped):
                 part = part.select(0, 0)
@@ -131,5 +133,5 @@ def weight_shapes(
         segment.name: (tensor.dtype, segment.shape)
         for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
         if hf_name(name).adapter == only_adapters
-        for segment in segments_of(layout, experts, name, tensor)
+        for segment in stored_slices_of(layout, experts, name, tensor)
     }

@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from ..checkpoint.tensor_slices import Box, Segment, whole
+from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
 from ..errors import ModelError
 
 
@@ -37,7 +37,7 @@ class DiskLayout:
             t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)
         ]
 
-    def segments(self, name: str, shape: Sequence[int]) -> list[Segment]:
+    def segments(self, name: str, shape: Sequence[int]) -> list[StoredSlice]:
         """The tensors on disk behind a parameter.
 
         Args:
@@ -51,7 +51,7 @@ class DiskLayout:
             target = converter.target_patterns[0]
             if name.endswith(target):
                 return self._fused(name, tuple(shape), converter, target)
-        return [Segment(self._rename(name), tuple(shape), whole(shape))]
+        return [StoredSlice(self._rename(name), tuple(shape), whole(shape))]
 
     def canonical(self, disk_name: str) -> str:
         """The name that `segments` would give to a tensor that a folder calls `disk_name`."""
@@ -65,7 +65,7 @@ class DiskLayout:
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[Segment]:
+    def _fused(self, name: str, shape: tuple[int, ...], converter: WeightConverter, target: str) -> list[StoredSlice]:
         operations = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
         sources = list(converter.source_patterns)
         known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
@@ -77,10 +77,10 @@ class DiskLayout:
         rows, rest = shape[1] // len(sources), shape[2:]
         stem = name[: -len(target)]
         return [
-            Segment(
+            StoredSlice(
                 self._rename(stem + pattern.replace("*", str(expert))),
                 (rows, *rest),
-                Box((expert, part * rows, *(0,) * len(rest)), (1, rows, *rest)),
+                TensorSlice((expert, part * rows, *(0,) * len(rest)), (1, rows, *rest)),
                 dropped=1,
             )
             for expert in range(shape[0])

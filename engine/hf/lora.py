@@ -99,7 +99,7 @@ def adapters_disabled(root: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def folded(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
     """A base weight with its adapter added, in float32 on the way.
 
     Args:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.local_shards import Piece, read_part
+from ..checkpoint.local_shards import LocalShard, read_part
 from ..checkpoint.rng import seed_all
 from ..checkpoint.safetensors_io import TensorFiles
 from ..checkpoint.storage import LocalStore
-from ..checkpoint.tensor_slices import Box
+from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ModelConfig
 from ..errors import CheckpointError, ModelError
 from ..torch_private import persistent_buffers, replace_tensor
@@ -66,7 +66,7 @@ class WeightFolder:
         """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
         return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))
 
-    def fill(self, piece: Piece, at: tuple[str, str], *, grown: bool = False) -> None:
+    def fill(self, piece: LocalShard, at: tuple[str, str], *, grown: bool = False) -> None:
         """Read the slice that a piece needs.
 
         Args:
@@ -82,11 +82,11 @@ class WeightFolder:
             shape = self._files.array(file, key).shape
         except CheckpointError as e:
             raise ModelError(str(e)) from e
-        box = Box(piece.offset, tuple(piece.data.shape))
+        box = TensorSlice(piece.offset, tuple(piece.data.shape))
         rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))
-            box = Box(piece.offset, (rows, *piece.data.shape[1:]))
+            box = TensorSlice(piece.offset, (rows, *piece.data.shape[1:]))
         elif shape != piece.shape:
             raise ModelError(
                 f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} by config.json; they do not belong together"
@@ -111,7 +111,7 @@ class WeightFolder:
         for start in range(0, shape[0], MEAN_ROWS):
             rows = min(MEAN_ROWS, shape[0] - start)
             part = torch.empty(rows, *shape[1:], dtype=torch.float64)
-            read_part(self._files, file, key, Box((start, *(0 for _ in shape[1:])), tuple(part.shape)), part)
+            read_part(self._files, file, key, TensorSlice((start, *(0 for _ in shape[1:])), tuple(part.shape)), part)
             total += part.sum(0)
         return total / shape[0]
 
@@ -160,7 +160,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def load_weights(
-    pieces: Iterable[Piece],
+    pieces: Iterable[LocalShard],
     weights: WeightFolder,
     prefix: str,
     *,
@@ -199,20 +199,20 @@ def load_weights(
     return fresh
 
 
-def draw_weights(twin: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Random weights that depend on the seed and on names alone: equal in every layout and on every engine.
 
     One module at a time is made whole on the CPU and initialised by the family's own `_init_weights`.
 
     Args:
-        twin: the model, on the meta device.
+        meta_model: the model, on the meta device.
         seed: `engine.seed`.
-        wanted: whether to draw a parameter, by its name in `twin`.
+        wanted: whether to draw a parameter, by its name in `meta_model`.
 
     Yields:
-        name in `twin`, and the tensor.
+        name in `meta_model`, and the tensor.
     """
-    for module_name, module in twin.named_modules():
+    for module_name, module in meta_model.named_modules():
         own = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
         names = {n: f"{module_name}.{n}" if module_name else n for n, _ in own}
         chosen = [n for n, _ in own if wanted(names[n])]
@@ -229,7 +229,7 @@ def draw_weights(twin: HFModel, seed: int, wanted: Callable[[str], bool]) -> Ite
                 for n in chosen:
                     init_adapter(names[n], getattr(module, n))
             else:
-                twin.lm._init_weights(module)
+                meta_model.lm._init_weights(module)
         for n in chosen:
             yield names[n], getattr(module, n).detach()
         for n, t in meta.items():

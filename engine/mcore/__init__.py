@@ -1,11 +1,18 @@
-"""The Megatron-core engine."""
+"""The Megatron-core engine. Importing it changes no filter of warnings; building an engine does, see `quiet.py`."""
 
-import logging
-import warnings
+from typing import TYPE_CHECKING, Any
 
-# Of TransformerEngine and apex, which are missing and not needed, and of modules that are ours instead of its own.
-warnings.filterwarnings("ignore", module=r"megatron\.")
-warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-# Its schedule asks for the gradient of what one stage hands to the next.
-warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-logging.getLogger("megatron").setLevel(logging.ERROR)
+from .quiet import ignored_warnings
+
+if TYPE_CHECKING:
+    from .engine import MCoreEngine as MCoreEngine
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MCoreEngine":
+        # Megatron warns while it is imported, of TransformerEngine and apex, which are missing and not needed.
+        with ignored_warnings():
+            from .engine import MCoreEngine
+
+            return MCoreEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

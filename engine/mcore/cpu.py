@@ -7,7 +7,6 @@ fail; here, and nowhere else in this program, they are stood in for. Where CUDA 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -62,6 +61,16 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 @contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
 def cuda_means_cpu() -> Iterator[None]:
     """Run megatron on the CPU; nothing changes where CUDA is available."""
     if torch.cuda.is_available():
@@ -79,8 +88,8 @@ def cuda_means_cpu() -> Iterator[None]:
             "current_stream": _returns(stream),
             "default_stream": _returns(stream),
         }.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            stack.enter_context(_replaced(torch.cuda, name, stand_in))
         # Asked for by recomputation, which keeps random states.
-        stack.enter_context(mock.patch.object(torch.cuda.random, "get_rng_state", _returns(torch.zeros(0, dtype=torch.uint8))))
+        stack.enter_context(_replaced(torch.cuda.random, "get_rng_state", _returns(torch.zeros(0, dtype=torch.uint8))))
         stack.enter_context(_CudaMeansCpu())
         yield

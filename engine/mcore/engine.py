@@ -1,47 +1,44 @@
 """MCoreEngine: Megatron-core's parallel layouts behind the same contract."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from ..backend import Adapters
 from ..base import BaseEngine
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
-from ..checkpoint.local_shards import Piece
+from ..checkpoint.local_shards import LocalShard
 from ..config import OptimConfig, ParallelConfig
-from ..errors import CapabilityError, ModelError
+from ..errors import CapabilityError, ConfigError
 from ..flops import ModelShape
-from ..hf.config import check_model, logit_transform, read_config
+from ..hf.config import check_model
 from ..hf.files import save_model_files
-from ..hf.shape import router_aux_coef, router_settings
+from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
 from ..offload import Part
 from ..ops.router import balancing_loss
-from ..parallel.process_groups import init_distributed
-from ..parallel.topology import Topology
 from ..rank_slice import RankSlice
-from ..step import Task
+from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
-from .config import check_layout, transformer_config
+from .build import Architecture, Built, Loaded, build_model, load, wrap_chunks
+from .config import check_layout
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
-from .meta_model import Twin
-from .model import build_chunks
 from .modules import PackedParams
-from .moe import keep_scores, take_scores
+from .moe import take_scores
 from .optimizer import MOMENTS, ShardedOptimizer
 from .options import MCoreOptions
-from .state import ModelState, add_adapters, held_parameters, shapes_of
+from .quiet import ignore_warnings
+from .state import shapes_of
 
 
 class MCoreEngine(BaseEngine):
@@ -59,148 +56,109 @@ class MCoreEngine(BaseEngine):
         optimizers=frozenset({"adamw"}),
     )
 
-    _state: MegatronState
-    _chunks: list[Any]
+    options_type = MCoreOptions
+    options: MCoreOptions
+    _model: Built | None = None
+    _weights: Loaded | None = None
     _optimizer: ShardedOptimizer | None = None
 
     @property
-    def options(self) -> MCoreOptions:
-        """`engine.options`, or its defaults."""
-        return self.config.options if isinstance(self.config.options, MCoreOptions) else MCoreOptions()
+    def _built(self) -> Built:
+        if self._model is None:
+            raise ConfigError("the engine has no model; call initialize() first")
+        return self._model
+
+    @property
+    def _loaded(self) -> Loaded:
+        if self._weights is None:
+            raise ConfigError("the engine has no weights; call initialize() first")
+        return self._weights
+
+    @property
+    def _state(self) -> MegatronState:
+        return self._built.state
+
+    @property
+    def _chunks(self) -> list[Any]:
+        return self._built.chunks
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        check_model(self.hf_config, self.model_config)
+        family = find_family(self.hf_config.model_type)
+        return Architecture(
+            hf_config=self.hf_config,
+            family=family,
+            decoder=family.decoder(self.hf_config),
+            router=router_settings(self.hf_config, self.router_aux_coef),
+        )
 
     @property
     def model_shape(self) -> ModelShape:
         """What a token costs."""
-        return self._twin.shape
+        return self._built.meta_model.shape
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
-    def _build_topology(self, ranks: Sequence[int] | None) -> Topology:
-        return Topology.build(self.config.parallel, init_distributed(), ranks)
-
     def _check_model(self, parallel: ParallelConfig) -> None:
-        self._hf_config = read_config(self.model_config)
-        check_model(self._hf_config, self.model_config)
-        self._family = find_family(self._hf_config.model_type)
-        self._decoder = self._family.decoder(self._hf_config)
-        check_layout(self._decoder, parallel, self._hf_config.model_type)
+        decoder, router = self._architecture.decoder, self._architecture.router
+        check_layout(decoder, parallel, self.hf_config.model_type)
         if self.config.precision.params == "bfloat16" and self.optim_config is not None and not self.model_config.lora.rank:
             raise CapabilityError(
                 "engine.precision.params=bfloat16 with all of the model trained: megatron's optimizer keeps float32 parameters beside "
                 "those it computes with; set engine.precision.params=float32, which with compute=bfloat16 computes alike"
             )
-        self._router = router_settings(self._hf_config, self._aux_coef())
-        if self._router is not None and self._decoder.experts is not None and self._decoder.experts.sigmoid:
+        if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
             raise CapabilityError(
-                f"model.router_aux_loss_coef={self._aux_coef()}: a balancing loss is defined for routers that score by a softmax, which "
-                f"{self._hf_config.model_type}'s does not; set it to 0"
+                f"model.router_aux_loss_coef={self.router_aux_coef}: a balancing loss is defined for routers that score by a softmax, which "
+                f"{self.hf_config.model_type}'s does not; set it to 0"
             )
-        if self._router is not None and (parallel.pp > 1 or self.config.recompute == "full"):
+        if router is not None and (parallel.pp > 1 or self.config.recompute == "full"):
             raise CapabilityError(
-                f"a router's balancing loss (model.router_aux_loss_coef={self._aux_coef()}) with engine.parallel.pp={parallel.pp} "
+                f"a router's balancing loss (model.router_aux_loss_coef={self.router_aux_coef}) with engine.parallel.pp={parallel.pp} "
                 f"and engine.recompute={self.config.recompute}: it is one number over all layers, which no pipeline stage and no "
                 "recomputed layer knows in time; set the coefficient to 0, or pp to 1 and recompute to none or selective"
             )
 
     def _build_model(self) -> None:
-        # Not before the layout is known to be possible: groups of experts are cut by its sizes.
-        self._state = MegatronState(self.topology)
-        # Each ends on all ranks before the next begins: an error of one rank must not leave the others in its collectives.
-        with self.topology.collective_errors():
-            self._build_chunks()
-        with self.topology.collective_errors():
-            self._adapt()
-        self._twin.compare(self._held, self.topology)
-        self._twin.choose_trainable(self._held)
-        if self.optim_config is not None:
-            self._wrap()
+        ignore_warnings()
+        self._model = build_model(self._architecture, self.model_config, self.config, self.options, self.topology)
 
-    @in_megatron
-    def _build_chunks(self) -> None:
-        self._twin = Twin(self._hf_config, self.model_config, getattr(torch, self.config.precision.params))
-        model_parallel_cuda_manual_seed(
-            self.config.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
-        )
-        chunks = build_chunks(
-            transformer_config(self._decoder, self.config, self.options, self.topology.parallel),
-            self._decoder,
-            self._hf_config,
-            self._state.groups,
-            value_head=self.model_config.head == "value",
-            transform=logit_transform(self._hf_config),
-        )
-        self._chunks = [chunk.to(self.topology.device) for chunk in chunks]
-        keep_scores(self._chunks, self._router is not None)
-
-    def _adapt(self) -> None:
-        """Adapters where the twin has them.
-
-        Raises:
-            ModelError: a target has no parallel layer here.
-        """
-        lora, targets, groups = self.model_config.lora, self._twin.targets, self._state.groups
-        found = add_adapters(self._chunks, self._family, self._decoder, groups, targets, lora) if targets else set()
-        left = targets - set().union(*self.topology.all_gather_object(found))
-        if left:
-            leaves = sorted({name.rpartition(".")[2] for name in left})
-            raise ModelError(
-                f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
-                "parallel layer of its own; name the others, or use engine.backend=fsdp"
-            )
-        self._held = held_parameters(self._chunks, self._family, self._decoder, groups)
-
-    @in_megatron
-    def _wrap(self) -> None:
-        """Gradient buffers, and their reduction, around every chunk."""
-        config = self._chunks[0].config
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=self.config.precision.reduce == "float32",
-            overlap_grad_reduce=self.options.overlap_grad_reduce,
-            bucket_size=self.options.bucket_size,
-            use_distributed_optimizer=True,
-        )
-        self._chunks = [
-            DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=self._state.groups)
-            for i, chunk in enumerate(self._chunks)
-        ]
-        config.finalize_model_grads_func = self._finish_gradients
-        if self.options.overlap_grad_reduce:
-            holds = [chunk.no_sync for chunk in self._chunks]
-            config.no_sync_func = holds if len(holds) > 1 else holds[0]
-
-    @in_megatron
     def _build_optimizer(self, optim: OptimConfig) -> None:
-        compute = getattr(torch, self.config.precision.compute)
-        self._optimizer = ShardedOptimizer(self._chunks, optim, self._state.groups, compute)
+        built = self._built
+        with built.state.active():
+            built.chunks = wrap_chunks(built, self.config, self.options, self._finish_gradients)
+            compute = getattr(torch, self.config.precision.compute)
+            self._optimizer = ShardedOptimizer(built.chunks, optim, built.state.groups, compute)
 
     @in_megatron
     def _finish_build(self) -> None:
-        # Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all.
-        stored = getattr(torch, self.config.precision.params)
-        self._model_state = ModelState(self._held, self._optimizer, self.topology, self._state.groups, stored)
-        self._twin.fill(list(self._model_state.values()), self.topology, self.config.seed)
-        self._model_state.publish()
-        self._plans = {kind: self._model_state.plan(adapters=kind == "only") for kind in ("folded", "only")}
-        self._gradients: list[list[Tensor]] = []
+        self._weights = load(self._built, self._optimizer, self.config, self.topology)
+        self._earlier_gradients: list[list[Tensor]] = []
         self._reduced = False
         seed_ranks(self.config.seed, self.topology.seed_rank)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         if backward and self._reduced:
             # Of an earlier call in the same step: they are summed over ranks, and must not be summed again.
-            self._gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
+            self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
-        self._run_schedule(micro_batches, task, backward=backward)
+        self._run_schedule(micro_batches, consumer, backward=backward)
         self._reduced = self._reduced or backward
 
     @in_megatron
-    def _run_schedule(self, micro_batches: Sequence[MicroBatch], task: Task, *, backward: bool) -> None:
+    def _run_schedule(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
+        def forward_step(data: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
+            output, scalar_of = self.forward_step(next(data), consumer, chunk)
+            # The count of tokens is megatron's own normalization, which ours replaces.
+            return output, lambda last: (scalar_of(last), torch.zeros((), dtype=torch.int), {})
+
         iterators = [iter(micro_batches) for _ in self._chunks]
         get_forward_backward_func()(
-            forward_step_func=partial(self.forward_step, task),
+            forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro_batches),
@@ -209,43 +167,34 @@ class MCoreEngine(BaseEngine):
             forward_only=not backward,
         )
 
-    def forward_step(self, task: Task, micro_batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
-        """Run one chunk of the model on the next micro-batch, as megatron's schedule asks.
-
-        Returns:
-            hidden states or, from the last chunk, outputs `[S]` by name; and what makes a loss of the outputs.
-        """
-        micro_batch = next(micro_batches)
-        bare: Any = getattr(chunk, "module", chunk)
+    def forward_step(
+        self, micro_batch: MicroBatch, consumer: MicroBatchConsumer, chunk: nn.Module | None = None
+    ) -> tuple[Any, Callable[[Any], Tensor]]:
+        """Run one chunk of the model on one micro-batch; see `Backend.forward_step`."""
+        chunk = self._chunks[0] if chunk is None else chunk
+        bare: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
         if bare.post_process:
-            request = task.request(micro_batch)
+            request = consumer.request(micro_batch)
         else:
             nothing = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
             request = HeadRequest(outputs=OutputRequest(), mask=nothing)
         part = RankSlice.cut(micro_batch, request, self.topology)
-        found = chunk(
+        output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
         )
-
-        def loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            # The count of tokens is megatron's own normalisation, which ours replaces.
-            return task(micro_batch, part.whole(outputs), self._aux(part)), torch.zeros((), dtype=torch.int), {}
-
-        return found, loss
+        return output, lambda last: consumer(micro_batch, part.whole(last), self._aux(part))
 
     def _aux(self, part: RankSlice) -> Tensor | None:
         """The balancing loss of the micro-batch that was just run, where one is wanted."""
-        if self._router is None:
+        router = self._architecture.router
+        if router is None:
             return None
         p, tp = self.topology.parallel, self.topology.tp_rank
         scores = [s.flatten(0, -2) for s in take_scores(self._chunks)]
         # Under tp_sequence this rank's routers saw its part of the slice.
         size = len(scores[0])
         real = max(0, min(size, part.real_tokens - (tp * size if p.tp_sequence else 0)))
-        return balancing_loss(scores, self._router, real, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
-
-    def _aux_coef(self) -> float:
-        return router_aux_coef(self._hf_config, self.model_config)
+        return balancing_loss(scores, router, real, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
 
     def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, None, pg_collection=self._state.groups)
@@ -258,10 +207,10 @@ class MCoreEngine(BaseEngine):
     @in_megatron
     def _reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
-        for earlier in self._gradients:
+        for earlier in self._earlier_gradients:
             for buffer, part in zip(self._buffers(), earlier, strict=True):
                 buffer.grad_data.add_(part)
-        self._gradients.clear()
+        self._earlier_gradients.clear()
         return self._optimizer.reduce_and_clip(max_norm, self.topology.device)
 
     @in_megatron
@@ -271,7 +220,7 @@ class MCoreEngine(BaseEngine):
 
     @in_megatron
     def _zero_grad(self) -> None:
-        self._gradients.clear()
+        self._earlier_gradients.clear()
         self._reduced = False
         if self._optimizer is not None:
             for chunk in self._chunks:
@@ -304,30 +253,28 @@ class MCoreEngine(BaseEngine):
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _pieces(self) -> Iterator[Piece]:
-        return self._model_state.pieces()
+    def _local_shards(self) -> Iterator[LocalShard]:
+        return self._loaded.model_state.pieces()
 
     def _optimizer_scalars(self) -> dict[str, Any]:
-        return {"step": self._model_state.step_counts()}
+        return {"step": self._loaded.model_state.step_counts()}
 
     @in_megatron
     def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
         if scalars is not None:
-            self._model_state.restore_step_counts(scalars["step"])
-        self._model_state.publish()
+            self._loaded.model_state.restore_step_counts(scalars["step"])
+        self._loaded.model_state.sync_params()
 
     def _save_model_files(self, folder: Path) -> None:
-        save_model_files(self._twin.root, self.model_config, self._twin.adapters, folder)
+        save_model_files(self._built.meta_model.root, self.model_config, self._built.meta_model.adapters, folder)
 
-    def weight_shapes(self, *, adapters: Adapters = "folded") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
-        return shapes_of(self._plans[adapters])
+        return shapes_of(self._loaded.plans[adapters])
 
     def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-        return self._model_state.stream(self._plans[adapters])
+        return self._loaded.model_state.stream(self._loaded.plans[adapters])
 
     def _free(self) -> None:
-        self._optimizer = None
-        for name in ("_chunks", "_held", "_model_state", "_twin", "_gradients", "_plans", "_state"):
-            if hasattr(self, name):
-                delattr(self, name)
+        self._model = self._weights = self._optimizer = None
+        self._earlier_gradients = []

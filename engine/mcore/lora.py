@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from ..checkpoint.tensor_slices import Segment
+from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
 from ..ops.lora import adapter_product
 
@@ -64,7 +64,7 @@ class Adapted:
         """What one adapter adds, from the layer's input."""
         raise NotImplementedError
 
-    def adapt(self, parts: Mapping[str, Sequence[Segment]], lora: LoraConfig) -> None:
+    def adapt(self, parts: Mapping[str, Sequence[StoredSlice]], lora: LoraConfig) -> None:
         """Add an adapter for each part.
 
         Args:
@@ -98,7 +98,7 @@ class Adapted:
         """Factor on the product of the factors."""
         return self.lora.alpha / self.lora.rank
 
-    def folded(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """This rank's part of the weight with the adapters' factors added, in float32 on the way."""
         deltas = [adapter_product(up, down, self.scale) for down, up in factors]
         return (base.float() + self.place([d.T for d in deltas]).T).to(base.dtype)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..checkpoint.local_shards import Piece
-from ..checkpoint.tensor_slices import Segment, whole
+from ..checkpoint.local_shards import LocalShard
+from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
@@ -16,12 +16,12 @@ from ..hf.model import HFModel, choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
-from ..hf.weights import WeightFolder, check_head, draw_weights, load_weights
+from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
-from .state import Held
+from .state import ParamShard
 
 
-class Twin:
+class MetaModel:
     """The model, whole and without memory.
 
     Args:
@@ -43,14 +43,14 @@ class Twin:
         names = [hf_name(name) for name, _ in self.root.named_parameters()]
         return {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
 
-    def segments(self, name: str, tensor: Tensor) -> list[Segment]:
+    def segments(self, name: str, tensor: Tensor) -> list[StoredSlice]:
         """The tensors on disk behind a parameter; adapters and new heads stand for themselves."""
         where = hf_name(name)
         if where.adapter or where.name.startswith("score."):
-            return [Segment(where.name, tuple(tensor.shape), whole(tensor.shape))]
+            return [StoredSlice(where.name, tuple(tensor.shape), whole(tensor.shape))]
         return self._layout.segments(where.name, tensor.shape)
 
-    def compare(self, held: Sequence[Held], topology: Topology) -> None:
+    def compare(self, held: Sequence[ParamShard], topology: Topology) -> None:
         """Refuse a bridge that does not fit the model: a bias that it does not know would be left out without a word. Collective.
 
         Raises:
@@ -67,7 +67,7 @@ class Twin:
                 f"not ({len(off)} tensors differ); use engine.backend=fsdp, or see docs/add-a-model.md"
             )
 
-    def choose_trainable(self, held: Sequence[Held]) -> None:
+    def choose_trainable(self, held: Sequence[ParamShard]) -> None:
         """Train what the settings leave to train.
 
         Raises:
@@ -85,7 +85,7 @@ class Twin:
                 )
             h.parameter.requires_grad_(next(iter(flags.values()), True))
 
-    def fill(self, pieces: Sequence[Piece], topology: Topology, seed: int) -> None:
+    def fill(self, pieces: Sequence[LocalShard], topology: Topology, seed: int) -> None:
         """Weights from the folder or from the seed; a new head and adapters always from the seed. Collective.
 
         Raises:
@@ -107,9 +107,9 @@ class Twin:
         self._draw(pieces, drawn, seed)
 
     @torch.no_grad()
-    def _draw(self, pieces: Sequence[Piece], names: set[str] | None, seed: int) -> None:
+    def _draw(self, pieces: Sequence[LocalShard], names: set[str] | None, seed: int) -> None:
         """Random weights, of some tensors on disk or of all."""
-        by_name: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[LocalShard]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
 
@@ -122,7 +122,7 @@ class Twin:
                 names is None or hf_name(name).adapter or any(s.name in names for s in self.segments(name, parameters[name]))
             )
 
-        for name, value in draw_weights(self.root, seed, wanted):
+        for name, value in init_random(self.root, seed, wanted):
             for segment in self.segments(name, value):
                 part: Any = value[segment.box.within((0,) * value.dim())]
                 for _ in range(segment.dropped):

@@ -26,7 +26,7 @@ from .modules import Norm, PackedAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSettings:
+class MLASettings:
     """What the layer needs beside megatron's configuration.
 
     Args:
@@ -44,7 +44,7 @@ class LatentSettings:
     rotary_kind: int
 
 
-class LatentAttention(MegatronModule):
+class MLASelfAttention(MegatronModule):
     """Self-attention with latents. Megatron's signature.
 
     Args:
@@ -54,7 +54,7 @@ class LatentAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, settings: LatentSettings, pg_collection: ProcessGroupCollection, **_: Any
+        self, config: DecoderConfig, *, settings: MLASettings, pg_collection: ProcessGroupCollection, **_: Any
     ) -> None:
         super().__init__(config=config)
         self.settings, self.tp = settings, pg_collection.tp

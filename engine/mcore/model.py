@@ -31,7 +31,7 @@ from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
-from .mla import LatentAttention, LatentSettings
+from .mla import MLASelfAttention, MLASettings
 from .modules import (
     BiasedRowParallelLinear,
     Norm,
@@ -168,9 +168,9 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
     if decoder.latent is not None:
         own = rotary_frequencies(hf_config, decoder.rotary[number])[1]
         attention = ModuleSpec(
-            module=LatentAttention,
+            module=MLASelfAttention,
             params={
-                "settings": LatentSettings(
+                "settings": MLASettings(
                     latent=decoder.latent, scale=scale, factor=own, window=decoder.windows[number], rotary_kind=kind
                 ),
             },

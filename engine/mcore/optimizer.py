@@ -14,6 +14,7 @@ from ..config import OptimConfig
 from ..lr_schedule import is_decayed
 from ..ops.norm import sum_of_squares
 from ..torch_private import foreach_mul_
+from .megatron_private import copy_main_params, local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -132,10 +133,10 @@ class ShardedOptimizer:
         for part in self._parts:
             part.zero_grad()
 
-    def publish(self) -> None:
+    def sync_params(self) -> None:
         """Give every rank's parameters the numbers that the shards hold now."""
         for part in self._parts:
-            part._copy_main_params_to_model_params()
+            copy_main_params(part)
         for chunk in self._chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -147,7 +148,7 @@ def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Shard]]:
     ):
         for model_group, main_group in zip(models, mains, strict=True):
             for parameter, main in zip(model_group, main_group, strict=True):
-                where = part._get_model_param_range_map(parameter)["param"]
+                where = local_range(part, parameter)
                 state = part.optimizer.state[main]
                 # Made now, not by the first step, so that a checkpoint can be taken over before one; and a count of steps
                 # for each parameter, since one that is shared would be counted up by all of them.

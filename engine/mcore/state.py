@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
-from ..bridge.rules import Columns, Part, Rows, Rule, Whole
-from ..checkpoint.local_shards import Piece, cut_pieces
-from ..checkpoint.tensor_slices import Box, Segment, whole
+from ..bridge.rules import ColumnParallel, Part, Replicated, RowParallel, Rule
+from ..checkpoint.local_shards import LocalShard, cut_local_shards
+from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
 from ..config import LoraConfig
 from ..hf.names import PEFT_PREFIX
 from ..parallel.topology import Topology
@@ -28,7 +28,7 @@ _EXPERT = ".mlp.experts."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class ParamShard:
     """A parameter of this rank.
 
     Args:
@@ -43,16 +43,16 @@ class Held:
 
     name: str
     parameter: Tensor
-    segments: Sequence[Segment]
+    segments: Sequence[StoredSlice]
     expert: bool
     unique: bool
     adapter: bool = False
     layer: Any = None
 
 
-def held_parameters(
+def param_shards_of(
     chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
-) -> list[Held]:
+) -> list[ParamShard]:
     """Every parameter of a rank's chunks; marks those that are split over tensor-parallel ranks, for the gradient's norm."""
     found = []
     for chunk in chunks:
@@ -82,7 +82,7 @@ def held_parameters(
                 # that hold the same are others than for dense layers.
                 parameter.allreduce = False  # type: ignore[attr-defined]
             found.append(
-                Held(
+                ParamShard(
                     name=name,
                     parameter=parameter,
                     segments=rule.segments(names, tuple(parameter.shape), part, decoder),
@@ -106,10 +106,10 @@ def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Ru
     """
     base, names = family.rule(f"{module}.weight")
     target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
-    split: Rule = Columns(target) if isinstance(base, Columns) else Rows(target)
+    split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
     # A meets the layer's input, B makes its output: the one that is split is that of the layer's own split side.
-    is_split = (factor == "lora_A") == isinstance(base, Columns)
-    return (split if is_split else Whole(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
+    is_split = (factor == "lora_A") == isinstance(base, RowParallel)
+    return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
 
 
 def add_adapters(
@@ -179,7 +179,7 @@ class ModelState:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[ParamShard],
         optimizer: ShardedOptimizer | None,
         topology: Topology,
         groups: ProcessGroupCollection,
@@ -194,25 +194,25 @@ class ModelState:
         self._shards = {**({} if optimizer is None else optimizer.shards), **self._frozen}
         self._by_parameter = {h.parameter: h for h in held}
 
-    def _is_trained(self, held: Held) -> bool:
+    def _is_trained(self, held: ParamShard) -> bool:
         return self._optimizer is not None and held.parameter.requires_grad
 
-    def _spread(self, held: Held, stored: torch.dtype) -> Shard:
+    def _spread(self, held: ParamShard, stored: torch.dtype) -> Shard:
         group, size = self._data_group(held), held.parameter.numel()
         each = -(-size // group.size())
         start, end = (min(size, rank * each) for rank in (group.rank(), group.rank() + 1))
         return Shard(torch.zeros(end - start, dtype=stored, device=held.parameter.device), start, end, {})
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_params(self) -> None:
         """Give every rank's parameters the numbers that shards and copies hold now. Collective."""
         if self._optimizer is not None:
-            self._optimizer.publish()
+            self._optimizer.sync_params()
         for h in self.held:
             if h.parameter in self._frozen:
                 h.parameter.copy_(self._stored(h))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LocalShard]:
         """Boxes of values and moments. The base of adapters is frozen, and comes back from model.path or the seed."""
         yield from self.values(saved=True)
         shards = {} if self._optimizer is None else self._optimizer.shards
@@ -220,9 +220,9 @@ class ModelState:
             shard = shards.get(h.parameter)
             if shard is not None:
                 for kind in MOMENTS:
-                    yield from _shard_pieces(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
+                    yield from _moment_shards(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
 
-    def values(self, *, saved: bool = False) -> Iterator[Piece]:
+    def values(self, *, saved: bool = False) -> Iterator[LocalShard]:
         """Boxes of values: of shards and copies where there are, else of the parameters.
 
         Args:
@@ -234,13 +234,13 @@ class ModelState:
                 continue
             shard = self._shards.get(h.parameter)
             if shard is not None:
-                yield from _shard_pieces("value", h, shard.main, shard.start, shard.end)
+                yield from _moment_shards("value", h, shard.main, shard.start, shard.end)
             elif not self._is_trained(h):
                 first = self._data_group(h).rank() == 0
                 data = h.parameter.detach()
-                yield from cut_pieces("value", h.segments, whole(data.shape), data, owned=h.unique and first)
+                yield from cut_local_shards("value", h.segments, whole(data.shape), data, owned=h.unique and first)
 
-    def _data_group(self, held: Held) -> dist.ProcessGroup:
+    def _data_group(self, held: ParamShard) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._groups.expt_dp if held.expert else self._groups.dp_cp
         return group
 
@@ -269,10 +269,10 @@ class ModelState:
 
     # ---- export --------------------------------------------------------------------------------------------------
 
-    def plan(self, *, adapters: bool) -> "list[Shared]":
+    def plan(self, *, adapters: bool) -> "list[BroadcastItem]":
         """Whose part of which parameter is sent to all, in order: of the adapters, or of all else. Collective."""
         mine = [
-            Shared(
+            BroadcastItem(
                 h.name, self._topology.ranks[self._topology.rank], self._dtype(h), tuple(h.parameter.shape), tuple(h.segments)
             )
             for h in self.held
@@ -283,13 +283,13 @@ class ModelState:
         # Parts of one parameter side by side, parameters in the order of the layers.
         return sorted(every, key=lambda shared: (_order(shared.name), first[shared.name]))
 
-    def _dtype(self, held: Held) -> torch.dtype:
+    def _dtype(self, held: ParamShard) -> torch.dtype:
         if held.parameter in self._frozen:
             return self._frozen[held.parameter].main.dtype
         return torch.promote_types(held.parameter.dtype, torch.float32) if self._is_trained(held) else held.parameter.dtype
 
     @torch.no_grad()
-    def stream(self, plan: "Sequence[Shared]") -> Iterator[tuple[str, Tensor]]:
+    def stream(self, plan: "Sequence[BroadcastItem]") -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their names on disk, those of one parameter in memory at a time. Collective."""
         mine = {h.name: h for h in self.held}
         start = 0
@@ -309,13 +309,13 @@ class ModelState:
                 for segment in shared.segments:
                     if segment.name not in full:
                         full[segment.name] = torch.empty(segment.shape, dtype=shared.dtype, device=buffer.device)
-                    target = Box(segment.offset or (0,) * len(segment.shape), segment.box.length)
+                    target = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length)
                     zeros = (0,) * len(segment.shape)
                     full[segment.name][target.within(zeros)] = buffer[segment.box.within(zeros)]
             yield from full.items()
             start = end
 
-    def _whole_part(self, held: Held) -> Tensor:
+    def _whole_part(self, held: ParamShard) -> Tensor:
         """This rank's part of a parameter as it is exported: with the adapters of its layer added. Collective over the
         ranks that hold the same part."""
         value = self._stored(held)
@@ -325,10 +325,10 @@ class ModelState:
             (self._stored(self._by_parameter[a.lora_A]), self._stored(self._by_parameter[a.lora_B]))
             for a in held.layer.adapters.values()
         ]
-        folded: Tensor = held.layer.folded(value, factors)
-        return folded
+        merged: Tensor = held.layer.merged(value, factors)
+        return merged
 
-    def _stored(self, held: Held) -> Tensor:
+    def _stored(self, held: ParamShard) -> Tensor:
         """This rank's part of a parameter in the precision it is stored in, from all that have some of it."""
         dtype = self._dtype(held)
         if dtype == held.parameter.dtype:
@@ -343,7 +343,7 @@ class ModelState:
 
 
 @dataclass(frozen=True)
-class Shared:
+class BroadcastItem:
     """A part of a parameter that its owner sends to all.
 
     Args:
@@ -358,23 +358,23 @@ class Shared:
     owner: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[StoredSlice, ...]
 
 
-def shapes_of(plan: Sequence[Shared]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def shapes_of(plan: Sequence[BroadcastItem]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Names, dtypes and shapes that a plan's stream yields, in its order."""
     return {segment.name: (shared.dtype, segment.shape) for shared in plan for segment in shared.segments}
 
 
-def _shard_pieces(kind: str, held: Held, flat: Tensor, start: int, end: int) -> Iterator[Piece]:
+def _moment_shards(kind: str, held: ParamShard, flat: Tensor, start: int, end: int) -> Iterator[LocalShard]:
     """The boxes of a flat range of a parameter: at most three rectangles of its rows and columns."""
     shape = tuple(held.parameter.shape)
     columns = shape[-1] if len(shape) > 1 else 1
     for row, rows, column, width in rectangles(start, end, columns):
         strides: Any = (columns, 1) if len(shape) > 1 else (1,)
-        box = Box((row, column), (rows, width)) if len(shape) > 1 else Box((row,), (rows,))
+        box = TensorSlice((row, column), (rows, width)) if len(shape) > 1 else TensorSlice((row,), (rows,))
         view = flat.as_strided(box.length, strides, flat.storage_offset() + row * columns + column - start)
-        yield from cut_pieces(kind, held.segments, box, view, owned=held.unique)
+        yield from cut_local_shards(kind, held.segments, box, view, owned=held.unique)
 
 
 def rectangles(start: int, end: int, columns: int) -> list[tuple[int, int, int, int]]:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 from ..torch_private import constant_floats
-from .ulysses import gather_heads, scatter_heads
+from .ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
 LARGEST_FLASH_HEAD = 256
 # torch 2.11's kernel wants as many key/value heads as query heads.
@@ -78,11 +78,11 @@ def packed_attention(
     group = context.cp_group
     if group is None:
         return _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
-    query_thd, key_tkd, value_tke = gather_heads(query_thd, key_tkd, value_tke, group)
+    query_thd, key_tkd, value_tke = gather_seq_scatter_heads(query_thd, key_tkd, value_tke, group)
     if sinks_h is not None:
         sinks_h = sinks_h.tensor_split(group.size())[group.rank()]
     out_the = _local(query_thd, key_tkd, value_tke, context, scale, window, softcap, sinks_h)
-    return scatter_heads(out_the, group)
+    return gather_heads_scatter_seq(out_the, group)
 
 
 def _local(

@@ -30,7 +30,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0], join, cut, group), None, None, None
 
 
-def gather_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """`[T/C, H, D]` -> `[T, H/C, D]` for query, key and value.
 
     Fewer key/value heads than ranks are repeated to a number that C divides; query head j keeps its key/value head,
@@ -43,7 +43,7 @@ def gather_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[
     return tuple(_AllToAll.apply(t, 1, 0, group) for t in (q, k, v))  # type: ignore[return-value]
 
 
-def scatter_heads(out: Tensor, group: ProcessGroup) -> Tensor:
+def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:
     """`[T, H/C, D]` -> `[T/C, H, D]`."""
     result: Tensor = _AllToAll.apply(out, 0, 1, group)
     return result

@@ -20,8 +20,6 @@ from ..config import ParallelConfig
 from ..errors import TopologyError
 from .collectives import all_gather_object, collective_errors
 from .process_groups import EngineGroups, private_group
-from .collectives import all_gather_object, collective_errors
-from .process_groups import EngineGroups, private_group
 
 
 def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:

@@ -32,7 +32,10 @@ FOREIGN = {
     "load_in_4bit": "model.quantization",
     "load_in_8bit": "model.quantization",
 }
-"""What others call a setting."""
+"""What other programs call a setting."""
+
+RENAMED_VALUES = {"data.turns": {"together": "single", "apart": "per_turn"}}
+"""Values of settings that have another name now."""
 
 Config = TypeVar("Config")
 
@@ -133,6 +136,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     try:
         for layer in layers:
             _check_keys(layer, known, free)
+            _check_renamed(layer)
             for name in lists:
                 if isinstance(value := OmegaConf.select(layer, name), str):
                     OmegaConf.update(layer, name, [value])
@@ -200,6 +204,13 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
         )
         full = FOREIGN.get(last) or next((k for k in sorted(known) if near and k.endswith(near[0])), None)
         raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all)")
+
+
+def _check_renamed(layer: DictConfig) -> None:
+    for name, values in RENAMED_VALUES.items():
+        value = OmegaConf.select(layer, name)
+        if value in values:
+            raise ConfigError(f"{name}={value} is called {values[value]} now; write {name}={values[value]}")
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:

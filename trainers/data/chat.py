@@ -10,23 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import DataError
-from ..config.sections import Turns
+from ..config.data import RESERVED_VARIABLES, Turns
 from .sample import Sample
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-RESERVED: tuple[str, ...] = (
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "chat_template",
-    "tokenizer_kwargs",
-    "tools",
-)
-RESERVED += ("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "conversation")
-"""What a template's variables cannot be called: the trainer's own business with `apply_chat_template`."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -88,7 +75,7 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
             continue
         if not isinstance(value, kind):
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be a {kind.__name__}, or JSON of one")
-        if column == "chat_template_kwargs" and (taken := sorted({*value} & {*RESERVED})):
+        if column == "chat_template_kwargs" and (taken := sorted({*value} & {*RESERVED_VARIABLES})):
             raise DataError(f"{name}: chat_template_kwargs has {', '.join(taken)}, which is no variable of a template")
         given |= value if column == "chat_template_kwargs" else {"tools": value}
     return Chat(name=name, messages=messages, learned=learned, variables=given)
@@ -115,13 +102,13 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
     """
     # A tokenizer may have several templates, one of them for chats with tools.
     if GENERATION_MARK.search(tokenizer.get_chat_template(tools=chat.variables.get("tools"))):
-        if turns == "apart":
+        if turns == "per_turn":
             return [_marked(tokenizer, _until(chat, i)) for i, learned in enumerate(chat.learned) if learned]
         return [_marked(tokenizer, chat)]
     answers = [_answer(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
     text = _render(tokenizer, chat, len(chat.messages))
     together = all(text.startswith(whole) for whole, _ in answers)
-    if turns == "apart" or (turns == "auto" and not together):
+    if turns == "per_turn" or (turns == "auto" and not together):
         return [_tokens(tokenizer, chat.name, whole, [(begin, len(whole))]) for whole, begin in answers]
     if not together:
         raise DataError(
@@ -175,7 +162,7 @@ def _marked(tokenizer: Any, chat: Chat) -> Sample:
         if sum(marked for marked, _ in runs) != len(turns):
             raise DataError(
                 f"{chat.name}: the chat template marks {sum(marked for marked, _ in runs)} spans as generated for {len(turns)} answers, so "
-                "which of them train=false leaves out cannot be told; set data.turns=apart"
+                "which of them train=false leaves out cannot be told; set data.turns=per_turn"
             )
         wanted = iter([chat.learned[i] for i in turns])
         mask = [flag for marked, length in runs for flag in [marked and next(wanted)] * length]

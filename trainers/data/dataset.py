@@ -11,9 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from ...engine.errors import DataError
-from ..config.sections import DataConfig
+from ..config.data import DataConfig
 from .sample import Sample
-from .token_cache import Store
+from .token_cache import TokenCache
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Budget:
     setting: str
 
 
-class Samples:
+class Dataset:
     """What is trained on, or evaluated on: a sequence of samples, each the documents that belong together (one, or the two
     sides of a pair), read when asked for.
 
@@ -40,7 +40,7 @@ class Samples:
         DataError: a sample is too long under `data.too_long=error`, or none is left.
     """
 
-    def __init__(self, stores: Sequence[Store], data: DataConfig, budget: Budget, names: Sequence[str]) -> None:
+    def __init__(self, stores: Sequence[TokenCache], data: DataConfig, budget: Budget, names: Sequence[str]) -> None:
         self._stores = stores
         self.width = stores[0].width
         """Documents of a sample."""
@@ -60,7 +60,7 @@ class Samples:
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
         """`[samples, width]`: tokens of each document."""
-        self.apart = [store.apart for store in stores]
+        self.split_chats = [store.split_chats for store in stores]
         """Chats of each source that became a sample of each answer."""
         self.tokens = [int(last.sum() - first.sum()) for _, first, last in fitted]
         """Tokens of each source."""
@@ -83,7 +83,7 @@ class Samples:
         return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._stores), cuts.hexdigest()]).encode())
 
 
-def _fit(store: Store, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _fit(store: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Of the samples that are kept their numbers `[K]`, and first and last token of their documents `[K, width]`."""
     width = store.width
     limit = min(data.max_length or budget.tokens, budget.tokens)

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ...engine.errors import DataError
-from ..config.sections import DataConfig
+from ..config.data import DataConfig
 from .chat import encode_chat, read_chat
 from .conventions import from_alpaca, from_sharegpt, with_prompt
 from .preference import Sides, split_preference

@@ -14,7 +14,7 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.microbatch import balance
 from ...workers.losses.sequences import CHOSEN, MARGIN
-from .dataset import Samples
+from .dataset import Dataset
 from .sample import Sample
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Cursor:
     position: int = 0
 
 
-class Order:
+class Sampler:
     """Which sample comes when: a pure function of the sources' sizes, their weights and the seed.
 
     Without weights an epoch is every sample once. With them an epoch is as long, and each source has its share of it: a
@@ -176,7 +176,7 @@ class Loader:
         batch_size: samples a step, all ranks together; the last batch of an epoch may be smaller.
     """
 
-    def __init__(self, samples: Samples, order: Order, *, batch_size: int) -> None:
+    def __init__(self, samples: Dataset, order: Sampler, *, batch_size: int) -> None:
         self.samples, self._order, self._size = samples, order, batch_size
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ FIELDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedSamples:
     """Samples as arrays.
 
     Args:
@@ -74,7 +74,7 @@ class Encoded:
         )
 
 
-class StoreWriter:
+class TokenCacheWriter:
     """Appends samples to a folder, which appears under its name when complete.
 
     Args:
@@ -94,7 +94,7 @@ class StoreWriter:
         self.tokens = self.samples = 0
         self._equal: list[str] = []
 
-    def add(self, part: Encoded, file: str) -> None:
+    def add(self, part: EncodedSamples, file: str) -> None:
         """Append what a part of a file became."""
         self._equal += [f"{file}:{row}" for row in part.equal]
         for name, written in self._files.items():
@@ -169,7 +169,7 @@ def is_undamaged(folder: Path) -> bool:
     return True
 
 
-class Store:
+class TokenCache:
     """Samples of one source.
 
     Args:
@@ -202,7 +202,7 @@ class Store:
         return len(self.lengths)
 
     @property
-    def apart(self) -> int:
+    def split_chats(self) -> int:
         """Rows that became a sample of each answer."""
         return int((self._parts == 1).sum())
 

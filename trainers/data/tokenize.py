@@ -27,10 +27,10 @@ import xxhash
 
 from ...engine.errors import DataError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
-from ..config.sections import DataConfig
+from ..config.data import DataConfig
 from .encode import WIDTH, Kind, encode_row
 from .sources import Chunk, Source, open_source
-from .token_cache import FORMAT, Encoded, Store, StoreWriter, is_complete, is_undamaged
+from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ NEWS_SECONDS = 15.0
 """Ranks that wait hear from those that tokenise at least so often: they must not run into their timeout."""
 
 
-def load_stores(
+def load_token_caches(
     names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool, kind: Kind = "completions"
-) -> list[Store]:
+) -> list[TokenCache]:
     """The tokenised samples of each source. Collective over all processes of the job.
 
     Args:
@@ -101,10 +101,10 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
 
 
-def _open(folders: Sequence[Path]) -> list[Store]:
+def _open(folders: Sequence[Path]) -> list[TokenCache]:
     with collective_errors():
         try:
-            stores = [Store(folder) for folder in folders]
+            stores = [TokenCache(folder) for folder in folders]
         except (OSError, ValueError, KeyError) as e:
             raise DataError(
                 f"tokenized data in {folders[0].parent} cannot be read ({e}); set data.cache_dir to another folder"
@@ -141,7 +141,7 @@ def _build(
             shutil.rmtree(folder)
         source = sources[i] if sources else open_source(name, training=training)
         try:
-            writer = StoreWriter(folder)
+            writer = TokenCacheWriter(folder)
         except OSError as e:
             raise DataError(
                 f"the folder for tokenised data, {folder.parent}, cannot be made: {e.strerror}; set data.cache_dir"
@@ -155,7 +155,7 @@ def _build(
             writer.abandon()
 
 
-def _write(source: Source, writer: StoreWriter, encoder: "Encoder") -> Iterator[None]:
+def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iterator[None]:
     files: dict[str, int] = {}
     start = time.monotonic()
     with Bar(f"tokenising {source.name}") as bar:
@@ -184,7 +184,7 @@ class Encoder:
     data: DataConfig
     kind: Kind = "completions"
 
-    def chunk(self, chunk: Chunk) -> Encoded:
+    def chunk(self, chunk: Chunk) -> EncodedSamples:
         """All samples of a chunk.
 
         Raises:
@@ -203,10 +203,10 @@ class Encoder:
                 equal.append(number)
             numbered = self.kind == "completions" and len(samples) > 1
             found += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
-        return Encoded.of(found, equal)
+        return EncodedSamples.of(found, equal)
 
 
-def _encoded(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, Encoded]]:
+def _encoded(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:
     """Chunks in order, tokenised here or in processes."""
     first = list(islice(chunks, FEW_CHUNKS + 1))
     workers = encoder.data.workers
@@ -220,7 +220,7 @@ def _encoded(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk,
     # Spawned, not forked: threads of this process, gloo's and the tokenizer's own, would be missing in a fork that needs them.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
-        ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        ahead: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
             for chunk in every:
                 ahead.append((chunk, pool.submit(_work, chunk)))
@@ -260,7 +260,7 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-def _work(chunk: Chunk) -> Encoded:
+def _work(chunk: Chunk) -> EncodedSamples:
     return _worker.chunk(chunk)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...engine.errors import ConfigError
 
 
-class Watch:
+class EarlyStopping:
     """Follows one metric over evaluations.
 
     Args:
@@ -30,7 +30,7 @@ class Watch:
         self.best_step: int | None = None
         self._since = 0
 
-    def see(self, step: int, measured: Mapping[str, float]) -> bool:
+    def update(self, step: int, measured: Mapping[str, float]) -> bool:
         """Take an evaluation; whether it is the best so far. NaN never is."""
         if self.metric is None:
             return False
@@ -47,7 +47,7 @@ class Watch:
         """Whether `patience` evaluations brought nothing better."""
         return self._patience is not None and self._since >= self._patience
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
         self.best, self.best_step, self._since = None, None, 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...engine.errors import ConfigError
-from ..config.sections import TrainerConfig
+from ..config.trainer import TrainerConfig
 from .console import Console
 from .samples import Answer
 

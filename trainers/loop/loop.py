@@ -1,20 +1,22 @@
-"""The training loop. It knows an engine, a loss and a loader, and no backend."""
+"""The training loop. It knows an engine, a method and a loader, and no backend."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from ...engine.base import BaseEngine
 from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.errors import disk_error
-from ..config.sections import TrainerConfig
+from ...engine.loss import StepResult
+from ..config.trainer import TrainerConfig
 from ..data.loader import Cursor, Loader
 from ..methods.base import Method
-from .early_stopping import Watch
+from .early_stopping import EarlyStopping
 from .loggers import Logger
-from .resume import Start
+from .resume import ResumePoint
 from .signals import StopSignal
 
 
@@ -23,127 +25,156 @@ class Evaluation:
     """What happens every `trainer.eval_every` steps.
 
     Args:
-        loader: of held-out samples.
-        tell: what else is shown then, given the step and the run's signal: sample answers. Collective.
+        loader: The held-out samples.
+        show_samples: Shows the model's answers to some of them, given the step and the run's signal. Collective.
     """
 
     loader: Loader
-    tell: Callable[[int, StopSignal], None]
+    show_samples: Callable[[int, StopSignal], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class Run:
+    """All that takes part in training.
+
+    Args:
+        engine: The engine, initialized or resumed.
+        method: The loss to minimize, and what a batch needs for it.
+        loader: The training samples.
+        evaluation: The held-out samples; None without evaluations.
+        manager: The run's checkpoints.
+        config: How often what happens.
+        loggers: The loggers, on the first rank; empty elsewhere.
+        early_stopping: Follows the evaluations.
+        export: Writes the model as it is, given the step. Collective.
+        total_steps: The number of the last step.
+        peak_flops: The FLOP/s of all devices together; None where it is not known.
+    """
+
+    engine: BaseEngine
+    method: Method
+    loader: Loader
+    evaluation: Evaluation | None
+    manager: CheckpointManager
+    config: TrainerConfig
+    loggers: Sequence[Logger]
+    early_stopping: EarlyStopping
+    export: Callable[[int], object]
+    total_steps: int
+    peak_flops: float | None
+
+
+class StopReason(Enum):
+    """Why training ended."""
+
+    DONE = "all steps are made"
+    PATIENCE = "`trainer.patience` evaluations brought nothing better"
+    SIGNAL = "SIGTERM or Ctrl-C"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
     """How training ended.
 
     Args:
-        step: the last one made.
-        why: `done`, `patience` (nothing better for so many evaluations) or `signal` (SIGTERM or Ctrl-C).
+        step: The last step made.
+        reason: Why no further step was made.
     """
 
     step: int
-    why: str
+    reason: StopReason
 
 
-def train(
-    engine: BaseEngine,
-    method: Method,
-    loader: Loader,
-    evaluation: Evaluation | None,
-    manager: CheckpointManager,
-    config: TrainerConfig,
-    loggers: Sequence[Logger],
-    watch: Watch,
-    *,
-    export: Callable[[int], object],
-    start: Start,
-    total: int,
-    peak: float | None,
-) -> Ended:
-    """Step, evaluate, log, save.
+def train(run: Run, start: ResumePoint) -> TrainResult:
+    """Step, evaluate, log and save until the run ends. Collective.
 
     Args:
-        engine: initialised, or resumed.
-        method: what to minimise, and what a batch needs for it.
-        loader: of training samples.
-        evaluation: of held-out samples.
-        manager: of the run's checkpoints.
-        config: how often what happens.
-        loggers: on the first rank; empty elsewhere.
-        watch: over evaluations.
-        export: writes the model as it is, given the step. Collective.
-        start: where to begin.
-        total: number of the last step.
-        peak: FLOP/s of all devices together, or None where it is not known.
+        run: All that takes part.
+        start: Where to start.
     """
-    batches = loader.batches(start.cursor)
-    why = "patience" if watch.stop else "done"
-    step = start.step - 1
+    step, cursor = start.step - 1, start.cursor
+    batches = run.loader.batches(cursor)
     with StopSignal() as stop:
-        if start.evaluate and evaluation is not None:
-            measured = evaluate(engine, method, evaluation, loggers, step, stop)
-            if measured is None:
-                return Ended(step=step, why="signal")
-            watch.see(step, measured)
-            why = "patience" if watch.stop else "done"
-            save(manager, step, loader, start.cursor, watch, start.told)
-        while step < total and why == "done":
-            began = time.perf_counter()
-            drawn, cursor = next(batches)
-            result = engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
-            seconds = time.perf_counter() - began
+        if start.evaluate and run.evaluation is not None:
+            metrics = evaluate(run, run.evaluation, step, stop)
+            if metrics is None:
+                return TrainResult(step=step, reason=StopReason.SIGNAL)
+            run.early_stopping.update(step, metrics)
+            save(run, step, cursor, start)
+        while step < run.total_steps and not run.early_stopping.stop:
             step += 1
-            record = {
-                "step": step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.lr,
-                "tokens": result.tokens,
-                "sequences": result.sequences,
-                "micro_batches": result.micro_batches,
-                "seconds": seconds,
-                "tokens_per_s": result.tokens / seconds,
-                "mfu": None if peak is None else result.flops / seconds / peak,
-                "tflops": result.flops / seconds / 1e12,
-                "peak_gib": result.peak_gib,
-                "epoch": cursor.epoch + cursor.position / len(loader),
-                "skipped": result.skipped,
-                **result.terms,
-                **result.metrics,
-            }
-            error = report(loggers, record)
-            best = due = False
-            if evaluation is not None and (step == total or (config.eval_every and step % config.eval_every == 0)):
-                measured = evaluate(engine, method, evaluation, loggers, step, stop)
-                due = measured is None
-                best = measured is not None and watch.see(step, measured)
-            why = "signal" if stop.asked(engine.topology, error or manager.failure()) else "patience" if watch.stop else "done"
-            if best or why != "done" or step == total or (config.save_every and step % config.save_every == 0):
-                last = why != "done" or step == total
-                save(manager, step, loader, cursor, watch, start.told, evaluate=due, last=last)
-            if config.export_hf_every and step % config.export_hf_every == 0:
-                export(step)
-    return Ended(step=step, why=why)
+            drawn, cursor = next(batches)
+            result, seconds = _step(run, drawn)
+            error = _log(run.loggers, _record(run, step, cursor, result, seconds))
+            best = interrupted = False
+            if run.evaluation is not None and _is_due(step, run.config.eval_every, run.total_steps):
+                metrics = evaluate(run, run.evaluation, step, stop)
+                interrupted = metrics is None
+                best = metrics is not None and run.early_stopping.update(step, metrics)
+            stopped = stop.stop_requested(run.engine.topology, error or run.manager.failure())
+            last = stopped or run.early_stopping.stop or step == run.total_steps
+            if best or last or _is_due(step, run.config.save_every, run.total_steps):
+                save(run, step, cursor, start, evaluate=interrupted, last=last)
+            if run.config.export_hf_every and step % run.config.export_hf_every == 0:
+                run.export(step)
+            if stopped:
+                return TrainResult(step=step, reason=StopReason.SIGNAL)
+    return TrainResult(step=step, reason=StopReason.PATIENCE if run.early_stopping.stop else StopReason.DONE)
 
 
-def evaluate(
-    engine: BaseEngine, method: Method, evaluation: Evaluation, loggers: Sequence[Logger], step: int, stop: StopSignal
-) -> dict[str, float] | None:
-    """Exact loss and metrics over all held-out samples: each sum over its weight or its count, of them all.
+def _is_due(step: int, every: int | None, total_steps: int) -> bool:
+    return step == total_steps or bool(every and step % every == 0)
+
+
+def _step(run: Run, drawn: Any) -> tuple[StepResult, float]:
+    start = time.perf_counter()
+    result = run.engine.train_batch(run.method.batch(run.engine, drawn, training=True), run.method.loss)
+    return result, time.perf_counter() - start
+
+
+def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": result.tokens,
+        "sequences": result.sequences,
+        "micro_batches": result.micro_batches,
+        "seconds": seconds,
+        "tokens_per_s": result.tokens / seconds,
+        "mfu": None if run.peak_flops is None else result.flops / seconds / run.peak_flops,
+        "tflops": result.flops / seconds / 1e12,
+        "peak_gib": result.peak_gib,
+        "epoch": cursor.epoch + cursor.position / len(run.loader),
+        "skipped": result.skipped,
+        **result.terms,
+        **result.metrics,
+    }
+
+
+def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> dict[str, float] | None:
+    """Measure the exact loss and metrics over all held-out samples: each sum over its weight or its count, of them all. Collective.
+
+    Args:
+        run: All that takes part.
+        evaluation: The held-out samples.
+        step: The step that was made last.
+        stop: The run's signal.
 
     Returns:
-        what was measured; None where the run is asked to stop meanwhile.
+        The metrics; None where the run is asked to stop meanwhile.
     """
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     hits: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
-    tokens, began = 0, time.perf_counter()
+    tokens, start = 0, time.perf_counter()
     for drawn in evaluation.loader.once():
-        if stop.asked(engine.topology):
+        if stop.stop_requested(run.engine.topology):
             return None
-        result = engine.forward_backward(
-            method.batch(engine, drawn, training=False), method.evaluation_loss, forward_only=True
-        )
+        batch = run.method.batch(run.engine, drawn, training=False)
+        result = run.engine.forward_backward(batch, run.method.evaluation_loss, forward_only=True)
         tokens += result.tokens
         for term, weight in result.weights.items():
             sums[term] += result.terms[term] * weight
@@ -152,25 +183,25 @@ def evaluate(
             if count:
                 hits[name] += result.metrics[name] * count
                 counts[name] += count
-    measured = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
-    seconds = time.perf_counter() - began
-    engine.topology.agree(report(loggers, {"step": step, "split": "eval", **measured, "tokens": tokens, "seconds": seconds}))
-    evaluation.tell(step, stop)
-    return measured
+    metrics = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
+    record = {"step": step, "split": "eval", **metrics, "tokens": tokens, "seconds": time.perf_counter() - start}
+    run.engine.topology.all_gather_object(None, error=_log(run.loggers, record))
+    evaluation.show_samples(step, stop)
+    return metrics
 
 
-def report(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | None:
-    """Hand a record to the loggers; what kept one from writing it, for all ranks to hear of."""
+def _log(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | None:
+    """Hand a record to the loggers; return what kept one from writing it, for the next exchange to raise on all ranks."""
 
     def write() -> None:
         for logger in loggers:
             logger.log(record)
 
-    return written(record["step"], write)
+    return write_error(record["step"], write)
 
 
-def written(step: int, write: Callable[[], object]) -> Exception | None:
-    """Write what belongs to a step; what kept it from being written."""
+def write_error(step: int, write: Callable[[], object]) -> Exception | None:
+    """Write what belongs to a step; return the disk's error, if any."""
     try:
         write()
     except OSError as e:
@@ -178,29 +209,22 @@ def written(step: int, write: Callable[[], object]) -> Exception | None:
     return None
 
 
-def save(
-    manager: CheckpointManager,
-    step: int,
-    loader: Loader,
-    cursor: Cursor,
-    watch: Watch,
-    told: Mapping[str, Any],
-    *,
-    evaluate: bool = False,
-    last: bool = False,
-) -> None:
-    """A checkpoint of everything a resumed run needs; older ones are rotated out, the best one is kept.
+def save(run: Run, step: int, cursor: Cursor, start: ResumePoint, *, evaluate: bool = False, last: bool = False) -> None:
+    """Save a checkpoint of everything that a resumed run needs; older ones are deleted, the best one is kept. Collective.
 
     Args:
-        manager: of the run's checkpoints.
-        step: its number.
-        loader: of the training data.
-        cursor: of the next batch.
-        watch: over evaluations.
-        told: what each of the run's checkpoints says of it.
-        evaluate: the evaluation of this step is still to be made.
-        last: no step follows.
+        run: All that takes part.
+        step: The step that was made last.
+        cursor: The position of the next batch.
+        start: Where the run started, with the metadata that every checkpoint records.
+        evaluate: Whether the evaluation of this step is still to be made.
+        last: Whether no step follows.
     """
-    keep = () if watch.best_step is None else (watch.best_step,)
-    extra = {**told, "data": loader.state(cursor), "watch": watch.state(), "evaluate": evaluate}
-    manager.save(step, extra, keep=keep, last=last)
+    keep = () if run.early_stopping.best_step is None else (run.early_stopping.best_step,)
+    extra = {
+        **start.run_metadata,
+        "data": run.loader.state(cursor),
+        "watch": run.early_stopping.state(),
+        "evaluate": evaluate,
+    }
+    run.manager.save(step, extra, keep=keep, last=last)

@@ -58,8 +58,8 @@ def answers(
     for _ in range(most):
         going = [i for i in texts if open_[i] and len(texts[i]) < budget]
         # All ranks together, also those whose own answers are complete: the forward pass is collective.
-        told = topology.all_gather_object((bool(going), stop.here))
-        if not any(more for more, _ in told) or any(asked for _, asked in told):
+        run_metadata = topology.all_gather_object((bool(going), stop.requested_here))
+        if not any(more for more, _ in run_metadata) or any(asked for _, asked in run_metadata):
             break
         batch = from_lists([texts[i] for i in going])
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)

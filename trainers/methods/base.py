@@ -6,14 +6,15 @@ from typing import Any, ClassVar
 
 from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
-from ...engine.loss import Loss, OutputRequest
+from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
-from ...workers.losses.reward import RewardLoss
-from ...workers.losses.sft import SFTLoss
-from ..config.sections import RMConfig, RunConfig
-from ..data.dataset import Samples
+from ..config.runs import RunConfig
+from ..data.dataset import Dataset
 from ..data.encode import KINDS, Kind
 from ..data.loader import GlobalBatch
+
+PAIR_METRICS: Mapping[str, bool] = {"loss": True, "reward_accuracy": False, "reward_margin": False}
+"""What an evaluation of pairs measures, and whether less of it is better."""
 
 
 class Method(ABC):
@@ -26,7 +27,7 @@ class Method(ABC):
     kind: Kind = "completions"
     name: ClassVar[str]
     head: ClassVar[str] = "lm"
-    speaks: ClassVar[bool] = True
+    can_generate: ClassVar[bool] = True
     """Whether the model can answer, to be read."""
     lower_is_better: ClassVar[Mapping[str, bool]]
     """What an evaluation measures that a best checkpoint can be chosen by, and whether less of it is better."""
@@ -66,17 +67,17 @@ class Method(ABC):
             raise ConfigError(
                 f"data.format={data.format}: {self.name} reads {' or '.join(forms)}; unset it, or use another trainer"
             )
-        if self.kind != "completions" and data.turns == "apart":
-            raise ConfigError("data.turns=apart: a side of a preference is one text; unset it")
+        if self.kind != "completions" and data.turns == "per_turn":
+            raise ConfigError("data.turns=per_turn: a side of a preference is one text; unset it")
         if model.head != self.head:
             what = "a language-model head" if self.head == "lm" else "a value head, one number for a text"
             raise ConfigError(f"model.head={model.head}: {self.name} trains {what}; set model.head={self.head}")
-        if self.config.trainer.generate and not self.speaks:
+        if self.config.trainer.generate and not self.can_generate:
             raise ConfigError(
                 f"trainer.generate={self.config.trainer.generate}: {self.name} trains a model that says nothing; set it to 0"
             )
 
-    def open(self, engine: BaseEngine, tokenizer: Any, samples: Samples, held_out: Samples | None) -> None:  # noqa: B027
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:  # noqa: B027
         """Make what the loss needs beside the policy. Collective; called before the policy is built.
 
         Args:
@@ -97,58 +98,4 @@ class Method(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing to free
-        """Free what `open` made."""
-
-
-class SFTMethod(Method):
-    """Supervised fine-tuning."""
-
-    name = "SFT"
-    lower_is_better: ClassVar[Mapping[str, bool]] = {"loss": True, "accuracy": False}
-
-    @property
-    def loss(self) -> Loss:
-        """Negative log-likelihood of the answers."""
-        return SFTLoss()
-
-    @property
-    def evaluation_loss(self) -> Loss:
-        """With the accuracy of single tokens."""
-        return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
-
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """The documents as they are."""
-        return drawn.share_of(engine).batch
-
-
-PAIR_METRICS: Mapping[str, bool] = {"loss": True, "reward_accuracy": False, "reward_margin": False}
-
-
-class RewardMethod(Method):
-    """Training of a reward model.
-
-    Args:
-        config: of the run.
-    """
-
-    kind: Kind = "pairs"
-    name = "reward modelling"
-    head = "value"
-    speaks = False
-    lower_is_better = PAIR_METRICS
-
-    def __init__(self, config: RMConfig) -> None:
-        super().__init__(config)
-        try:
-            self._loss = RewardLoss(centering=config.rm.centering)
-        except ConfigError as e:
-            raise ConfigError(f"rm.{e}") from e
-
-    @property
-    def loss(self) -> Loss:
-        """Bradley-Terry."""
-        return self._loss
-
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """The pairs as they are."""
-        return drawn.share_of(engine).batch
+        """Free what `setup` made."""

@@ -10,23 +10,14 @@ from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
 from ...workers.losses.sequences import REFERENCE
-from ..config.sections import DPOConfig, PreferenceConfig, ReferenceConfig
-from ..data.dataset import Samples
+from ..config.methods import ReferenceConfig
+from ..config.runs import DPOConfig
+from ..data.dataset import Dataset
 from ..data.encode import Kind
 from ..data.loader import GlobalBatch
 from ..data.sample import Sample
 from .base import PAIR_METRICS, Method
-from .reference import Reference, check_reference, log_probs_of, mode_of, open_reference
-
-ONLY = {
-    "gamma": ("simpo",),
-    "label_smoothing": ("sigmoid", "simpo", "cpo"),
-    "length_normalize": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
-    "sft_weight": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-"""Settings that not every loss has."""
+from .reference import Reference, build_reference, check_reference, log_probs_of, mode_of
 
 
 class PreferenceMethod(Method):
@@ -59,13 +50,6 @@ class PreferenceMethod(Method):
             check_reference(config)
         elif config.reference != ReferenceConfig():
             raise ConfigError(f"reference.* is set with dpo.loss={config.dpo.loss}, which has no reference; unset it")
-        plain = PreferenceConfig()
-        for name, losses in ONLY.items():
-            value = getattr(config.dpo, name)
-            if config.dpo.loss not in losses and value != getattr(plain, name):
-                raise ConfigError(
-                    f"dpo.{name}={value} with dpo.loss={config.dpo.loss}, which has none; it is for {', '.join(losses)}"
-                )
         if config.dpo.loss == "kto":
             if config.data.batch_size < 2:
                 raise ConfigError(
@@ -76,11 +60,11 @@ class PreferenceMethod(Method):
                     "reference.mode=cached with dpo.loss=kto, which asks about answers to other prompts, new ones in every epoch; use model or base"
                 )
 
-    def open(self, engine: BaseEngine, tokenizer: Any, samples: Samples, held_out: Samples | None) -> None:
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:
         """Build the reference, or compute what it says."""
         if self._loss.needs_reference:
             every = [samples] if held_out is None else [samples, held_out]
-            self._reference = open_reference(self._config, engine, every)
+            self._reference = build_reference(self._config, engine, every)
 
     def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
         """The documents, with what the reference thinks of them."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...engine.base import BaseEngine
-from ...engine.config import LoraConfig, OffloadConfig, ParallelConfig
+from ...engine.config import LoraConfig, OffloadConfig
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.hf.config import read_config
 from ...engine.hf.model_path import fingerprint, resolve_folder
@@ -27,9 +27,9 @@ from ...engine.loss import OutputRequest
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.registry import engine_class, options_class
 from ...workers.losses.sequences import sequence_sums
-from ..config.sections import DPOConfig
-from ..data.dataset import Samples
-from ..data.loader import GlobalBatch, Loader, Order
+from ..config.runs import DPOConfig
+from ..data.dataset import Dataset
+from ..data.loader import GlobalBatch, Loader, Sampler
 from ..data.tokenize import Bar, cache_folder
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class WithoutAdapters(Reference):
             return log_probs_of(self._engine, drawn, training=training)
 
 
-class Kept(Reference):
+class CachedReference(Reference):
     """Numbers that were computed before.
 
     Args:
@@ -146,10 +146,6 @@ def check_reference(config: DPOConfig) -> None:
         ConfigError: names the setting.
     """
     asked, mode = config.reference, mode_of(config)
-    if asked.backend is None and asked.parallel != ParallelConfig():
-        raise ConfigError(
-            "reference.parallel is set, reference.backend is not: without it the reference has the policy's layout; set both, or neither"
-        )
     if mode == "base":
         if config.model.lora.rank <= 0:
             raise ConfigError("reference.mode=base needs adapters to switch off (model.lora.rank); use model or cached")
@@ -189,7 +185,7 @@ def _check_vocabulary(config: DPOConfig) -> None:
         )
 
 
-def open_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Samples]) -> Reference:
+def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Dataset]) -> Reference:
     """Make the reference. Collective over all ranks of the job.
 
     Args:
@@ -226,11 +222,11 @@ def _identity(config: DPOConfig, engine: BaseEngine) -> str:
     return str(all_gather_object(digest)[0])
 
 
-def _kept(config: DPOConfig, every: Sequence[Samples]) -> Kept:
+def _kept(config: DPOConfig, every: Sequence[Dataset]) -> CachedReference:
     engine = reference_engine(config)
     known = _identity(config, engine)
     tables: dict[str, NDArray[Any]] = {}
-    missing: list[tuple[Samples, Path]] = []
+    missing: list[tuple[Dataset, Path]] = []
     for samples in every:
         name = xxhash.xxh3_128_hexdigest(f"{known} {samples.digest}".encode())
         file = cache_folder(config.data) / f"reference-{name}.npy"
@@ -249,7 +245,7 @@ def _kept(config: DPOConfig, every: Sequence[Samples]) -> Kept:
                 tables[samples.digest] = _compute(config, engine, samples, file)
         finally:
             engine.close()
-    return Kept(tables)
+    return CachedReference(tables)
 
 
 def _read(file: Path, size: int) -> NDArray[Any] | None:
@@ -260,8 +256,8 @@ def _read(file: Path, size: int) -> NDArray[Any] | None:
     return table if table.shape == (size,) and table.dtype == np.float64 else None
 
 
-def _compute(config: DPOConfig, engine: BaseEngine, samples: Samples, file: Path) -> NDArray[Any]:
-    order = Order(samples.sizes, weights=None, seed=0, shuffle=False)
+def _compute(config: DPOConfig, engine: BaseEngine, samples: Dataset, file: Path) -> NDArray[Any]:
+    order = Sampler(samples.sizes, weights=None, seed=0, shuffle=False)
     table = np.zeros(samples.lengths.size)
     done = 0
     with Bar("the reference's log-probabilities") as bar:

@@ -20,12 +20,14 @@ from ...engine.parallel.process import leave, report_failure
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...engine.registry import engine_class
 from ...workers.losses.sft import SFTLoss
-from ..config.sections import DataConfig, SFTConfig
-from ..data.dataset import Samples
-from ..data.loader import Cursor, Loader, Order
+from ..config.data import DataConfig
+from ..config.runs import SFTConfig
+from ..data.dataset import Dataset
+from ..data.load import load_data
+from ..data.loader import Cursor, Loader, Sampler
 from ..demo.addition import DIGITS, make_tokenizer
-from ..methods.base import SFTMethod
-from ..validate import load_data
+from ..methods.sft import SFTMethod
+from ..validate import sample_budget
 from .command import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
@@ -87,13 +89,13 @@ def config_of(job: Job, row: Row) -> SFTConfig:
     )
 
 
-def loader_of(samples: Samples, config: SFTConfig) -> Loader:
+def loader_of(samples: Dataset, config: SFTConfig) -> Loader:
     """The SFT trainer's batches."""
-    order = Order(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
+    order = Sampler(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
     return Loader(samples, order, batch_size=config.data.batch_size)
 
 
-def documents_of(samples: Samples, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
+def documents_of(samples: Dataset, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
     """Each step's documents and which of their tokens are targets, for a loop that knows no packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
@@ -116,7 +118,8 @@ def make_reference(job: Job) -> None:
     possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
-        _, samples, _ = load_data(config, SFTMethod(config))
+        method = SFTMethod(config)
+        samples = load_data(config, method.kind, sample_budget(config, method)).train
         told: dict[str, Any] = {}
         for dtype in dict.fromkeys(("float32", job.dtype)):
             reference = Reference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
@@ -159,7 +162,8 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
     try:
         engine = engine_class(row.backend)(model=config.model, engine=config.engine, optim=config.optim)
         engine.check()
-        _, samples, _ = load_data(config, SFTMethod(config))
+        method = SFTMethod(config)
+        samples = load_data(config, method.kind, sample_budget(config, method)).train
         engine.initialize()
     except DrivetrainError as e:
         return {"error": str(e)}

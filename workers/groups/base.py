@@ -10,20 +10,17 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
-from ...engine.parallel.collectives import all_gather_object, collective_errors
-from ...engine.parallel.process_groups import init_distributed
-from ..batch_adapters import open_door
-from ..dispatch import Deal, MiniBatches, check_columns, deal_shares, deal_steps, dispatch_of, gather
+from ..batch_adapters import adapt_batch
+from ..dispatch import Assignment, MiniBatches, assign_batch, assign_mini_batches, check_columns, dispatch_of, gather
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
 from ..roles.reference import ReferenceConfig
 from ..rollout.engine import SamplingOptions, check_prompts
-from .worker_process import Call, Facts, Host, Role
+from .worker_process import RankInfo, RemoteCall, RoleSpec
 
 
 class RoleHandle:
@@ -51,7 +48,7 @@ class WorkerGroup(ABC):
         roles: by name.
     """
 
-    def __init__(self, roles: Mapping[str, Role]) -> None:
+    def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
         if not roles:
             raise ConfigError("a worker group needs at least one role")
         self.roles = dict(roles)
@@ -76,7 +73,7 @@ class WorkerGroup(ABC):
         self._role(name)
         return RoleHandle(self, name)
 
-    def _role(self, name: str) -> Role:
+    def _role(self, name: str) -> RoleSpec:
         if name not in self.roles:
             raise ConfigError(f"there is no role {name!r}; there are {', '.join(self.roles)}")
         return self.roles[name]
@@ -92,7 +89,7 @@ class WorkerGroup(ABC):
 
         Args:
             role: name.
-            method: one that is marked by `dispatch.dispatched`.
+            method: one that is marked by `dispatch.register`.
             args: of the method; the global batch first, in a form of `workers.padding`, where the method takes one.
             mini_batches: of an update; one step on all of the batch by default.
             options: of the method.
@@ -106,10 +103,10 @@ class WorkerGroup(ABC):
         dispatch = dispatch_of(self._role(role).worker, method)
         if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
             raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
-        if mini_batches is not None and dispatch.split != "steps":
+        if mini_batches is not None and dispatch.split != "minibatches":
             raise ConfigError(f"mini_batches is for updates; {role}.{method} makes none")
-        if dispatch.split == "same":
-            return self._run(Call(role=role, method=method, args=args, options=options), None)[0]
+        if dispatch.split == "all":
+            return self._run(RemoteCall(role=role, method=method, args=args, options=options), None)[0]
         if not args:
             raise ConfigError(f"{role}.{method} needs a batch")
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
@@ -119,37 +116,41 @@ class WorkerGroup(ABC):
         # What one role declares rides along in calls of the others: one batch goes from role to role.
         declared = {name for other in self.roles.values() for name in getattr(other.config, "passengers", ())}
         every = not issubclass(self._role(role).worker, Worker)
-        door = open_door(args[0], declared, every=every)
-        batch, facts = door.batch, self._facts(role)
+        adapter = adapt_batch(args[0], declared, every=every)
+        batch, infos = adapter.batch, self._rank_infos(role)
         if batch.names is None:
             # In its share a sequence has another number than the caller knows.
             batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
         if dispatch.returns == "objects":
             # Which of the global batch's rows they are: what is drawn for a row must not depend on who draws it.
             batch = batch.with_sequence_fields(row=torch.arange(batch.num_sequences))
-        size, ratio = facts[0].dp_size, facts[0].ratio
-        deal: Deal
-        if dispatch.split == "shares":
-            deal = deal_shares(batch, size, ratio)
+        size, ratio = infos[0].dp_size, infos[0].ratio
+        assignment: Assignment
+        if dispatch.split == "dp":
+            assignment = assign_batch(batch, size, ratio)
         else:
-            deal = deal_steps(batch, size, ratio, mini_batches or MiniBatches())
+            assignment = assign_mini_batches(batch, size, ratio, mini_batches or MiniBatches())
         columns = dispatch.columns
         if columns is not None and options.get(columns) is not None:
             check_columns(options[columns], batch.num_sequences)
-        replies = self._run(Call(role=role, method=method, deal=deal, args=args[1:], options=options, columns=columns), batch)
-        if dispatch.split == "steps":
+        replies = self._run(
+            RemoteCall(role=role, method=method, assignment=assignment, args=args[1:], options=options, columns=columns), batch
+        )
+        if dispatch.split == "minibatches":
             return replies[0]
         answers: list[Any] = [None] * size
-        for fact, reply in zip(facts, replies, strict=True):
-            if fact.answers:
-                answers[fact.dp_rank] = reply
+        for info, reply in zip(infos, replies, strict=True):
+            if info.answers:
+                answers[info.dp_rank] = reply
         if dispatch.returns == "objects":
             placed = {
-                row: one for own, some in zip(deal.rows, answers, strict=True) for row, one in zip(own, some, strict=True)
+                row: one
+                for own, some in zip(assignment.rows, answers, strict=True)
+                for row, one in zip(own, some, strict=True)
             }
             return [placed[row] for row in range(batch.num_sequences)]
-        found = gather(batch, deal.rows, answers, dispatch.returns)
-        return door.answer(found) if dispatch.returns == "tokens" else door.answer_rows(found)
+        found = gather(batch, assignment.rows, answers, dispatch.returns)
+        return adapter.answer(found) if dispatch.returns == "tokens" else adapter.answer_rows(found)
 
     def _check_temperature(self, what: str, given: Sequence[Any]) -> None:
         """Refuse answers to be learned from that are sampled at another temperature than the roles compute at."""
@@ -164,11 +165,11 @@ class WorkerGroup(ABC):
                 )
 
     @abstractmethod
-    def _facts(self, role: str) -> Sequence[Facts]:
+    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
         """Of each process of the role's pool, in rank order."""
 
     @abstractmethod
-    def _run(self, call: Call, batch: PackedBatch | None) -> list[Any]:
+    def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
         """Run on every process of the role's pool; the replies in rank order, None from those that do not answer."""
 
     @abstractmethod
@@ -189,50 +190,3 @@ class WorkerGroup(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class LocalWorkerGroup(WorkerGroup):
-    """Roles in the processes that torchrun started, all of which call the group alike; or in one process.
-
-    Args:
-        roles: by name; all on one pool.
-    """
-
-    def __init__(self, roles: Mapping[str, Role]) -> None:
-        super().__init__(roles)
-        pools = sorted({role.pool for role in roles.values()})
-        if len(pools) > 1:
-            raise ConfigError(
-                f"a local group has one pool, its own processes; the roles are on {', '.join(pools)}: use RayWorkerGroup"
-            )
-        init_distributed()
-        self._host = Host()
-        self._told: dict[str, list[Facts]] = {}
-        try:
-            for name, role in roles.items():
-                self._told[name] = all_gather_object(self._host.build(name, role))
-        except BaseException:
-            self._host.close()
-            raise
-
-    def _facts(self, role: str) -> Sequence[Facts]:
-        return self._told[role]
-
-    def _run(self, call: Call, batch: PackedBatch | None) -> list[Any]:
-        facts = self._told[call.role][dist.get_rank()]
-        # An engine raises its errors on all ranks itself. With any other error its peers are inside a collective that a message
-        # does not end: this process must end, and its launcher ends them.
-        with nullcontext() if self._host.collective(call.role) else collective_errors():
-            found = self._host.call(call, facts, batch)
-        shared = call.deal is not None and call.deal.steps is None
-        # An update's result, and what all are called alike with, is the same on every rank or each rank's own.
-        return all_gather_object(found if facts.answers else None) if shared else [found]
-
-    def sync_weights(self, source: str, target: str) -> None:
-        """Within each process."""
-        self._check_sync(source, target)
-        self._host.copy_weights(source, target)
-
-    def close(self) -> None:
-        """Free all workers."""
-        self._host.close()

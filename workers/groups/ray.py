@@ -22,7 +22,7 @@ from ...engine.errors import ConfigError, RemoteError, WorkerError, WorkerLostEr
 from ...engine.packing.batch import MediaField, PackedBatch
 from ..dispatch import dispatch_of
 from .base import WorkerGroup
-from .worker_process import Call, Facts, Host, Role, report
+from .worker_process import RankInfo, RemoteCall, RoleSpec, WorkerProcess, report
 
 PART_BYTES = 256 * 2**20
 """Of weights, at a time, on their way from one pool to another."""
@@ -48,7 +48,7 @@ class _Process:
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._host = Host()
+        self._process = WorkerProcess()
 
     def address(self) -> str:
         """A place where the pool's first rank can be found."""
@@ -72,24 +72,24 @@ class _Process:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         init_distributed(timedelta(seconds=self._timeout_s))
 
-    def build(self, name: str, role: Role) -> Any:
+    def build(self, name: str, role: RoleSpec) -> Any:
         """Make a role's worker."""
-        return self._told(self._host.build, name, role)
+        return self._told(self._process.build, name, role)
 
-    def call(self, call: Call, facts: Facts, batch: Any) -> Any:
+    def call(self, call: RemoteCall, infos: RankInfo, batch: Any) -> Any:
         """Run a method; the answer from the processes that have one to give."""
-        found = self._told(self._host.call, call, facts, None if batch is None else _unpacked(batch))
-        by_share = call.deal is not None and call.deal.steps is None
-        return found if isinstance(found, _Failure) or (facts.answers if by_share else self._rank == 0) else None
+        found = self._told(self._process.call, call, infos, None if batch is None else _unpacked(batch))
+        by_share = call.assignment is not None and call.assignment.steps is None
+        return found if isinstance(found, _Failure) or (infos.answers if by_share else self._rank == 0) else None
 
     def send(self, source: str, most_bytes: int) -> tuple[Any, Any]:
         """The next part of a stream of weights: whether more follow, and the tensors."""
-        found = self._told(self._host.next_weights, source, most_bytes)
-        return (found, []) if isinstance(found, _Failure) else (self._host.more_weights(source), found)
+        found = self._told(self._process.next_weights, source, most_bytes)
+        return (found, []) if isinstance(found, _Failure) else (self._process.more_weights(source), found)
 
     def host(self, method: str, *args: Any) -> Any:
         """Run a method of the host."""
-        return self._told(getattr(self._host, method), *args)
+        return self._told(getattr(self._process, method), *args)
 
     def _told(self, run: Any, *args: Any) -> Any:
         try:
@@ -117,7 +117,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, RoleSpec],
         *,
         pools: Mapping[str, int],
         cpus: float = 1.0,
@@ -148,7 +148,7 @@ class RayWorkerGroup(WorkerGroup):
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
         self._pools: dict[str, list[Any]] = {}
         self._placements: list[Any] = []
-        self._told: dict[str, list[Facts]] = {}
+        self._told: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
         self._start()
 
@@ -236,19 +236,19 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def _facts(self, role: str) -> Sequence[Facts]:
+    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
         self._check_whole()
         return self._told[role]
 
-    def _run(self, call: Call, batch: PackedBatch | None) -> list[Any]:
+    def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
         self._check_whole()
         pool = self.roles[call.role].pool
         # Put once; given by value, it would be put again for every process.
         given = None if batch is None else self._ray.put(_packed(batch))
         shared = self._ray.put(call)
         refs = [
-            process.call.remote(shared, facts, given)
-            for process, facts in zip(self._pools[pool], self._told[call.role], strict=True)
+            process.call.remote(shared, infos, given)
+            for process, infos in zip(self._pools[pool], self._told[call.role], strict=True)
         ]
         return self._wait(pool, f"{call.role}.{call.method}", refs)
 

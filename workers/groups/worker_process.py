@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...engine.packing.batch import PackedBatch
 from ...engine.parallel.collectives import collective_errors
-from ..dispatch import Deal
+from ..dispatch import Assignment
 from ..roles.base import on_host
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class RoleSpec:
     """A worker in a group.
 
     Args:
@@ -32,7 +32,7 @@ class Role:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RankInfo:
     """What a controller knows of a role in one process.
 
     Args:
@@ -49,13 +49,13 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RemoteCall:
     """A call of a role's method, the same for every process of its pool.
 
     Args:
         role: name.
         method: of its worker.
-        deal: who works on what; None: all are called alike.
+        assignment: who works on what; None: all are called alike.
         args: after the batch.
         options: by name.
         columns: the option whose entries are dealt with the rows.
@@ -63,21 +63,21 @@ class Call:
 
     role: str
     method: str
-    deal: Deal | None = None
+    assignment: Assignment | None = None
     args: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: str | None = None
 
 
-class Host:
+class WorkerProcess:
     """The workers of one process."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Any] = {}
         self._streams: dict[str, tuple[Any, Iterator[tuple[str, Tensor]]]] = {}
-        self._feed: _Feed | None = None
+        self._receiver: WeightReceiver | None = None
 
-    def build(self, name: str, role: Role) -> Facts:
+    def build(self, name: str, role: RoleSpec) -> RankInfo:
         """Make a role's worker. Collective over the pool; an error of one process is raised on all.
 
         Raises:
@@ -90,25 +90,25 @@ class Host:
         engine = getattr(worker, "engine", None)
         if engine is None:
             # Without an engine every process is a share of its own.
-            return Facts(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True, ratio=0.0)
+            return RankInfo(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True, ratio=0.0)
         topology = engine.topology
-        return Facts(
+        return RankInfo(
             dp_rank=topology.dp_rank,
             dp_size=topology.dp_size,
             answers=topology.is_output_rank,
             ratio=engine.model_shape.attention_ratio,
         )
 
-    def call(self, call: Call, facts: Facts, batch: PackedBatch | None) -> Any:
+    def call(self, call: RemoteCall, infos: RankInfo, batch: PackedBatch | None) -> Any:
         """Run a method on this process's share; what it returned, with tensors on the host."""
         worker = self._workers[call.role]
         options, method = dict(call.options), getattr(worker, call.method)
-        if call.deal is None:
+        if call.assignment is None:
             return method(*call.args, **options)
         assert batch is not None
-        if call.deal.steps is not None:
-            options["steps"] = call.deal.steps[facts.dp_rank]
-        rows = call.deal.rows[facts.dp_rank]
+        if call.assignment.steps is not None:
+            options["steps"] = call.assignment.steps[infos.dp_rank]
+        rows = call.assignment.rows[infos.dp_rank]
         if call.columns is not None and options.get(call.columns) is not None:
             dealt = options[call.columns].items()
             options[call.columns] = {name: [values[row] for row in rows] for name, values in dealt}
@@ -152,24 +152,24 @@ class Host:
         """Whether `next_weights` has not come to the end yet."""
         return source in self._streams
 
-    def open_feed(self, target: str) -> None:
+    def begin_weights(self, target: str) -> None:
         """Begin to load weights that come in parts."""
-        self._feed = _Feed(self._workers[target].load_weights)
+        self._receiver = WeightReceiver(self._workers[target].load_weights)
 
-    def feed(self, part: list[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, part: list[tuple[str, Tensor]]) -> None:
         """Load a part."""
-        assert self._feed is not None
-        self._feed.put(part)
+        assert self._receiver is not None
+        self._receiver.put(part)
 
-    def close_feed(self) -> None:
+    def finish_weights(self) -> None:
         """All parts have come.
 
         Raises:
             what loading them raised.
         """
-        assert self._feed is not None
-        feed, self._feed = self._feed, None
-        feed.finish()
+        assert self._receiver is not None
+        receive_weights, self._receiver = self._receiver, None
+        receive_weights.finish()
 
     def close(self) -> None:
         """Free all workers."""
@@ -177,7 +177,7 @@ class Host:
             self._workers.popitem()[1].close()
 
 
-class _Feed:
+class WeightReceiver:
     """Loads a stream of weights, in a thread, while its parts still come.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError
-from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 from .sequences import sequence_of, sequence_sums
@@ -130,7 +130,7 @@ def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: fl
 
 def response_tokens(batch: PackedBatch) -> Tensor:
     """`[T]` bool: the tokens that a loss over answers looks at."""
-    mask, given = labelled(batch), batch.token_fields.get("response_mask")
+    mask, given = loss_mask(batch), batch.token_fields.get("response_mask")
     return mask if given is None else mask & (given > 0)
 
 
@@ -141,7 +141,7 @@ def check_response_mask(batch: PackedBatch) -> None:
         BatchError: its shape, or a NaN in it.
     """
     if "response_mask" in batch.token_fields:
-        token_field(batch, "response_mask", labelled(batch))
+        token_field(batch, "response_mask", loss_mask(batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...engine.errors import BatchError, ConfigError
-from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
 from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
@@ -148,7 +148,7 @@ def check_answers(batch: PackedBatch) -> None:
     Raises:
         BatchError: names a sequence without a supervised token.
     """
-    empty = (sequence_sums(labelled(batch).long(), batch) == 0).nonzero()
+    empty = (sequence_sums(loss_mask(batch).long(), batch) == 0).nonzero()
     if len(empty):
         raise BatchError(
             f"{batch.name_of(int(empty[0]))} has an empty answer: none of its tokens is supervised, so it cannot be compared; leave "
@@ -222,7 +222,7 @@ class PreferenceLoss:
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """The supervised tokens."""
-        return labelled(batch)
+        return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of pairs and, for the likelihood, the supervised tokens of chosen sides."""
@@ -232,7 +232,7 @@ class PreferenceLoss:
         check_answers(batch)
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
-            weights["sft"] = float(sequence_sums(labelled(batch).float(), batch)[pairs.chosen].sum())
+            weights["sft"] = float(sequence_sums(loss_mask(batch).float(), batch)[pairs.chosen].sum())
         return weights
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
@@ -323,7 +323,7 @@ class KTOLoss:
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """The supervised tokens."""
-        return labelled(batch)
+        return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of answers."""

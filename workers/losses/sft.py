@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...engine.loss import LossSums, OutputRequest, TokenOutputs, labelled
+from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 
@@ -29,11 +29,11 @@ class SFTLoss:
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """The supervised tokens."""
-        return labelled(batch)
+        return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
         """The number of supervised tokens, or the sum of their weights."""
-        mask = labelled(batch)
+        mask = loss_mask(batch)
         if "loss_weights" not in batch.token_fields:
             return {"nll": float(mask.sum())}
         return {"nll": float(token_field(batch, "loss_weights", mask)[mask].double().sum())}

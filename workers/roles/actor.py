@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ...engine.errors import ConfigError
 from ...engine.loss import OutputRequest, StepResult
-from ..dispatch import dispatched
+from ..dispatch import register
 from ..losses.policy import PolicyLoss
 from .base import Worker, WorkerConfig
 
@@ -38,7 +38,7 @@ class ActorWorker(Worker):
     learns: ClassVar[bool] = True
     config: ActorConfig
 
-    @dispatched("shares")
+    @register("dp")
     def compute_log_probs(self, data: Any, *, entropy: bool = False) -> Any:
         """`log_probs` of response tokens and, when asked for, their `entropy` in nats; in the caller's form.
 
@@ -49,7 +49,7 @@ class ActorWorker(Worker):
         request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.loss.temperature)
         return self._infer(data, request, {"log_probs": "log_probs", "entropy": "entropy"})
 
-    @dispatched("steps")
+    @register("minibatches")
     def update(
         self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | None = None
     ) -> list[StepResult]:

@@ -14,11 +14,11 @@ from ...engine.backend import Adapters
 from ...engine.base import BaseEngine
 from ...engine.config import EngineConfig, ModelConfig, OptimConfig
 from ...engine.errors import BatchError, ConfigError
-from ...engine.loss import Loss, OutputRequest, StepResult
+from ...engine.loss import Loss, OutputRequest, StepResult, loss_mask
 from ...engine.packing.batch import PackedBatch
 from ...engine.registry import engine_class
-from ..batch_adapters import Door, open_door
-from ..dispatch import dispatched
+from ..batch_adapters import BatchAdapter, adapt_batch
+from ..dispatch import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +77,23 @@ class Worker:
         self.engine.initialize()
         return self
 
-    @dispatched("same")
+    @register("all")
     def to(self, place: str) -> None:
         """Let the state rest on `host` or `disk`, or bring it back to the `device`. A method brings what it needs and lets it
         rest again."""
         self.engine.to(place)
 
-    @dispatched("same")
+    @register("all")
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
         """Write `root/step-XXXXXXXX`; the folder. See `BaseEngine.save_checkpoint`."""
         return self.engine.save_checkpoint(root, step, extra)
 
-    @dispatched("same")
+    @register("all")
     def load_checkpoint(self, folder: Path | str) -> int:
         """Take over a checkpoint of any engine and layout; its step."""
         return self.engine.load_checkpoint(folder).step
 
-    def weights(self, *, adapters: Adapters = "folded") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+    def weights(self, *, adapters: Adapters = "merged") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """Stream full tensors under Hugging Face names, one at a time, on every rank; see `BaseEngine.named_weights`."""
         return self.engine.named_weights(adapters=adapters)
 
@@ -101,15 +101,15 @@ class Worker:
         """Free the engine."""
         self.engine.close()
 
-    def _open(self, data: Any) -> Door:
+    def _open(self, data: Any) -> BatchAdapter:
         """The caller's batch. Collective: what is wrong with one rank's share is raised on all."""
         with self.engine.topology.collective_errors():
-            return open_door(data, self.config.passengers)
+            return adapt_batch(data, self.config.passengers)
 
     def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
-        door = self._open(data)
-        found = self.engine.infer_batch(door.batch, request, tokens=door.batch.labels != -100)
-        return door.answer({names[name]: value for name, value in found.items()})
+        adapter = self._open(data)
+        found = self.engine.infer_batch(adapter.batch, request, tokens=loss_mask(adapter.batch))
+        return adapter.answer({names[name]: value for name, value in found.items()})
 
     def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
         """An optimizer step for each part of the share. All of them are checked before the first is made.

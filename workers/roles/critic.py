@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...engine.loss import OutputRequest, StepResult
-from ..dispatch import dispatched
+from ..dispatch import register
 from ..losses.value import ValueLoss
 from .base import Worker, WorkerConfig
 
@@ -33,12 +33,12 @@ class CriticWorker(Worker):
     learns: ClassVar[bool] = True
     config: CriticConfig
 
-    @dispatched("shares")
+    @register("dp")
     def compute_values(self, data: Any) -> Any:
         """`values` of the states in which response tokens were chosen, in the caller's form."""
         return self._infer(data, OutputRequest(values=True), {"values": "values"})
 
-    @dispatched("steps")
+    @register("minibatches")
     def update(self, data: Any, steps: Sequence[Sequence[int]] | None = None) -> list[StepResult]:
         """Learn `returns`; see `ActorWorker.update`."""
         return self._update(data, self.config.loss, steps)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.loss import OutputRequest
-from ..dispatch import dispatched
+from ..dispatch import register
 from .base import Worker, WorkerConfig
 
 
@@ -29,7 +29,7 @@ class ReferenceWorker(Worker):
 
     config: ReferenceConfig
 
-    @dispatched("shares")
+    @register("dp")
     def compute_log_probs(self, data: Any) -> Any:
         """`reference_log_probs` of response tokens, in the caller's form."""
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)

@@ -14,8 +14,8 @@ from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.hf.weights import stored_names
 from ...engine.loss import OutputRequest
 from ...engine.packing.batch import IGNORE
-from ..batch_adapters import open_door
-from ..dispatch import check_columns, dispatched
+from ..batch_adapters import adapt_batch
+from ..dispatch import check_columns, register
 from ..losses.sequences import last_tokens
 from .base import Worker
 
@@ -40,15 +40,15 @@ class RewardWorker(Worker):
                 "exported, or another sequence classifier of one label"
             )
 
-    @dispatched("shares", returns="rows")
+    @register("dp", returns="rows")
     def compute_rewards(self, data: Any) -> Any:
         """`rewards` `[B]` of the rows."""
-        door = self._open(data)
-        mask = torch.zeros(door.batch.num_tokens, dtype=torch.bool, device=door.batch.device)
-        last = last_tokens(door.batch)
+        adapter = self._open(data)
+        mask = torch.zeros(adapter.batch.num_tokens, dtype=torch.bool, device=adapter.batch.device)
+        last = last_tokens(adapter.batch)
         mask[last] = True
-        values = self.engine.infer_batch(door.batch, OutputRequest(values=True), tokens=mask)["values"]
-        return door.answer_rows({"rewards": values[last]})
+        values = self.engine.infer_batch(adapter.batch, OutputRequest(values=True), tokens=mask)["values"]
+        return adapter.answer_rows({"rewards": values[last]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class FunctionRewardWorker:
             self._tokenizer = load_tokenizer(ModelConfig(path=self.config.tokenizer))
         return self
 
-    @dispatched("shares", returns="rows", columns="columns")
+    @register("dp", returns="rows", columns="columns")
     def compute_rewards(self, data: Any, *, columns: Mapping[str, Sequence[Any]] | None = None) -> Any:
         """`rewards` `[B]` of the rows.
 
@@ -128,8 +128,8 @@ class FunctionRewardWorker:
             BatchError: the function returned another number of rewards, or one that is no finite number; or a column has not one
                 entry for each row, or the name of a field of the batch.
         """
-        door = open_door(data, self.config.passengers, every=True)
-        batch, columns = door.batch, columns or {}
+        adapter = adapt_batch(data, self.config.passengers, every=True)
+        batch, columns = adapter.batch, columns or {}
         check_columns(columns, batch.num_sequences)
         if both := sorted(set(columns) & set(batch.sequence_fields)):
             raise BatchError(f"{both[0]!r} is a column and a field of the batch; give one of them another name")
@@ -148,7 +148,7 @@ class FunctionRewardWorker:
         if len(found) != len(answers):
             raise BatchError(f"the reward function returned {len(found)} rewards for {len(answers)} answers")
         rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(found)]
-        return door.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
+        return adapter.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 
     def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, Any]) -> Answer:
         if self._tokenizer is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import to_lists
-from ..dispatch import dispatched
+from ..dispatch import register
 from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions, check_prompts
 
 
@@ -36,7 +36,7 @@ class RolloutWorker:
             self._engine = TransformersRollout(self.config)
         return self
 
-    @dispatched("shares", returns="objects")
+    @register("dp", returns="objects")
     def generate(self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
         """`options.samples` answers to each prompt, in order.
 
@@ -54,7 +54,7 @@ class RolloutWorker:
         """Take an actor's weights, as its `weights()` streams them."""
         self._started.load_weights(weights)
 
-    @dispatched("same")
+    @register("all")
     def to(self, place: str) -> None:
         """Rest on `host`, or come back to the `device`."""
         self._started.to(place)

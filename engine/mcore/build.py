@@ -1,0 +1,192 @@
+"""From a model's config to megatron chunks with its weights: the recipe, in order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from transformers import PreTrainedConfig
+
+from ..backend import Adapters
+from ..bridge.decoder import Decoder
+from ..bridge.family import Family
+from ..config import EngineConfig, ModelConfig
+from ..errors import ModelError
+from ..hf.config import logit_transform
+from ..ops.router import RouterSettings
+from ..parallel.topology import Topology
+from .config import transformer_config
+from .groups import MegatronState
+from .meta_model import MetaModel
+from .model import build_chunks
+from .moe import keep_scores
+from .optimizer import ShardedOptimizer
+from .options import MCoreOptions
+from .state import BroadcastItem, ModelState, ParamShard, add_adapters, param_shards_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What is known of a model before anything is built.
+
+    Args:
+        hf_config: Its Hugging Face config.
+        family: Its bridge to megatron.
+        decoder: Its sizes.
+        router: The balancing loss of its router; None where none is wanted.
+    """
+
+    hf_config: PreTrainedConfig
+    family: Family
+    decoder: Decoder
+    router: RouterSettings | None
+
+
+@dataclass(kw_only=True)
+class Built:
+    """A rank's part of a model.
+
+    Args:
+        state: The engine's process groups and megatron globals.
+        meta_model: The whole Hugging Face model, without memory.
+        chunks: The layers of this rank's pipeline stage, wrapped for gradient reduction if they are trained.
+        param_shards: This rank's parameters.
+    """
+
+    state: MegatronState
+    meta_model: MetaModel
+    chunks: list[Any]
+    param_shards: list[ParamShard]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The state of a rank's part of a model, once its weights are there.
+
+    Args:
+        model_state: Reads and writes parameters and moments.
+        plans: The broadcasts of an export, by what is exported.
+    """
+
+    model_state: ModelState
+    plans: dict[Adapters, list[BroadcastItem]]
+
+
+def build_model(
+    architecture: Architecture,
+    model: ModelConfig,
+    engine: EngineConfig,
+    options: MCoreOptions,
+    topology: Topology,
+) -> Built:
+    """Build this rank's chunks, with adapters and without weights. Collective.
+
+    Raises:
+        ModelError: The model does not fit its bridge, or the settings do not fit its parallel layers.
+    """
+    # Not before the layout is known to be possible: groups of experts are cut by its sizes.
+    state = MegatronState(topology)
+    # Each ends on all ranks before the next begins: an error of one rank must not leave the others in its collectives.
+    with topology.collective_errors(), state.active():
+        meta_model = MetaModel(architecture.hf_config, model, getattr(torch, engine.precision.params))
+        chunks = _chunks(architecture, model, engine, options, topology, state)
+    with topology.collective_errors():
+        _add_adapters(architecture, model, chunks, meta_model, topology, state)
+        param_shards = param_shards_of(chunks, architecture.family, architecture.decoder, state.groups)
+    meta_model.compare(param_shards, topology)
+    meta_model.choose_trainable(param_shards)
+    return Built(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
+
+
+def _chunks(
+    architecture: Architecture,
+    model: ModelConfig,
+    engine: EngineConfig,
+    options: MCoreOptions,
+    topology: Topology,
+    state: MegatronState,
+) -> list[Any]:
+    model_parallel_cuda_manual_seed(engine.seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True)
+    chunks = build_chunks(
+        transformer_config(architecture.decoder, engine, options, topology.parallel),
+        architecture.decoder,
+        architecture.hf_config,
+        state.groups,
+        value_head=model.head == "value",
+        transform=logit_transform(architecture.hf_config),
+    )
+    chunks = [chunk.to(topology.device) for chunk in chunks]
+    keep_scores(chunks, architecture.router is not None)
+    return chunks
+
+
+def _add_adapters(
+    architecture: Architecture,
+    model: ModelConfig,
+    chunks: list[Any],
+    meta_model: MetaModel,
+    topology: Topology,
+    state: MegatronState,
+) -> None:
+    """Add adapters where the meta model has them.
+
+    Raises:
+        ModelError: A target has no parallel layer here.
+    """
+    lora, targets = model.lora, meta_model.targets
+    adapted = (
+        add_adapters(chunks, architecture.family, architecture.decoder, state.groups, targets, lora) if targets else set()
+    )
+    left = targets - set().union(*topology.all_gather_object(adapted))
+    if left:
+        leaves = sorted({name.rpartition(".")[2] for name in left})
+        raise ModelError(
+            f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
+            "parallel layer of its own; name the others, or use engine.backend=fsdp"
+        )
+
+
+def wrap_chunks(
+    built: Built, engine: EngineConfig, options: MCoreOptions, finish_gradients: Callable[..., None]
+) -> list[DistributedDataParallel]:
+    """Put gradient buffers and their reduction around every chunk.
+
+    Args:
+        built: The model.
+        engine: Its settings.
+        options: Megatron's own settings.
+        finish_gradients: Reduces what is left when the last micro-batch is done.
+    """
+    config = built.chunks[0].config
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=engine.precision.reduce == "float32",
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        bucket_size=options.bucket_size,
+        use_distributed_optimizer=True,
+    )
+    chunks = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=built.state.groups)
+        for i, chunk in enumerate(built.chunks)
+    ]
+    config.finalize_model_grads_func = finish_gradients
+    if options.overlap_grad_reduce:
+        holds = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = holds if len(holds) > 1 else holds[0]
+    return chunks
+
+
+def load(built: Built, optimizer: ShardedOptimizer | None, engine: EngineConfig, topology: Topology) -> Loaded:
+    """Read or initialize the weights. Collective.
+
+    Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all ranks.
+    """
+    stored = getattr(torch, engine.precision.params)
+    model_state = ModelState(built.param_shards, optimizer, topology, built.state.groups, stored)
+    built.meta_model.fill(list(model_state.values()), topology, engine.seed)
+    model_state.sync_params()
+    return Loaded(
+        model_state=model_state,
+        plans={"merged": model_state.plan(adapters=False), "only": model_state.plan(adapters=True)},
+    )

@@ -1,0 +1,124 @@
+"""Every private name of Megatron-core that Drivetrain uses, checked when this module is imported.
+
+Read in Megatron-core 0.16.1. `pyproject.toml` admits no later minor version; read the names again before raising its bound.
+"""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import megatron.core
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import nn
+from torch.distributed import get_process_group_ranks
+
+State = dict[tuple[ModuleType, str], Any]
+"""Values of megatron's globals, by module and name."""
+
+_GROUPS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+}
+_GROUP_RANKS = {
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+}
+_OTHERS = (
+    "_PIPELINE_GLOBAL_RANKS",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_GLOBAL_MEMORY_BUFFER",
+)
+_RANDOM = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+_OPTIMIZER = ("_copy_main_params_to_model_params", "_get_model_param_range_map")
+
+_missing = [
+    f"{owner.__name__}.{name}"
+    for owner, names in (
+        (parallel_state, (*_GROUPS, *_GROUP_RANKS, *_OTHERS)),
+        (megatron_random, _RANDOM),
+        (DistributedOptimizer, _OPTIMIZER),
+    )
+    for name in names
+    if not hasattr(owner, name)
+]
+if _missing:
+    raise ImportError(
+        f"megatron-core {megatron.core.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a version that "
+        "Drivetrain's pyproject.toml admits: pip install 'drivetrain[mcore]'"
+    )
+
+_INITIAL: State = {
+    **{
+        (parallel_state, name): value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    },
+    **{(megatron_random, name): getattr(megatron_random, name) for name in _RANDOM},
+}
+
+
+def engine_state(groups: ProcessGroupCollection, stages: list[int], virtual_stages: int) -> State:
+    """Return the values that megatron's globals have while an engine works.
+
+    Args:
+        groups: The engine's process groups.
+        stages: The global ranks of this rank's pipeline stages, in order.
+        virtual_stages: The number of interleaved chunks on each rank; 1 without interleaving.
+    """
+    values: Mapping[str, Any] = {
+        **{name: getattr(groups, group) for name, group in _GROUPS.items()},
+        **{name: get_process_group_ranks(getattr(groups, group)) for name, group in _GROUP_RANKS.items()},
+        "_PIPELINE_GLOBAL_RANKS": stages,
+        "_EMBEDDING_GLOBAL_RANKS": sorted({stages[0], stages[-1]}),
+        "_POSITION_EMBEDDING_GLOBAL_RANKS": [stages[0]],
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": virtual_stages if virtual_stages > 1 else None,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": 0 if virtual_stages > 1 else None,
+        "_GLOBAL_MEMORY_BUFFER": parallel_state.GlobalMemoryBuffer(),
+    }
+    return {**_INITIAL, **{(parallel_state, name): value for name, value in values.items()}}
+
+
+def read_state(like: State) -> State:
+    """Return the present values of the globals that `like` names."""
+    return {(module, name): getattr(module, name) for module, name in like}
+
+
+def write_state(values: State) -> None:
+    """Set megatron's globals."""
+    for (module, name), value in values.items():
+        setattr(module, name, value)
+
+
+def copy_main_params(optimizer: DistributedOptimizer) -> None:
+    """Copy the optimizer's parameters to the shards of the model's parameters."""
+    optimizer._copy_main_params_to_model_params()
+
+
+def local_range(optimizer: DistributedOptimizer, parameter: nn.Parameter) -> Any:
+    """Return the range of a flattened parameter that this rank's optimizer updates, with `start` and `end`."""
+    return optimizer._get_model_param_range_map(parameter)["param"]

@@ -1,0 +1,32 @@
+"""Supervised fine-tuning: the next token of every answer."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...engine.base import BaseEngine
+from ...engine.loss import Loss, OutputRequest
+from ...engine.packing.batch import PackedBatch
+from ...workers.losses.sft import SFTLoss
+from ..data.loader import GlobalBatch
+from .base import Method
+
+
+class SFTMethod(Method):
+    """Supervised fine-tuning."""
+
+    name = "SFT"
+    lower_is_better: ClassVar[Mapping[str, bool]] = {"loss": True, "accuracy": False}
+
+    @property
+    def loss(self) -> Loss:
+        """Negative log-likelihood of the answers."""
+        return SFTLoss()
+
+    @property
+    def evaluation_loss(self) -> Loss:
+        """With the accuracy of single tokens."""
+        return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
+
+    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+        """The documents as they are."""
+        return drawn.share_of(engine).batch

@@ -1,0 +1,109 @@
+"""The folders that a run writes to: made, locked against a second run, and described by its `config.yaml`."""
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from ..engine.errors import ConfigError
+from ..engine.parallel.collectives import collective_errors
+from ..engine.parallel.topology import Topology
+from .config.parse import differences, to_yaml
+from .config.runs import RunConfig
+from .config.trainer import TrainerConfig
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked_folders(config: TrainerConfig) -> Iterator[None]:
+    """Make a run's folders, and keep other runs out of them inside the block. Collective over all processes of the job.
+
+    Args:
+        config: The settings that name the folders.
+
+    Raises:
+        ConfigError: A folder cannot be written, or another run uses it.
+    """
+    folders = {"trainer.output_dir": config.output_dir}
+    if config.checkpoint_dir and "://" not in config.checkpoint_dir:
+        folders["trainer.checkpoint_dir"] = config.checkpoint_dir
+    with ExitStack() as locks:
+        with collective_errors():
+            for name, folder in folders.items():
+                make_folder(Path(folder), name)
+            if os.environ.get("RANK", "0") == "0":
+                for name, folder in folders.items():
+                    locks.enter_context(lock_folder(Path(folder), name))
+        yield
+
+
+def make_folder(folder: Path, setting: str = "trainer.output_dir") -> None:
+    """A folder of the run, by the setting that names it.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{setting}={folder} is a file; choose a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{setting}={folder} cannot be made: {e.strerror or e}") from e
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{setting}={folder} cannot be written by this user; choose another folder")
+
+
+def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
+    """Take a run's folder for this process alone; closing the file, or dying, gives it back.
+
+    Raises:
+        ConfigError: another run has it, or it cannot be written.
+    """
+    try:
+        file = open(folder / ".lock", "a+")
+    except OSError as e:
+        raise ConfigError(f"{setting}={folder} cannot be written: {e.strerror or e}") from e
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ConfigError(
+            f"{setting}={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
+        ) from e
+    except OSError as e:
+        # Some network file systems have no locks.
+        log.warning("%s cannot be locked (%s): a second run in it would not be noticed", folder, e.strerror or e)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def write_config(topology: Topology, config: RunConfig, *, resumed: bool) -> None:
+    """Write `config.yaml`, after warning of what an earlier run of the folder had set otherwise. Collective.
+
+    Args:
+        topology: The engine's topology.
+        config: The run's settings.
+        resumed: Whether the run resumes from a checkpoint.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    file = Path(config.trainer.output_dir) / "config.yaml"
+    with topology.collective_errors():
+        if topology.is_main:
+            try:
+                if resumed and file.is_file():
+                    for line in differences(file, config):
+                        log.warning("resumed with another setting: %s", line)
+                file.write_text(to_yaml(config))
+            except OSError as e:
+                raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e
