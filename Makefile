@@ -48,9 +48,9 @@ check: $(SETUP) .types/drivetrain
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=.types:tests $(PY) -m mypy -p drivetrain.engine -p drivetrain.trainers -p drivetrain.workers -p drivetrain.checkpoint_tools -m drivetrain.cli -m drivetrain.lazy_imports -m drivetrain.launch
-	MYPYPATH=.types:tests $(PY) -m mypy tests benchmarks examples
+	MYPYPATH=.types:tests $(PY) -m mypy tests benchmarks examples docs
 	PYTHONPATH=.types $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
-	$(PY) -m pytest tests/test_config.py -k "package_list"
+	$(PY) -m pytest tests/unit/test_config.py -k "package_list"
 
 bench: $(SETUP)
 	$(PY) -m benchmarks

@@ -31,8 +31,9 @@ from drivetrain.engine.registry import engine_class
 from drivetrain.trainers.config import DPOConfig, RMConfig
 from drivetrain.trainers.data.loader import GlobalBatch
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.methods.base import Method, RewardMethod
+from drivetrain.trainers.methods.base import Method
 from drivetrain.trainers.methods.preference import PreferenceMethod
+from drivetrain.trainers.methods.reward import RewardMethod
 
 LR, BETA = 1e-4, 0.1
 
@@ -130,7 +131,7 @@ def main() -> None:
         write_models(folder, bare, args.task)
         method, config = method_of(args.task, folder)
         engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
-        method.open(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model asks for no samples
+        method.setup(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model asks for no samples
         engine.initialize()
     rows, rounded = [], 0.0
     for step in range(-2, args.steps):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpus import hide_gpus
+from helpers.gpus import hide_gpus
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,11 +18,15 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
 GPUS = hide_gpus()
+KINDS = ("unit", "distributed", "e2e")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that are marked `gpu` skip themselves where there is none."""
+    """Mark tests by their folder; tests that are marked `gpu` skip themselves where there is none."""
     for item in items:
+        kind = item.path.parent.name
+        if kind in KINDS:
+            item.add_marker(kind)
         if item.get_closest_marker("gpu") is not None and not GPUS:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
@@ -30,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """A tiny model and forty rows of the embedded task."""
-    from runs import make_task
+    from helpers.runs import make_task
 
     make_task(tmp_path)
     return tmp_path

@@ -23,8 +23,8 @@ from typing import Any
 from drivetrain.checkpoint_tools import compare, verify
 from drivetrain.engine.checkpoint.retention import latest
 from drivetrain.engine.checkpoint.storage import LocalStore
-from harness import PRELOAD
-from runs import make_task, records, words
+from helpers.harness import PRELOAD
+from helpers.runs import make_task, records, words
 
 STEPS = 40
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")

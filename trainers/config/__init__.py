@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .methods import PreferenceConfig as PreferenceConfig
     from .methods import ReferenceConfig as ReferenceConfig
     from .methods import RewardConfig as RewardConfig
-    from .parse import parse as parse
     from .runs import DPOConfig as DPOConfig
     from .runs import RMConfig as RMConfig
     from .runs import RunConfig as RunConfig
@@ -28,6 +27,5 @@ __getattr__, __dir__ = lazy_exports(
         "RunConfig": "runs",
         "SFTConfig": "runs",
         "TrainerConfig": "trainer",
-        "parse": "parse",
     },
 )

@@ -1,0 +1,188 @@
+"""The engine against the contract, and the contract's checks against engines that are broken on purpose."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.config import ParallelConfig
+from drivetrain.engine.conformance.checks import CHECKS
+from drivetrain.engine.conformance.engine_factory import ConformanceError, bench
+from drivetrain.engine.fsdp.engine import FSDPEngine
+from drivetrain.engine.fsdp.options import FSDPOptions
+from drivetrain.engine.loss import StepResult, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.registry import BackendSpec, register, unregister
+from drivetrain.engine.step import MicroBatchConsumer
+from drivetrain.engine.step_plan import MicroBatch
+from helpers.harness import run_ranks
+
+LAYOUTS = [
+    (1, {}),
+    (2, {}),
+    (2, {"cp": 2}),
+    (4, {}),
+    (4, {"cp": 4}),
+    (4, {"cp": 2}),
+    (4, {"dp_replicate": 2}),
+    (4, {"dp_replicate": 2, "cp": 2}),
+]
+
+
+def rank_checks(axes: dict[str, Any], names: list[str], family: str, options: Any = None) -> None:
+    with bench("fsdp", ParallelConfig(**axes), family, options) as made:
+        for name in names:
+            CHECKS[name](made)
+
+
+@pytest.mark.parametrize(("nproc", "axes"), LAYOUTS)
+def test_fsdp_conforms(nproc: int, axes: dict[str, Any]) -> None:
+    run_ranks(rank_checks, nproc, axes, list(CHECKS), "qwen3", timeout_s=200)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+def test_fsdp_conforms_with_other_families(family: str) -> None:
+    run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
+
+
+@pytest.mark.parametrize(("nproc", "axes"), [(2, {"dp_shard": 2, "ep": 2}), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2})])
+def test_fsdp_conforms_with_experts_over_ranks(nproc: int, axes: dict[str, Any]) -> None:
+    # Fillers of one token leave ranks whose experts nobody chose.
+    run_ranks(rank_checks, nproc, axes, [*CHECKS] if nproc == 2 else ["reference", "weights", "checkpoint"], "qwen3_moe")
+
+
+def test_fsdp_conforms_without_resharding() -> None:
+    options = FSDPOptions(reshard_after_forward=False, reduce_each_micro_batch=True)
+    run_ranks(rank_checks, 2, {}, ["modes", "aborted", "checkpoint"], "qwen3", options)
+
+
+class _Rescaled:
+    def __init__(self, consumer: MicroBatchConsumer) -> None:
+        self._consumer, self.request = consumer, consumer.request
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
+        assert outputs.log_probs is not None
+        share = 40.0 / max(1.0, float(outputs.mask.sum()))
+        return self._consumer(micro_batch, TokenOutputs(mask=outputs.mask, log_probs=outputs.log_probs * share), aux)
+
+
+class NoGlobalWeight(FSDPEngine):
+    """Divides by the micro-batch's own weight, as frameworks do that average averages."""
+
+    def _run_micro_batches(self, micro_batches: Any, consumer: Any, *, backward: bool) -> None:
+        super()._run_micro_batches(micro_batches, _Rescaled(consumer), backward=backward)
+
+
+class OverstatesNorm(FSDPEngine):
+    """Reports a norm that is one per cent too large."""
+
+    def _reduce_and_clip(self, max_norm: float | None) -> float:
+        return super()._reduce_and_clip(max_norm) * 1.01
+
+
+class DoublesRate(FSDPEngine):
+    """Steps with twice the learning rate."""
+
+    def _optimizer_step(self, lr: float) -> None:
+        super()._optimizer_step(lr * 2)
+
+
+class IgnoresBudget(FSDPEngine):
+    def forward_backward(self, batch: PackedBatch, loss: Any, **options: Any) -> StepResult:
+        object.__setattr__(self.config.micro_batch, "max_tokens", 10_000)
+        return super().forward_backward(batch, loss, **options)
+
+
+class SwallowsNaN(FSDPEngine):
+    def _reduce_and_clip(self, max_norm: float | None) -> float:
+        self._finite = True
+        norm = super()._reduce_and_clip(max_norm)
+        return norm if math.isfinite(norm) else 1.0
+
+
+class WrongOrder(FSDPEngine):
+    def infer_batch(self, batch: PackedBatch, outputs: Any, **options: Any) -> dict[str, Tensor]:
+        found = super().infer_batch(batch, outputs, **options)
+        return {name: value.roll(1) for name, value in found.items()}
+
+
+class RoundsWeights(FSDPEngine):
+    @contextlib.contextmanager
+    def named_weights(self, **options: Any) -> Iterator[Any]:
+        with super().named_weights(**options) as stream:
+            yield ((name, value.bfloat16().to(value.dtype)) for name, value in stream)
+
+
+class KeepsGradients(FSDPEngine):
+    def _zero_grad(self) -> None:
+        if self.step == 0 and self._optimizer is not None:
+            for parameter in self._root.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+
+class AllowsAnyMode(FSDPEngine):
+    @contextlib.contextmanager
+    def _entered(self, mode: Any) -> Iterator[None]:
+        self._set_training(mode == "train")
+        yield
+        self._set_training(False)
+
+
+class AveragesCalls(FSDPEngine):
+    def forward_backward(self, batch: PackedBatch, loss: Any, **options: Any) -> StepResult:
+        options.pop("total_weights", None)
+        return super().forward_backward(batch, loss, **options)
+
+
+class LosesMoments(FSDPEngine):
+    def _restore_optimizer(self, scalars: Any) -> None:
+        super()._restore_optimizer(scalars)
+        assert self._optimizer is not None
+        for name in self._optimizer._views:
+            self._optimizer.moments(name)["exp_avg"].zero_()
+
+
+class RemembersAbortedSteps(FSDPEngine):
+    def zero_grad(self) -> None:
+        for parameter in self._root.parameters() if self._mode is None else ():
+            parameter.grad = None
+
+
+class IgnoresEmptyBatch(FSDPEngine):
+    def forward_backward(self, batch: PackedBatch, loss: Any, **options: Any) -> StepResult:
+        return super().forward_backward(batch, loss, **{**options, "total_weights": {"nll": 1.0}})
+
+
+BROKEN: dict[str, list[type[FSDPEngine]]] = {
+    "reference": [NoGlobalWeight, OverstatesNorm, DoublesRate, KeepsGradients],
+    "partition": [NoGlobalWeight],
+    "shares": [NoGlobalWeight],
+    "zero_weight": [IgnoresEmptyBatch],
+    "budget": [IgnoresBudget],
+    "non_finite": [SwallowsNaN],
+    "infer": [WrongOrder],
+    "weights": [RoundsWeights],
+    "modes": [AllowsAnyMode],
+    "accumulation": [AveragesCalls],
+    "aborted": [RemembersAbortedSteps],
+    "checkpoint": [LosesMoments],
+}
+
+
+def test_every_check_has_a_control() -> None:
+    assert set(BROKEN) == set(CHECKS)
+
+
+@pytest.mark.parametrize(("check", "engine"), [(c, e) for c, engines in BROKEN.items() for e in engines])
+def test_check_finds_a_broken_engine(check: str, engine: type[FSDPEngine], process_group: None) -> None:
+    # The registry resolves `module:attribute`; this test module stands in sys.modules under its own name.
+    register("broken", BackendSpec(engine=f"{__name__}:{engine.__name__}"))
+    try:
+        with bench("broken") as made, pytest.raises(ConformanceError):
+            CHECKS[check](made)
+    finally:
+        unregister("broken")

@@ -1,0 +1,120 @@
+"""Every family that is said to be exact, packed, against plain Hugging Face one document at a time."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.tiny import FAMILIES, MAIN_FAMILIES, save_tiny_model, tiny_documents, tiny_model_config
+from drivetrain.engine.errors import ModelError
+from drivetrain.engine.fsdp.families import EXACT, REFUSED, check_family, packed_difference
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
+from drivetrain.engine.registry import engine_class
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.harness import run_ranks
+
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+
+
+def compare(folder: Path, parallel: ParallelConfig, steps: int = 2) -> list[tuple[float, float]]:
+    """Relative differences (loss, gradient norm) to the reference, per step."""
+    config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=128))
+    engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=OPTIM).initialize()
+    reference = Reference(folder, OPTIM)
+    off = []
+    for step in range(steps):
+        documents = tiny_documents(8, seed=step)
+        mine = balance([len(d) for d in documents], engine.topology.dp_size)[engine.topology.dp_rank]
+        got = engine.train_batch(from_lists([documents[i] for i in mine]), SFTLoss())
+        want = reference.step(documents)
+        assert got.grad_norm is not None
+        off.append((abs(got.loss - want.loss) / want.loss, abs(got.grad_norm - want.grad_norm) / want.grad_norm))
+    engine.close()
+    return off
+
+
+def test_lists_agree() -> None:
+    assert set(FAMILIES) == EXACT
+    assert len(EXACT) >= 25
+    assert not EXACT & set(REFUSED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_document_by_document(family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    for loss_off, norm_off in compare(folder, ParallelConfig()):
+        assert loss_off <= 1e-6
+        assert norm_off <= 1e-5
+
+
+def rank_families(root: str, cp: int, families: list[str]) -> dict[str, Any]:
+    found = {}
+    for family in families:
+        folder = Path(root) / family
+        if dist.get_rank() == 0:
+            save_tiny_model(folder, family)
+        dist.barrier()
+        try:
+            found[family] = compare(folder, ParallelConfig(cp=cp))
+        except Exception as e:
+            raise AssertionError(f"{family} at cp={cp}: {type(e).__name__}: {e}") from e
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_main_families_under_context_parallelism(cp: int) -> None:
+    folder = tempfile.mkdtemp()
+    try:
+        found = run_ranks(rank_families, cp, folder, cp, list(MAIN_FAMILIES), timeout_s=240)[0]
+    finally:
+        shutil.rmtree(folder)
+    wrong = {f: off for f, off in found.items() if any(a > 1e-6 or b > 1e-5 for a, b in off)}
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_wrong_family_is_refused_with_the_reason(family: str) -> None:
+    config: Any = tiny_model_config("llama")
+    config.model_type = family
+    with pytest.raises(ModelError, match=REFUSED[family]):
+        check_family(config, allow_unverified=True)
+
+
+def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.engine.fsdp import families
+    from drivetrain.engine.ops.linear_head import LogitTransform
+
+    # Take families off the list: the trial must accept a right one and refuse one whose logits it cannot reproduce.
+    config = tiny_model_config("llama")
+    assert packed_difference(config) < 1e-5
+    monkeypatch.setattr(families, "EXACT", frozenset())
+    check_family(config, allow_unverified=False)
+    granite = tiny_model_config("granite", logits_scaling=4.0)
+    check_family(granite, allow_unverified=False)
+    monkeypatch.setattr(families, "logit_transform", lambda config: LogitTransform())
+    with pytest.raises(ModelError, match="other logits"):
+        check_family(granite, allow_unverified=False)
+    check_family(granite, allow_unverified=True)
+
+
+def test_reference_notices_a_leak_between_documents(tmp_path: Path, process_group: None) -> None:
+    """Negative control: attention over the whole packed sequence must not pass for the right one."""
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    documents = tiny_documents(6, seed=0)
+    batch = from_lists(documents)
+    reference = Reference(folder, OPTIM)
+    leaky = reference.model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        attention_mask=torch.ones(1, 1, batch.num_tokens, batch.num_tokens).tril().log(),
+    ).logits[0]
+    alone = torch.cat([reference.logits(d) for d in documents])
+    assert float((leaky - alone).detach().abs().max()) > 1e-3

@@ -1,0 +1,198 @@
+"""What an FSDP engine can hold beside a plain language model: adapters, value heads, mixtures of experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.config import (
+    LoraConfig,
+    MicroBatchConfig,
+    ParallelConfig,
+)
+from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.export import export_hf
+from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.microbatch import balance
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.engines import OPTIM, build, close_to, share, steps, weights
+from helpers.harness import run_ranks
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def peft_reference(folder: str | Path, adapter: str | Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+
+
+def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
+    lora = {"lora": LoraConfig(rank=3, alpha=12.0)}
+    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
+    export_hf(engine, f"{out}/start", adapters="only")
+    documents = tiny_documents(8, seed=0)
+    request = OutputRequest(log_probs=True)
+    base = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    found = steps(engine)
+    trained = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    with engine.disable_adapter():
+        again = engine.infer_batch(share(engine, documents), request)["log_probs"]
+    saved = engine.save_checkpoint(f"{out}/checkpoints", 3)
+    more = steps(engine, 1)
+    engine.close()
+    engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
+    engine.load_checkpoint(saved)
+    resumed = steps(engine, 1)
+    engine.load_checkpoint(saved)
+    export_hf(engine, f"{out}/adapter", adapters="only")
+    export_hf(engine, f"{out}/merged")
+    engine.close()
+    return {
+        "steps": found,
+        "disabled_equals_base": torch.equal(base, again),
+        "training_changed": not torch.equal(base, trained),
+        "resumed": more == resumed,
+    }
+
+
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {}), (2, {"cp": 2})])
+def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes)
+    assert all(f["disabled_equals_base"] and f["training_changed"] and f["resumed"] for f in found)
+    model = peft_reference(folder, tmp_path / "start")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    reference = Reference(folder, replace(OPTIM, lr=1e-2))
+    reference.model = model
+    reference.optimizer = torch.optim.AdamW(trainable, lr=1e-2, betas=OPTIM.betas, weight_decay=OPTIM.weight_decay)
+    want = [reference.step(tiny_documents(8, seed=s)) for s in range(3)]
+    close_to(found[0]["steps"], [(w.loss, w.grad_norm) for w in want])
+    documents = tiny_documents(4, seed=9)
+    exported = Reference(folder, OPTIM)
+    exported.model = peft_reference(folder, tmp_path / "adapter").eval()
+    merged = Reference(tmp_path / "merged", OPTIM)
+    plain = Reference(folder, OPTIM)
+    for document in documents[1:]:
+        want_lp = reference.log_probs(document)
+        torch.testing.assert_close(exported.log_probs(document), want_lp, rtol=0, atol=2e-4)
+        torch.testing.assert_close(merged.log_probs(document), want_lp, rtol=0, atol=2e-4)
+        assert (plain.log_probs(document) - want_lp).abs().max() > 1e-3
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+
+
+# ---- value head, mixtures --------------------------------------------------------------------------------------------
+
+
+class SquaredValue:
+    """Mean squared distance of the last token's value to 1: what a reward model's loss looks at."""
+
+    request = OutputRequest(values=True)
+    linear = False
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
+        mask[batch.cu_seqlens[1:].long() - 1] = True
+        return mask
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        return {"value": float(batch.num_sequences)}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        assert outputs.values is not None
+        return LossSums(terms={"value": (outputs.values[outputs.mask] - 1).square().sum()})
+
+
+def rank_value(folder: str, family: str, axes: dict[str, Any]) -> dict[str, Any]:
+    engine = build(folder, model={"head": "value"}, parallel=ParallelConfig(**axes))
+    documents = tiny_documents(8, seed=0)
+    batch = share(engine, documents)
+    score = weights(engine)["score.weight"]
+    values = engine.infer_batch(batch, OutputRequest(values=True))["values"]
+    result = engine.train_batch(batch, SquaredValue())
+    with pytest.raises(ConfigError, match=r"model.head=value"):
+        engine.infer_batch(batch, OutputRequest(log_probs=True))
+    after = weights(engine)
+    engine.close()
+    return {
+        "score": score,
+        "values": values,
+        "batch": batch.bounds,
+        "loss": result.loss,
+        "norm": result.grad_norm,
+        "names": list(after),
+    }
+
+
+@pytest.mark.parametrize(("family", "nproc", "axes"), [("qwen3", 1, {}), ("gemma3_text", 2, {}), ("olmo2", 2, {"cp": 2})])
+def test_value_head(family: str, nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    folder = save_tiny_model(tmp_path / "model", family)
+    found = run_ranks(rank_value, nproc, str(folder), family, axes)
+    backbone = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    score = found[0]["score"].clone().requires_grad_()
+    assert "lm_head.weight" not in found[0]["names"]
+    documents = tiny_documents(8, seed=0)
+    values = [backbone(input_ids=torch.tensor([d]), use_cache=False).last_hidden_state[0] @ score[0] for d in documents]
+    loss = sum((v[-1] - 1) ** 2 for v in values) / len(documents)
+    loss.backward()
+    grads = [p.grad for p in [*backbone.parameters(), score] if p.grad is not None]
+    norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+    assert found[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert found[0]["norm"] == pytest.approx(norm, rel=1e-5)
+    if nproc == 1:
+        torch.testing.assert_close(found[0]["values"], torch.cat(values).detach(), rtol=1e-4, atol=1e-5)
+
+
+def rank_router(folder: str, axes: dict[str, Any], coefficient: float) -> tuple[float, float, float]:
+    engine = build(
+        folder,
+        model={"router_aux_loss_coef": coefficient},
+        parallel=ParallelConfig(**axes),
+        micro_batch=MicroBatchConfig(max_tokens=4096),
+    )
+    result = engine.train_batch(share(engine, tiny_documents(8, seed=0)), SFTLoss())
+    engine.close()
+    assert result.grad_norm is not None
+    return result.loss, result.terms["router_aux"], result.grad_norm
+
+
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"cp": 2}), (2, {})])
+def test_router_loss(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
+    """One micro-batch a rank: the balancing loss is transformers' own over its tokens, averaged over micro-batches."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    loss, aux, norm = run_ranks(rank_router, nproc, str(folder), axes, 0.5)[0]
+    documents = tiny_documents(8, seed=0)
+    model: Any = Reference(folder, OPTIM).model
+    total = sum(len(d) - 1 for d in documents)
+    parts = balance([len(d) for d in documents], 1 if axes else nproc)
+    want_loss, want_aux = torch.zeros(()), torch.zeros(())
+    for part in parts:
+        logits: list[list[Tensor]] = [[], []]
+        for i in part:
+            ids = torch.tensor([documents[i]])
+            out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+            want_loss = want_loss + torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum") / total
+            for layer, value in enumerate(out.router_logits):
+                logits[layer].append(value)
+        gates: Any = tuple(torch.cat(x) for x in logits)
+        want_aux = want_aux + load_balancing_loss_func(gates, 4, 2) / len(parts)
+    (want_loss + 0.5 * want_aux).backward()
+    want_norm = float(torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm())
+    assert loss == pytest.approx(float(want_loss), rel=1e-6)
+    assert aux == pytest.approx(float(want_aux), rel=1e-6)
+    assert norm == pytest.approx(want_norm, rel=1e-5)
+    # Control: without the term in the objective the gradient is another one.
+    assert run_ranks(rank_router, nproc, str(folder), axes, 1e-9)[0][2] != pytest.approx(want_norm, rel=1e-4)

@@ -1,0 +1,176 @@
+"""State that rests on disk: on either engine, with everything that needs it while it does."""
+
+import gc
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.config import LoraConfig, OffloadConfig, ParallelConfig, PrecisionConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.offload import Offloader, _trim, free_memory
+from helpers.engines import build, share, steps, weights
+from helpers.harness import run_ranks
+
+
+def rank_rest(folder: str, backend: str, parallel: dict[str, Any]) -> None:
+    layout = ParallelConfig(**parallel)
+    engine, meta_model = (build(folder, backend=backend, parallel=layout) for _ in range(2))
+    first = steps(engine, 1)
+    assert first == steps(meta_model, 1)
+    engine.to("disk")
+    held = [t for part in ("params", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    assert held
+    assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
+    # A step, an inference, an export and a checkpoint wake what they need, and it rests again.
+    assert steps(engine, 2) == steps(meta_model, 2)
+    assert all(t.untyped_storage().nbytes() == 0 for t in map(local, held))
+    batch = share(engine, tiny_documents(4, seed=9))
+    request = OutputRequest(log_probs=True)
+    assert torch.equal(engine.infer_batch(batch, request)["log_probs"], meta_model.infer_batch(batch, request)["log_probs"])
+    mine, theirs = weights(engine), weights(meta_model)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    root = Path(folder).parent / f"{backend}-{engine.topology.size}"
+    saved = engine.save_checkpoint(root, 3)
+    meta_model.close()
+    again = build(folder, backend=backend, parallel=layout)
+    again.to("disk", optimizer=False)
+    again.load_checkpoint(saved)
+    again.to("device")
+    engine.to("device", params=False)
+    assert steps(engine, 1) == steps(again, 1)
+    # What would read memory that is elsewhere is refused, or brings it back.
+    for mode in (engine.train_mode, engine.eval_mode):
+        with mode(), pytest.raises(ConfigError, match=r"to\('disk'\) inside .*_mode\(\)"):
+            engine.to("disk")
+    with engine.live_snapshot(4), pytest.raises(ConfigError, match=r"to\('disk'\) inside save_mode"):
+        engine.to("disk")
+    engine.to("disk")
+    engine.zero_grad()
+    with engine.named_weights() as stream:
+        kept = dict(stream)
+    assert all(value.isfinite().all() for value in kept.values())
+    # Nothing is left in the folder of temporary files, whatever becomes of the process.
+    assert not [p for p in Path(tempfile.gettempdir()).glob("drivetrain-*") if p.is_file()]
+    engine.close()
+    again.close()
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize(
+    ("backend", "nproc", "parallel"), [("fsdp", 2, {}), ("mcore", 2, {"tp": 2}), ("mcore", 2, {}), ("fsdp", 1, {})]
+)
+def test_an_engine_rests_on_disk_and_loses_nothing(tmp_path: Path, backend: str, nproc: int, parallel: dict[str, Any]) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    run_ranks(rank_rest, nproc, str(folder), backend, parallel)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    engine = build(save_tiny_model(tmp_path / "model", "llama", **sizes))
+    steps(engine, 1)
+    gc.collect()
+    _trim()
+    before = anonymous()
+    size = sum(p.numel() for p in engine._root.parameters()) * 4  # type: ignore[attr-defined]
+    assert size > 80e6
+    engine.to("disk")
+    # Parameters, gradients and two moments.
+    assert before - anonymous() > 3.5 * size
+    engine.to("device")
+    assert anonymous() > before - 0.2 * size
+    engine.close()
+
+
+def anonymous() -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    engine, meta_model = build(folder, offload=OffloadConfig(params="host")), build(folder)
+    written = []
+
+    def fails(self: Any, data: Any, place: str) -> Path:
+        written.append(place)
+        if len(written) == 5:
+            raise OSError(28, "No space left on device")
+        return copy(self, data, place)  # type: ignore[arg-type,return-value]
+
+    copy = Offloader._copy
+    monkeypatch.setattr(Offloader, "_copy", fails)
+    with pytest.raises(ConfigError, match=r"to\('disk'\): No space left on device .*set TMPDIR"):
+        engine.to("disk")
+    assert engine._offloader.location_of("params") == "device"
+    assert steps(engine, 1) == steps(meta_model, 1)
+    engine.close()
+
+
+def rank_closes(folder: str, backend: str, parallel: dict[str, Any], model: dict[str, Any], collected: bool) -> list[int]:
+    """Tensors of a closed engine that are alive, garbage collection being off."""
+    module: Any = sys.modules[free_memory.__module__]
+    gc.collect()
+    gc.disable()
+    engine = build(
+        folder,
+        backend=backend,
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(compute="bfloat16"),
+    )
+    steps(engine, 1)
+    found = [weakref.ref(t) for t in gc.get_objects() if isinstance(t, torch.nn.Parameter)]
+    found += [weakref.ref(t) for part in ("params", "grads", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    if not collected:
+        module.gc = SimpleNamespace(collect=lambda: None)
+    engine.close()
+    return [len(found), sum(ref() is not None for ref in found)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "parallel", "model"),
+    [
+        ("fsdp", {"cp": 2}, {}),
+        ("fsdp", {}, {"lora": LoraConfig(rank=4)}),
+        ("mcore", {"tp": 2}, {}),
+        ("mcore", {"pp": 2}, {"lora": LoraConfig(rank=4)}),
+    ],
+)
+def test_a_closed_engine_leaves_no_tensor(
+    backend: str, parallel: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    for held, alive in run_ranks(rank_closes, 2, str(folder), backend, parallel, model, True):
+        assert held > 10
+        assert alive == 0
+
+
+def test_the_control_of_the_test_above(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    assert all(alive > 10 for _, alive in run_ranks(rank_closes, 2, str(folder), "fsdp", {}, {}, False))
+
+
+def test_after_an_error_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    free_memory(torch.device("cpu"))
+    try:
+        raise RuntimeError("one rank is out of memory")
+    except RuntimeError:
+        free_memory(torch.device("cuda"))
+    assert not emptied
+    free_memory(torch.device("cuda"))
+    assert emptied == [True]

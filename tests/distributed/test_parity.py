@@ -1,0 +1,150 @@
+"""The promise: the same batches give the same loss and gradient norm on every engine and every layout."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.trainers.parity.command import FSDP, MCORE, MCORE_MOE, Job, Row, default_rows, judge, main, parse_row, table
+from drivetrain.trainers.parity.rows import make_reference, run_row
+from helpers.gpus import gpu_environment
+from helpers.harness import run_ranks
+
+DENSE = ("llama", "qwen2", "qwen3", "mistral")
+MATRIX = [
+    *((f"fsdp:{axes}", DENSE) for axes in FSDP),
+    *((f"mcore:{axes}", DENSE) for axes in MCORE),
+    *((f"{row}", ("qwen3_moe",)) for row in ("fsdp:dp_shard=2,ep=2", *(f"mcore:{axes}" for axes in MCORE_MOE))),
+]
+
+
+def rank_reference(job: Job) -> None:
+    make_reference(job)
+    # make_reference ends the default group; the harness ends it too.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    rows = [parse_row("fsdp", model) for model in (*DENSE, "qwen3_moe")]
+    made = Job(
+        folder=str(tmp_path_factory.mktemp("parity")),
+        data=None,
+        rows=rows,
+        steps=5,
+        dtype="float32",
+        batch_size=12,
+        max_tokens=192,
+    )
+    run_ranks(rank_reference, 1, made)
+    return made
+
+
+def rank_rows(job: Job, rows: list[Row]) -> list[dict[str, Any]]:
+    return [run_row(job, row) for row in rows]
+
+
+def references(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(job.folder) / "references.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("word", "models"), MATRIX)
+def test_row_agrees_with_plain_hugging_face(word: str, models: tuple[str, ...], job: Job) -> None:
+    rows = [parse_row(word, model) for model in models]
+    results = run_ranks(rank_rows, rows[0].nproc, job, rows)[0]
+    judged = [judge(row, result, references(job)[row.model], "float32") for row, result in zip(rows, results, strict=True)]
+    assert all(told["ok"] for told in judged), "\n".join(table(judged, references(job)))
+
+
+BUFFERS = ("deepseek_v3", "glm4_moe", "apertus")
+"""Families with tensors on disk that are no parameters: a router's bias, an activation's."""
+
+
+def test_families_with_buffers_on_disk_have_a_row(tmp_path: Path) -> None:
+    words = ["fsdp", "fsdp:cp=2"]
+    rows = [parse_row(word, model) for word in words for model in BUFFERS]
+    made = Job(folder=str(tmp_path), data=None, rows=rows, steps=2, dtype="float32", batch_size=8, max_tokens=192)
+    run_ranks(rank_reference, 1, made)
+    for word in words:
+        chosen = [parse_row(word, model) for model in BUFFERS]
+        results = run_ranks(rank_rows, chosen[0].nproc, made, chosen)[0]
+        for row, result in zip(chosen, results, strict=True):
+            told = judge(row, result, references(made)[row.model], "float32")
+            assert told["ok"], "\n".join(table([told], references(made)))
+
+
+def test_a_row_that_is_off_fails() -> None:
+    row = parse_row("mcore:tp=2,tp_sequence=true", "qwen3")
+    assert (row.layout, row.nproc) == ("tp2 ts", 2)
+    steps = [{"loss": 2.0, "grad_norm": 3.0}, {"loss": 1.0, "grad_norm": 4.0}]
+    right = {"steps": steps, "weights_off": 1e-6}
+    assert judge(row, right, {"steps": steps}, "float32")["ok"]
+    for wrong in (
+        {**right, "steps": [steps[0], {**steps[1], "loss": 1.0 + 3e-6}]},
+        {**right, "steps": [{**steps[0], "grad_norm": 3.0 * (1 + 3e-5)}, steps[1]]},
+        {**right, "weights_off": 2e-5},
+        {"error": "refused"},
+        None,
+    ):
+        told = judge(row, wrong, {"steps": steps}, "float32")
+        assert not told["ok"]
+        assert "FAIL" in "\n".join(table([told], {"qwen3": {"steps": steps}}))
+    # In bfloat16 the bounds are those of the format itself, measured on the reference.
+    loose = {"steps": steps, "rounding": {"loss": 1e-3, "grad_norm": 1e-2}}
+    near = {**right, "steps": [{"loss": 2.004, "grad_norm": 3.05}, steps[1]]}
+    assert judge(row, near, loose, "bfloat16")["ok"]
+    assert not judge(row, {**near, "steps": [{"loss": 2.008, "grad_norm": 3.0}, steps[1]]}, loose, "bfloat16")["ok"]
+
+
+def test_rows_by_default() -> None:
+    every = default_rows(None, ["all"])
+    assert {row.model for row in every if "ep" in row.axes} == {"qwen3_moe"}
+    assert {(row.backend, row.layout) for row in every if row.model == "qwen3"} >= {("fsdp", "cp4"), ("mcore", "pp2 vpp2")}
+    assert [row.model for row in default_rows(None, ["moe"])] == ["qwen3_moe"] * 5
+    assert len(default_rows(None, ["short", "mcore:tp=2"])) == len(default_rows(None, ["short"])), "a row stands there once"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "foo"], "--rows foo: there are the sets all, short"),
+        (["--rows", "mcore:xp=2"], "'xp' is no axis"),
+        (["--rows", "mcore:tp"], "'tp' has no size"),
+        (["--rows", "mcore:tp=2,tp=4"], "tp stands there twice"),
+        (["--steps", "0"], "--steps=0; it is at least 1"),
+        (["--data", "nowhere.jsonl"], "--data nowhere.jsonl is not there"),
+        (["--json", "nowhere/x.json"], "its folder is not there"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_at_once(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "table.json"
+    # The second cannot be, which is known before 64 processes are started for it.
+    code = main(["--rows", "mcore", "mcore:tp=64", "--steps", "1", "--json", str(file)])
+    shown = capfd.readouterr().out
+    assert code == 1
+    assert "tp=64 is more than the 2 key/value heads" in shown
+    assert "1 rows agree, 1 do not" in shown
+    told = json.loads(file.read_text())
+    assert [row["ok"] for row in told] == [True, False]
+    assert set(told[0]) >= {"model", "backend", "layout", "nproc", "steps", "loss_rel", "grad_norm_rel", "ok"}
+
+
+@pytest.mark.gpu
+def test_engines_agree_in_bfloat16_on_one_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    words = ["-m", "drivetrain.cli", "parity", "--rows", "fsdp", "mcore", "--dtype", "bfloat16", "--json", str(file)]
+    done = subprocess.run([sys.executable, *words], env=gpu_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(row["ok"] for row in json.loads(file.read_text()))

@@ -1,0 +1,1 @@
+"""What tests share: process groups, engines on tiny models, runs of trainers."""

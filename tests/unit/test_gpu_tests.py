@@ -1,0 +1,67 @@
+"""Tests that need a GPU find it, also in the workers of pytest-xdist, and skip themselves where there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE = """
+import torch
+
+if "PYTEST_XDIST_WORKER" not in __import__("os").environ:
+    torch.cuda.device_count = lambda: {count}
+"""
+PROBE = """
+import os
+
+import pytest
+from helpers.gpus import gpu_environment
+
+
+@pytest.mark.gpu
+def test_needs_one():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert gpu_environment().get("CUDA_VISIBLE_DEVICES") == {before!r}
+"""
+
+
+@pytest.mark.parametrize(("count", "before", "told"), [(1, "3", "1 passed"), (1, None, "1 passed"), (0, "3", "1 skipped")])
+def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told: str, tmp_path: Path) -> None:
+    (tmp_path / "helpers").mkdir()
+    for name in ("conftest.py", "helpers/gpus.py"):
+        (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "fake_gpus.py").write_text(FAKE.format(count=count))
+    (tmp_path / "test_probe.py").write_text(PROBE.format(before=before))
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers = gpu\n")
+    hidden = ("CUDA_VISIBLE_DEVICES", "DRIVETRAIN_TEST_", "PYTEST_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    environment |= {"PYTHONPATH": str(tmp_path), **({} if before is None else {"CUDA_VISIBLE_DEVICES": before})}
+    words = ["-m", "pytest", "-q", "-n", "1", "-p", "fake_gpus", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert told in done.stdout, done.stdout + done.stderr
+
+
+def test_every_test_of_the_gpu_is_collected() -> None:
+    words = ["-m", "pytest", "-m", "gpu", "--collect-only", "-n", "0", "tests"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert sum("test_cuda_kernels_agree_with_the_reference" in line for line in found) == 7
+    assert sum("test_engines_agree_in_bfloat16_on_one_gpu" in line for line in found) == 1
+
+
+def test_what_a_machine_lacks_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci" / "gpu_needs.py"), "surely-not-installed>=1", "torch>=99"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "surely-not-installed>=1: not installed" in done.stdout
+    assert "torch>=99: there is 2." in done.stdout
+    assert "a CUDA device" in done.stdout
+    assert "omegaconf" not in done.stdout

@@ -1,0 +1,235 @@
+"""The shared arithmetic against plain formulas."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.ops import attention as attention_module
+from drivetrain.engine.ops import linear_head as head_module
+from drivetrain.engine.ops.attention import PackedContext, by_document, compile_flex, flex, packed_attention
+from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
+from drivetrain.engine.ops.norm import sum_of_squares
+from drivetrain.engine.ops.ulysses import gather_tokens, slice_tokens
+from helpers.harness import run_ranks
+
+BOUNDS = (0, 1, 14, 15, 40)
+
+
+def plain_head(
+    h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: LogitTransform, temperature: float
+) -> tuple[Tensor, Tensor]:
+    z = h @ w.T
+    z = (z if b is None else z + b) * t.scale
+    if t.softcap is not None:
+        z = t.softcap * torch.tanh(z / t.softcap)
+    lp = torch.log_softmax(z / temperature, -1)
+    return lp.gather(1, y[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("softcap", "entropy", "bias", "promise"),
+    itertools.product((None, 5.0), (False, True), (False, True), ("none", "kept", "broken")),
+)
+def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bias: bool, promise: str) -> None:
+    torch.manual_seed(0)
+    tokens, hidden, vocabulary = 50, 16, 97
+    values = {
+        "h": torch.randn(tokens, hidden, dtype=torch.float64),
+        "w": torch.randn(vocabulary, hidden, dtype=torch.float64),
+        "b": torch.randn(vocabulary, dtype=torch.float64),
+    }
+    targets = torch.randint(0, vocabulary, (tokens,))
+    g_lp, g_ent = torch.randn(2, tokens, dtype=torch.float64)
+    transform = LogitTransform(scale=0.7, softcap=softcap)
+    factor = 2.0 if promise == "broken" else 1.0
+    expected = None if promise == "none" else {"log_probs": g_lp * factor, **({"entropy": g_ent} if entropy else {})}
+    results = []
+    for ours in (False, True):
+        leaf = {k: v.clone().requires_grad_() for k, v in values.items()}
+        b = leaf["b"] if bias else None
+        if ours:
+            lp, ent, _ = linear_head(
+                leaf["h"],
+                leaf["w"],
+                targets,
+                bias_v=b,
+                transform=transform,
+                temperature=1.3,
+                entropy=entropy,
+                expected=expected,
+                chunk=16,
+            )
+        else:
+            lp, ent = plain_head(leaf["h"], leaf["w"], b, targets, transform, 1.3)
+        ((lp * g_lp).sum() + ((ent * g_ent).sum() if entropy and ent is not None else 0)).backward()
+        results.append([lp, *([ent] if entropy else []), leaf["h"].grad, leaf["w"].grad, *([leaf["b"].grad] if bias else [])])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def test_linear_head_computes_logits_once_when_the_promise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = head_module._logits
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(head_module, "_logits", counted)
+    h, w = torch.randn(32, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    y = torch.randint(0, 50, (32,))
+    g = torch.full((32,), -0.5)
+    for expected, times in (({"log_probs": g}, 2), (None, 4), ({"log_probs": g * 3}, 4)):
+        calls.clear()
+        linear_head(h, w, y, chunk=16, expected=expected)[0].backward(g)
+        assert len(calls) == times
+
+
+def test_linear_head_of_no_tokens_still_has_a_gradient() -> None:
+    h, w = torch.randn(0, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    lp, *_ = linear_head(h, w, torch.zeros(0, dtype=torch.long))
+    lp.sum().backward()
+    assert w.grad is not None
+    assert not w.grad.any()
+
+
+def test_linear_head_of_a_frozen_weight() -> None:
+    h, w = torch.randn(9, 8, requires_grad=True), torch.randn(50, 8)
+    linear_head(h, w, torch.zeros(9, dtype=torch.long))[0].sum().backward()
+    assert h.grad is not None
+    with torch.no_grad():
+        assert linear_head(h, w, torch.zeros(9, dtype=torch.long), expected={"log_probs": torch.ones(9)})[0].shape == (9,)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One document at a time, one head at a time, from the definition."""
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype)
+    for start, end in itertools.pairwise(BOUNDS):
+        for head in range(q.shape[1]):
+            kv = head // (q.shape[1] // k.shape[1])
+            for i in range(start, end):
+                first = start if window is None else max(start, i - window + 1)
+                scores = torch.stack([q[i, head] @ k[j, kv] * 0.3 for j in range(first, i + 1)])
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1]])
+                weights = scores.softmax(0)[: i + 1 - first]
+                out[i, head] = sum(w * v[j, kv] for w, j in zip(weights, range(first, i + 1), strict=True))
+    return out
+
+
+CASES = [(None, None, False), (5, None, False), (None, 4.0, False), (None, None, True), (5, 4.0, True)]
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    tokens = BOUNDS[-1]
+    q, k, v = (torch.randn(tokens, n, 16, dtype=dtype) for n in (4, 2, 2))
+    return q, k, v, torch.randn(4, dtype=dtype)
+
+
+def context() -> PackedContext:
+    return PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), CASES)
+@pytest.mark.parametrize("kernel", ["by_document", "flex"])
+def test_packed_attention(kernel: str, window: int | None, softcap: float | None, with_sinks: bool) -> None:
+    # Flex runs its eager reference here: the mask, the cap and the sinks are what is tested; the kernel is CUDA's.
+    dtype = torch.float64 if kernel == "by_document" else torch.float32
+    q, k, v, sinks = inputs(dtype)
+    want = plain_attention(q, k, v, window, softcap, sinks if with_sinks else None)
+    if kernel == "by_document":
+        got = by_document(q, k, v, BOUNDS, 0.3, window, softcap, sinks if with_sinks else None)
+    else:
+        got = flex(q, k, v, context(), 0.3, window, softcap, sinks if with_sinks else None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_attention_control_sees_a_wrong_border() -> None:
+    q, k, v, _ = inputs(torch.float64)
+    want = plain_attention(q, k, v, None, None, None)
+    assert (by_document(q, k, v, (0, 1, 15, 40), 0.3, None, None, None) - want).abs().max() > 1e-2
+
+
+def rank_ulysses(heads: int, kv: int) -> float:
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    tokens = BOUNDS[-1]
+    group: Any = dist.group.WORLD
+    full = [torch.randn(tokens, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads, kv, kv)]
+    sinks = torch.randn(heads, dtype=torch.float64)
+    weight = torch.randn(tokens, heads, 8, dtype=torch.float64)
+    want = packed_attention(full[0], full[1], full[2], context(), scale=0.3, sinks_h=sinks)
+    grads = torch.autograd.grad((want * weight).sum(), full)
+    mine = [slice_tokens(t, group, 0).detach().requires_grad_() for t in full]
+    shared = PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), cp_group=group)
+    got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
+    # Through the gather that losses see: every rank computes the same loss of whole documents.
+    mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
+    off = [(got - slice_tokens(want, group, 0)).abs().max()]
+    off += [(a - slice_tokens(b, group, 0)).abs().max() for a, b in zip(mine_grads, grads, strict=True)]
+    return float(max(off))
+
+
+@pytest.mark.parametrize(("nproc", "heads", "kv"), [(2, 4, 2), (2, 4, 1), (4, 8, 2), (4, 4, 4), (4, 12, 6)])
+def test_ulysses_equals_one_rank(nproc: int, heads: int, kv: int) -> None:
+    assert max(run_ranks(rank_ulysses, nproc, heads, kv)) < 1e-12
+
+
+def test_norm_agrees_with_float64() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(3_000_001), torch.randn(7, 13) * 100, torch.zeros(0), torch.tensor(3.0)]
+    want = sum(float(t.double().square().sum()) for t in tensors)
+    got = float(sum_of_squares(tensors, torch.device("cpu")))
+    assert abs(got - want) <= 1e-6 * want
+
+
+class TracedFlex:
+    """A backend of torch.compile that keeps what the score functions of its graphs capture, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.captured: list[tuple[Any, ...]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (call,) = (node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "flex_attention")
+        self.captured.append(tuple(buffer.meta["example_value"] for buffer in call.args[-2]))
+        return graph.forward
+
+
+def trace(monkeypatch: pytest.MonkeyPatch, kernel: Any, softcaps: tuple[float, ...]) -> None:
+    """What an engine's first steps ask of the kernel: models of several soft caps, micro-batches of many lengths."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention_module, "_flex_kernel", lambda kind: kernel)
+    for softcap in softcaps:
+        for tokens in range(24, 64, 4):
+            q = torch.randn(tokens, 2, 16)
+            bounds = (0, 7, tokens)
+            borders = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+            got = flex(q, q, q, borders, 0.3, None, softcap, None)
+            want = by_document(q, q, q, bounds, 0.3, None, softcap, None)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_soft_cap_is_a_constant_of_the_flex_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = TracedFlex()
+    trace(monkeypatch, compile_flex(traced), (50.0, 30.0, 20.0))
+    assert [buffer for captured in traced.captured for buffer in captured] == []
+    # Two graphs for a soft cap: of the first length, and of all others.
+    assert len(traced.captured) <= 2 * 3
+
+
+@pytest.mark.parametrize(("dynamic", "softcaps"), [(True, (50.0,)), (None, (50.0, 30.0))])
+def test_the_control_of_the_test_above(
+    dynamic: bool | None, softcaps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = TracedFlex()
+    trace(monkeypatch, torch.compile(attention_module.flex_attention, dynamic=dynamic, backend=traced), softcaps)
+    assert [(buffer.device.type, buffer.dim()) for buffer in traced.captured[-1]] == [("cpu", 0)]

@@ -1,0 +1,511 @@
+"""Losses of RL and advantages, against formulas written out by hand in plain Python."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.loss import LossSums, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, reinforce_plus_plus, rloo, token_rewards, whiten
+from drivetrain.workers.losses.policy import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    clipped_objective,
+    importance_weights,
+    kl_estimate,
+)
+from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_clip_by_hand() -> None:
+    ratio, advantages = t(1.0, 1.5, 1.5, 0.5, 0.5, 9.0), t(2.0, 2.0, -2.0, 2.0, -2.0, -2.0)
+    got = clipped_objective(ratio, advantages, 0.2, 0.3, 3.0)
+    assert got.losses.tolist() == pytest.approx([-2.0, -2.6, 3.0, -1.0, 1.6, 6.0])
+    assert got.clipped.tolist() == [False, True, False, False, True, False]
+    assert got.dual.tolist() == [False, False, False, False, False, True]
+    assert clipped_objective(ratio, advantages, 0.2, 0.3).losses[-1].item() == pytest.approx(18.0)
+
+
+def test_kl_estimators_by_hand_and_their_mean() -> None:
+    p, q = t(math.log(0.6)), t(math.log(0.2))
+    assert kl_estimate(p, q, "k1").item() == pytest.approx(math.log(3))
+    assert kl_estimate(p, q, "k2").item() == pytest.approx(math.log(3) ** 2 / 2)
+    assert kl_estimate(p, q, "k3").item() == pytest.approx(1 / 3 - 1 + math.log(3))
+    # k1 and k3 are unbiased: over all tokens of a distribution their mean is the divergence.
+    p, q = t(0.5, 0.3, 0.2).log(), t(0.2, 0.3, 0.5).log()
+    exact = (p.exp() * (p - q)).sum()
+    assert kl_estimate(p, q, "abs").tolist() == pytest.approx((p - q).abs().tolist())
+    for name in ("k1", "k3", "k3+"):
+        assert (p.exp() * kl_estimate(p, q, name)).sum().item() == pytest.approx(exact.item())  # type: ignore[arg-type]
+
+
+def test_k3_far_from_the_reference_is_bounded_as_in_verl_unless_told_otherwise() -> None:
+    p = t(-30.0, -1.0, -3.0, -1.0).requires_grad_()
+    q = t(-1.0, -30.0, -1.0, -1.0)
+    got = kl_estimate(p, q, "k3")
+    assert got.tolist() == pytest.approx([10.0, 10.0, math.exp(2) - 1 - 2, 0.0])
+    assert torch.autograd.grad(got.sum(), p)[0].tolist() == pytest.approx([0.0, 0.0, 1 - math.exp(2), 0.0])
+    free = kl_estimate(p, q, "k3", clamp=False)
+    assert free.tolist() == pytest.approx([math.exp(29) - 30, 28.0, math.exp(2) - 3, 0.0], rel=1e-9)
+    # k3+ has its value, and k2's gradient, also where k3 is bounded.
+    through = kl_estimate(p, q, "k3+")
+    assert through.tolist() == pytest.approx(got.tolist())
+    assert torch.autograd.grad(through.sum(), p)[0].tolist() == pytest.approx([-29.0, 29.0, -2.0, 0.0])
+    assert torch.autograd.grad(kl_estimate(p, q, "abs").sum(), p)[0].tolist() == [-1.0, 1.0, -1.0, 0.0]
+
+
+def extreme(loss: PolicyLoss, old: float, advantage: float, dtype: torch.dtype = torch.float32) -> tuple[float, Tensor]:
+    """Loss and gradient of the answers where one token was given another old log-probability."""
+    b = answers(old_log_probs=[[old, -0.5], *OLD[1:]], advantages=[[advantage, 1.0], *ADV[1:]], reference_log_probs=REF)
+    b = b.with_fields(**{name: value.to(dtype) for name, value in b.token_fields.items()})
+    mask = loss.tokens(b)
+    values = torch.tensor([x for row in placed(NEW) for x in row], dtype=torch.float32).requires_grad_()
+    sums = loss(TokenOutputs(mask=mask, log_probs=values * mask), b)
+    total = sums.terms["policy"] / loss.weights(b)["policy"]
+    return float(total.detach()), torch.autograd.grad(total, values)[0]
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence-token"])
+@pytest.mark.parametrize("dual_clip", [3.0, None])
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("old", [-100.0, -3e4, 100.0])
+def test_one_log_probability_far_off_spoils_no_gradient(
+    ratio: Any, dual_clip: float | None, advantage: float, old: float
+) -> None:
+    loss = PolicyLoss(ratio=ratio, dual_clip=dual_clip)
+    value, gradient = extreme(loss, old, advantage)
+    assert math.isfinite(value)
+    assert bool(torch.isfinite(gradient).all())
+    if ratio == "token":
+        # Beyond the bound it is not followed; its neighbours are what they were.
+        assert gradient[0] == 0
+        plain = extreme(loss, -1.2, advantage)[1]
+        assert torch.equal(gradient[1:], plain[1:])
+        assert gradient.norm() < 10
+
+
+def test_a_ratio_is_followed_up_to_the_bound() -> None:
+    loss = PolicyLoss(dual_clip=None)
+    for gap, followed in ((19.0, True), (21.0, False)):
+        _, gradient = extreme(loss, -1.0 - gap, -2.0)
+        assert bool(gradient[0] > 1e6) == followed
+        assert bool(gradient[0] == 0) != followed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_fields_may_be_of_any_float(dtype: torch.dtype) -> None:
+    value, gradient = extreme(PolicyLoss(), -1.25, 2.0, dtype)
+    want, wanted = extreme(PolicyLoss(), -1.25, 2.0)
+    assert value == pytest.approx(want, rel=2e-2)
+    torch.testing.assert_close(gradient, wanted, rtol=5e-2, atol=1e-3)
+    assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "advantages", "reference_log_probs", "importance_weights"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_field_that_is_not_finite_is_named_with_its_row(name: str, value: float) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, importance_weights=NEW)
+    rows = b.token_fields[name].clone()
+    # The third answer's second token is predicted at the second token of its sequence.
+    rows[b.bounds[2] + 1] = value
+    with pytest.raises(BatchError, match=rf"{name} is {value} at token 1 in sequence 2; it must be finite there"):
+        PolicyLoss(kl_coef=0.1).weights(b.with_fields(**{name: rows}))
+    rows[b.bounds[2] + 1] = 0.0
+    rows[b.bounds[2] - 1] = value
+    PolicyLoss(kl_coef=0.1).weights(b.with_fields(**{name: rows}))
+
+
+@pytest.mark.parametrize("value", [torch.ones(10, 1), torch.full((10,), float("nan"))])
+def test_a_mask_of_responses_must_be_one_number_for_each_token(value: Tensor) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, returns=ADV, values=OLD).with_fields(response_mask=value)
+    for loss in (PolicyLoss(), ValueLoss()):
+        with pytest.raises(BatchError, match=r"response_mask('| is nan)"):
+            loss.weights(b)
+
+
+def test_published_settings() -> None:
+    gspo = POLICY_LOSSES["gspo"]
+    assert (gspo.ratio, gspo.aggregation, gspo.dual_clip) == ("sequence", "seq-mean-token-mean", None)
+    b = answers(old_log_probs=OLD, advantages=[[0.5] * 2, [-1.0], [2.0] * 3])
+    sums, _ = run(gspo, b)
+    wanted = []
+    for new, old, advantage in zip(NEW, OLD, (0.5, -1.0, 2.0), strict=True):
+        r = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / len(new))
+        wanted.append(max(-advantage * r, -advantage * min(max(r, 1 - 3e-4), 1 + 4e-4)))
+    assert float(sums.terms["policy"].detach()) / gspo.weights(b)["policy"] == pytest.approx(sum(wanted) / 3)
+    assert POLICY_LOSSES["dapo"].clip_high == 0.28
+
+
+def test_importance_weights_by_hand() -> None:
+    assert importance_weights(t(-1.0, -1.0), t(-1.5, -4.0), 2.0).tolist() == pytest.approx([math.exp(0.5), 2.0])
+
+
+# Three answers of 2, 1 and 3 tokens behind prompts of 1, 2 and 1; numbers for each of their tokens.
+NEW = [[-1.0, -0.5], [-2.0], [-0.2, -1.5, -0.7]]
+OLD = [[-1.2, -0.5], [-1.0], [-0.9, -1.4, -0.4]]
+REF = [[-1.1, -0.6], [-1.5], [-0.5, -1.0, -0.9]]
+ADV = [[1.0, 1.0], [-0.5], [2.0, -1.0, 0.5]]
+PROMPTS = [1, 2, 1]
+
+
+def placed(rows: list[list[float]]) -> list[list[float]]:
+    """Numbers where they are predicted."""
+    return [[0.0] * (p - 1) + row + [0.0] for p, row in zip(PROMPTS, rows, strict=True)]
+
+
+def answers(**fields: list[list[float]]) -> PackedBatch:
+    documents = [list(range(3, 3 + p + len(row))) for p, row in zip(PROMPTS, NEW, strict=True)]
+    supervised = [[i >= p for i in range(p + len(row))] for p, row in zip(PROMPTS, NEW, strict=True)]
+    flat = {k: torch.tensor([x for row in placed(v) for x in row], dtype=torch.float64) for k, v in fields.items()}
+    return from_lists(documents, supervised=supervised).with_fields(**flat)
+
+
+def batch() -> PackedBatch:
+    return answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF)
+
+
+def run(loss: Any, b: PackedBatch, entropy: float = 0.0) -> tuple[LossSums, Tensor]:
+    mask = loss.tokens(b)
+    values = torch.tensor([x for row in placed(NEW) for x in row], dtype=torch.float64).requires_grad_()
+    name = "values" if isinstance(loss, ValueLoss) else "log_probs"
+    extra = {"entropy": torch.full_like(values, entropy)} if loss.request.entropy else {}
+    masked = values * mask
+    return loss(TokenOutputs(mask=mask, **{name: masked}, **extra), b), values
+
+
+def clip(r: float, a: float) -> float:
+    worst = max(-a * r, -a * min(max(r, 0.8), 1.2))
+    return min(worst, -a * 3.0) if a < 0 else worst
+
+
+def by_hand(ratio: str = "token") -> list[list[float]]:
+    found = []
+    for new, old, adv in zip(NEW, OLD, ADV, strict=True):
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        if ratio != "token":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        found.append([clip(math.exp(x), a) for x, a in zip(logs, adv, strict=True)])
+    return found
+
+
+AGGREGATED = {
+    "token-mean": lambda rows: sum(sum(r) for r in rows) / sum(len(r) for r in rows),
+    "seq-mean-token-sum": lambda rows: sum(sum(r) for r in rows) / len(rows),
+    "seq-mean-token-mean": lambda rows: sum(sum(r) / len(r) for r in rows) / len(rows),
+    "seq-mean-token-sum-norm": lambda rows: sum(sum(r) / 8 for r in rows) / len(rows),
+}
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence-token"])
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+def test_the_policy_loss_by_hand(ratio: Any, aggregation: Any) -> None:
+    norm = 8 if aggregation == "seq-mean-token-sum-norm" else None
+    loss = PolicyLoss(ratio=ratio, aggregation=aggregation, length_norm=norm)
+    sums, _ = run(loss, batch())
+    got = float(sums.terms["policy"].detach()) / loss.weights(batch())["policy"]
+    assert got == pytest.approx(AGGREGATED[aggregation](by_hand(ratio)), rel=1e-12)
+
+
+def test_every_token_counts_once_however_the_batch_is_cut() -> None:
+    loss = PolicyLoss(aggregation="seq-mean-token-mean", entropy_coef=0.1, kl_coef=0.3)
+    whole, values = run(loss, batch(), entropy=0.7)
+    found = dict.fromkeys(whole.terms, 0.0)
+    for part in ([1], [0, 2]):
+        cut, index = batch().select(part), batch().token_index(part)
+        mask = loss.tokens(cut)
+        outputs = TokenOutputs(
+            mask=mask, log_probs=values.detach()[index] * mask, entropy=torch.full((len(index),), 0.7, dtype=torch.float64)
+        )
+        for name, value in loss(outputs, cut).terms.items():
+            found[name] += float(value)
+    assert found == {name: pytest.approx(float(value.detach()), rel=1e-12) for name, value in whole.terms.items()}
+
+
+def test_entropy_and_distance_to_the_reference_are_terms_of_their_own() -> None:
+    loss = PolicyLoss(entropy_coef=0.1, kl_coef=0.3, kl_estimator="k3")
+    sums, _ = run(loss, batch(), entropy=0.7)
+    assert loss.weights(batch()) == {"policy": 6.0, "entropy": 6.0, "kl": 6.0}
+    kl = [math.exp(r - n) - 1 - (r - n) for new, ref in zip(NEW, REF, strict=True) for n, r in zip(new, ref, strict=True)]
+    assert float(sums.terms["kl"].detach()) == pytest.approx(0.3 * sum(kl))
+    assert float(sums.terms["entropy"]) == pytest.approx(-0.1 * 0.7 * 6)
+
+
+def test_gradients_of_the_sequence_ratios() -> None:
+    """GSPO-token has GSPO's value and, with one advantage for an answer, its gradient."""
+    b = answers(old_log_probs=OLD, advantages=[[0.5] * len(r) for r in NEW])
+    found = []
+    for ratio in ("sequence", "sequence-token", "token"):
+        sums, values = run(PolicyLoss(ratio=ratio), b)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(sums.terms["policy"], values)
+        found.append(gradient)
+    assert torch.allclose(found[0], found[1], rtol=1e-12)
+    assert not torch.allclose(found[0], found[2], rtol=1e-3)
+
+
+def test_tokens_that_the_policy_did_not_write_count_nothing() -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, response_mask=[[1, 0], [1], [0, 1, 1]])
+    loss = PolicyLoss()
+    sums, values = run(loss, b)
+    rows = by_hand()
+    assert loss.weights(b) == {"policy": 4.0}
+    assert float(sums.terms["policy"].detach()) == pytest.approx(rows[0][0] + rows[1][0] + rows[2][1] + rows[2][2])
+    (gradient,) = torch.autograd.grad(sums.terms["policy"], values)
+    assert int((gradient != 0).sum()) <= 4
+    weighed = b.with_fields(importance_weights=torch.full((b.num_tokens,), 0.5, dtype=torch.float64))
+    assert float(run(loss, weighed)[0].terms["policy"].detach()) == pytest.approx(0.5 * float(sums.terms["policy"].detach()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"old_log_probs": OLD}, "needs the token field 'advantages'; the batch has old_log_probs"),
+        ({"advantages": ADV}, "needs the token field 'old_log_probs'"),
+    ],
+)
+def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        PolicyLoss().weights(answers(**fields))
+    with pytest.raises(BatchError, match="'reference_log_probs'"):
+        PolicyLoss(kl_coef=0.1).weights(answers(old_log_probs=OLD, advantages=ADV))
+    with pytest.raises(BatchError, match=r"advantages' is \[10, 2\]; it must be \[10\]"):
+        PolicyLoss().weights(batch().with_fields(advantages=torch.zeros(10, 2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolicyLoss(clip_low=-0.1), "clip_low=-0.1"),
+        (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0"),
+        (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; there are token-mean"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
+        (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
+        (lambda: PolicyLoss(temperature=0.0), "temperature=0.0"),
+        (lambda: PolicyLoss(clip_low=1.5), "clip_low=1.5"),
+        (lambda: PolicyLoss(kl_coef=float("nan")), "kl_coef=nan"),
+        (lambda: PolicyLoss(dual_clip=float("inf")), "dual_clip=inf"),
+        (lambda: ValueLoss(clip=0.0), "clip=0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_value_loss_by_hand() -> None:
+    got, clipped = clipped_value_loss(t(1.0, 3.0, 3.0), t(1.0, 1.0, 1.0), t(2.0, 4.0, 0.0), 0.5)
+    assert got.tolist() == pytest.approx([0.5, 0.5 * 2.5**2, 0.5 * 9.0])
+    # The third moved as far as the second, but away from what it should be: it is followed.
+    assert clipped.tolist() == [False, True, False]
+    torch.manual_seed(0)
+    values, moved = torch.randn(2, 1000)
+    assert not clipped_value_loss(values + 0.4 * moved.clamp(-1, 1), values, moved, 0.5)[1].any()
+    b = answers(returns=ADV, values=OLD)
+    sums, _ = run(ValueLoss(clip=0.5), b)
+    wanted = 0.0
+    for new, old, ret in zip(NEW, OLD, ADV, strict=True):
+        for v, o, r in zip(new, old, ret, strict=True):
+            near = o + min(max(v - o, -0.5), 0.5)
+            wanted += 0.5 * max((v - r) ** 2, (near - r) ** 2)
+    assert float(sums.terms["value"].detach()) == pytest.approx(wanted)
+    assert ValueLoss().weights(b) == {"value": 6.0}
+    with pytest.raises(BatchError, match="'values'"):
+        ValueLoss().weights(answers(returns=ADV))
+    ValueLoss(clip=None).weights(answers(returns=ADV))
+
+
+# ---- advantages ---------------------------------------------------------------------------------------------------------
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = torch.tensor([[0.0, 1.0, 0.0]]).double(), torch.tensor([[0.5, 0.2, 9.0]]).double()
+    mask = torch.tensor([[1, 1, 0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    last = 1.0 - 0.2
+    first = 0.0 + 0.9 * 0.2 - 0.5 + 0.9 * 0.8 * last
+    assert advantages.tolist() == [pytest.approx([first, last, 0.0])]
+    assert returns.tolist() == [pytest.approx([first + 0.5, last + 0.2, 0.0])]
+    # A masked token inside is stepped over.
+    wide = gae(
+        torch.tensor([[0.0, 7.0, 1.0]]).double(), torch.tensor([[0.5, 9.0, 0.2]]).double(), torch.tensor([[1, 0, 1]]), 0.9, 0.8
+    )
+    assert wide[0].tolist() == [pytest.approx([first, 0.0, last])]
+
+
+def test_rewards_by_token_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    got = token_rewards(t(2.0, -1.0), mask, kl=torch.ones(2, 3).double(), kl_coef=0.1)
+    assert got.tolist() == [pytest.approx([-0.1, 1.9, 0.0]), pytest.approx([-0.1, 0.0, -1.1])]
+
+
+def test_groups_by_hand() -> None:
+    rewards, groups = t(1.0, 0.0, 0.0, 5.0, 3.0, 7.0), torch.tensor([4, 4, 4, 1, 1, 9])
+    deviation = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
+    got = grpo(rewards, groups).tolist()
+    assert got[:3] == pytest.approx([x / (deviation + 1e-6) for x in (2 / 3, -1 / 3, -1 / 3)])
+    assert got[3:] == pytest.approx([1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6), 0.0])
+    assert grpo(rewards, groups, scale=False).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0, 0.0])
+    assert rloo(rewards, groups).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0, 0.0])
+
+
+def test_reinforce_plus_plus_and_whitening_by_hand() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).double(), torch.tensor([[1, 1], [1, 0]])
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[0.5, 1.0], [2.0, 0.0]]
+    flat = [0.5, 1.0, 2.0]
+    mean = sum(flat) / 3
+    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / 2)
+    assert advantages[mask > 0].tolist() == pytest.approx([(x - mean) / scale for x in flat], rel=1e-6)
+    assert whiten(rewards, mask)[1, 1] == 0.0
+    assert broadcast_to_tokens(t(3.0, 4.0), mask).tolist() == [[3.0, 3.0], [4.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: gae(torch.zeros(2, 3), torch.zeros(2, 2), m),
+        lambda m: token_rewards(torch.zeros(3), m),
+        lambda m: broadcast_to_tokens(torch.zeros(3), m),
+        lambda m: grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64)),
+        lambda m: rloo(torch.zeros(2), torch.zeros(3, dtype=torch.int64)),
+    ],
+)
+def test_wrong_shapes_are_refused(call: Any) -> None:
+    with pytest.raises(BatchError, match="it must be"):
+        call(torch.ones(2, 2))
+
+
+# ---- what a step tells, and what may stand outside the answers ----------------------------------------------------------
+
+
+def told(sums: LossSums, name: str) -> float:
+    total, count = sums.metrics[name]
+    return float(total) / float(count)
+
+
+def test_metrics_by_hand() -> None:
+    sums, _ = run(PolicyLoss(clip_low=0.2, clip_high=0.5), batch())
+    logs = [n - o for new, old in zip(NEW, OLD, strict=True) for n, o in zip(new, old, strict=True)]
+    flat = [a for row in ADV for a in row]
+    clipped = [(math.exp(x) > 1.5) if a > 0 else (math.exp(x) < 0.8) for x, a in zip(logs, flat, strict=True)]
+    assert 0 < sum(clipped) < len(clipped)
+    assert told(sums, "clip_fraction") == pytest.approx(sum(clipped) / 6)
+    assert told(sums, "approx_kl") == pytest.approx(-sum(logs) / 6)
+    assert told(sums, "ratio") == pytest.approx(sum(math.exp(x) for x in logs) / 6)
+    assert told(sums, "advantages") == pytest.approx(sum(flat) / 6)
+    value, _ = run(ValueLoss(clip=0.25), answers(returns=ADV, values=OLD))
+    olds = [o for row in OLD for o in row]
+    near = [o + min(max(x, -0.25), 0.25) for o, x in zip(olds, logs, strict=True)]
+    counted = [(n - a) ** 2 > (o + x - a) ** 2 for n, a, o, x in zip(near, flat, olds, logs, strict=True)]
+    assert 0 < sum(counted) < sum(abs(x) > 0.25 for x in logs)
+    assert told(value, "value_clip_fraction") == pytest.approx(sum(counted) / 6)
+
+
+@pytest.mark.parametrize("loss", [PolicyLoss(ratio="sequence", kl_coef=0.1), PolicyLoss(), ValueLoss()])
+def test_what_stands_outside_the_answers_spoils_nothing(loss: Any) -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, returns=ADV, values=OLD, importance_weights=NEW)
+    outside = ~loss.tokens(b)
+    spoiled = b.with_fields(**{k: v.masked_fill(outside, float("nan")) for k, v in b.token_fields.items()})
+    for name, (total, count) in run(loss, spoiled)[0].metrics.items():
+        assert math.isfinite(float(total) / float(count)), name
+    found = []
+    for one in (b, spoiled):
+        sums, values = run(loss, one)
+        found.append(torch.autograd.grad(sum(sums.terms.values()), values)[0])  # type: ignore[arg-type]
+    assert torch.equal(found[0], found[1])
+
+
+def test_equal_rewards_are_no_advantage_and_whole_numbers_are_numbers() -> None:
+    same = grpo(torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64))
+    assert same.abs().max() < 1e-5
+    assert grpo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == pytest.approx([0.70710578, -0.70710578])
+    assert rloo(torch.tensor([1, 0]), torch.zeros(2, dtype=torch.int64)).tolist() == [1.0, -1.0]
+    assert not whiten(torch.ones(1, 2), torch.zeros(1, 2)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.bool])
+def test_rewards_of_any_number_format_are_computed_in_float32(dtype: torch.dtype) -> None:
+    rewards, mask, groups = torch.tensor([0, 0, 0, 1]), torch.ones(4, 2, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
+    wanted, given = rewards.double(), rewards.to(dtype)
+
+    def same(got: Tensor, want: Tensor) -> None:
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+    same(token_rewards(given, mask), token_rewards(wanted, mask))
+    same(grpo(given, groups), grpo(wanted, groups))
+    same(rloo(given, groups), rloo(wanted, groups))
+    same(broadcast_to_tokens(given, mask), broadcast_to_tokens(wanted, mask))
+    single = torch.ones(4, 1)
+    advantages, returns = reinforce_plus_plus(given[:, None], single)
+    assert returns[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0]
+    # Whitened by hand: a mean of 1/4, a variance of 1/4.
+    assert advantages[:, 0].tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-6)
+    same(gae(given[:, None], given[:, None], single)[0], gae(wanted[:, None], wanted[:, None], single)[0])
+
+
+def test_what_stands_in_padding_leaks_nowhere() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]])
+    full = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 4.0]])
+    for nothing in (float("nan"), float("inf"), -1e38):
+        dirty = torch.where(mask > 0, full, nothing)
+        # The second answer has no token: neither has its reward a place.
+        rewards = torch.tensor([1.0, nothing, 3.0])
+        calls: list[tuple[Any, Any]] = [
+            (token_rewards(rewards, mask, dirty, 0.1), token_rewards(t(1, 0, 3).float(), mask, full, 0.1)),
+            (gae(dirty, dirty, mask)[0], gae(full, full, mask)[0]),
+            (gae(dirty, dirty, mask)[1], gae(full, full, mask)[1]),
+            (whiten(dirty, mask), whiten(full, mask)),
+            (reinforce_plus_plus(dirty, mask)[0], reinforce_plus_plus(full, mask)[0]),
+            (broadcast_to_tokens(rewards, mask), broadcast_to_tokens(t(1, 0, 3).float(), mask)),
+        ]
+        for got, want in calls:
+            assert torch.equal(got, want)
+            assert not got[mask == 0].any()
+
+
+def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
+    for rows, width in ((0, 3), (2, 0), (0, 0)):
+        empty, mask = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
+        rewards = torch.ones(rows)
+        assert token_rewards(rewards, mask).shape == (rows, width)
+        assert gae(empty, empty, mask)[1].shape == (rows, width)
+        assert whiten(empty, mask).shape == (rows, width)
+        assert broadcast_to_tokens(rewards, mask).shape == (rows, width)
+        assert grpo(rewards, torch.zeros(rows, dtype=torch.int64)).shape == (rows,)
+        assert rloo(rewards, torch.zeros(rows, dtype=torch.int64)).shape == (rows,)
+    assert grpo([], []).tolist() == []
+    assert grpo([1, 0], [7, 7]).tolist() == pytest.approx([0.70710578, -0.70710578])
+    assert broadcast_to_tokens([1.5, 2], [[1, 0], [1, 1]]).tolist() == [[1.5, 0.0], [2.0, 2.0]]
+    assert token_rewards([1, 2], [[1, 1], [1, 0]]).tolist() == [[0.0, 1.0], [2.0, 0.0]]
+    assert whiten([[1.0, 2.0]], [[1, 1]]).tolist() == [pytest.approx([-0.70710678, 0.70710678], rel=1e-6)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 1"),
+        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 0"),
+        (lambda x: broadcast_to_tokens(t(1.0, x), torch.ones(2, 2)), "advantages has nan for answer 1"),
+        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for answer 1"),
+        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of answer 1"),
+        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of answer 0"),
+        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of answer 0"),
+        (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must be whole numbers"),
+        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups makes no tensor"),  # type: ignore[arg-type,list-item]
+        (lambda x: grpo(torch.zeros(1, 2), torch.zeros(1, 2).long()), r"rewards is \[1, 2\]; it must be \[B\]"),
+        (lambda x: broadcast_to_tokens([1.0, 2.0], [[1], [1, 1]]), "mask makes no tensor"),
+        (lambda x: whiten([1.0, 2.0], [1, 1]), r"mask is \[2\]; it must be \[B, R\]"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named_with_their_answer(call: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        call(float("nan"))

@@ -1,0 +1,341 @@
+"""Losses over preferences: the formulas by hand, what a batch must say, and another program's recorded numbers."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.loss import LossSums, TokenOutputs, loss_mask
+from drivetrain.engine.packing.batch import IGNORE, PackedBatch
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
+from drivetrain.trainers.data.load import load_data
+from drivetrain.trainers.data.loader import Loader, Sampler
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.methods.base import Method
+from drivetrain.trainers.methods.preference import PreferenceMethod
+from drivetrain.trainers.methods.reward import RewardMethod
+from drivetrain.trainers.validate import sample_budget
+from drivetrain.workers.losses import preference
+from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
+from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
+from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.engines import build
+from helpers.files import module_of
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (preference.sigmoid_loss(numbers(2.0), 0.5), -math.log(sigma(1.0))),
+        (preference.sigmoid_loss(numbers(2.0), 0.5, 0.1), -0.9 * math.log(sigma(1.0)) - 0.1 * math.log(sigma(-1.0))),
+        (preference.ipo_loss(numbers(2.0), 0.5), (2.0 - 1.0) ** 2),
+        (preference.hinge_loss(numbers(1.0), 0.5), 0.5),
+        (preference.hinge_loss(numbers(3.0), 0.5), 0.0),
+        (preference.simpo_loss(numbers(1.0), 2.0, 0.5), -math.log(sigma(1.5))),
+        (preference.cpo_loss(numbers(1.0), 2.0), -math.log(sigma(2.0))),
+        (
+            preference.orpo_loss(numbers(math.log(0.5)), numbers(math.log(0.2)), 0.3),
+            -0.3 * math.log(sigma(math.log(1.0) - math.log(0.25))),
+        ),
+        (preference.kto_loss(numbers(1.5), torch.tensor([True]), numbers(0.5), 2.0, 3.0, 1.0), 3.0 * (1 - sigma(2.0))),
+        (preference.kto_loss(numbers(1.5), torch.tensor([False]), numbers(0.5), 2.0, 3.0, 0.7), 0.7 * (1 - sigma(-2.0))),
+        (bradley_terry_loss(numbers(1.0), numbers(-0.5), 0.25), -math.log(sigma(1.25))),
+        (centering_loss(numbers(1.0), numbers(-0.25)), 0.5625),
+    ],
+)
+def test_formulas_by_hand(got: Tensor, wanted: float) -> None:
+    assert got.item() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("log_prob", [-1e-7, -0.1, -0.69, -0.7, -30.0])
+def test_odds_keep_their_digits_at_both_ends(log_prob: float) -> None:
+    x = numbers(log_prob).requires_grad_()
+    odds = preference.log_odds(x)
+    assert odds.item() == pytest.approx(log_prob - math.log(-math.expm1(log_prob)), rel=1e-12)
+    (slope,) = torch.autograd.grad(odds, x)
+    assert slope.item() == pytest.approx(1 / -math.expm1(log_prob), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_odds_of_what_is_certain_are_finite(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -1e-30, -1e-7, -200.0], dtype=dtype, requires_grad=True)
+    for chosen, rejected in itertools.product(x, x):
+        loss = preference.orpo_loss(chosen, rejected, 0.1)
+        (slopes,) = torch.autograd.grad(loss, x)
+        assert math.isfinite(float(loss.detach()))
+        assert bool(torch.isfinite(slopes).all())
+    assert float(preference.log_odds(x).detach()[0]) == pytest.approx(-math.log(2**-24), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [*(PreferenceLoss(kind=k) for k in get_args(PairLoss)), KTOLoss()])
+def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_row(loss: Any) -> None:
+    names = [f"pairs.jsonl:{i}" for i in range(6)]
+    whole = pairs_batch(names=names).with_sequence_fields(kl_baseline=torch.zeros(6))
+    assert loss.weights(whole)
+    one = whole.bounds[3]
+    labels = whole.labels.clone()
+    labels[one : whole.bounds[4]] = IGNORE
+    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty answer: none of its tokens is supervised"):
+        loss.weights(replace(whole, labels=labels))
+    if loss.needs_reference:
+        reference = whole.sequence_fields[REFERENCE].clone()
+        reference[4] = float("nan")
+        with pytest.raises(BatchError, match=r"reference_log_probs is nan in pairs.jsonl:4"):
+            loss.weights(whole.with_sequence_fields(**{REFERENCE: reference}))
+
+
+@pytest.mark.parametrize("name", [REFERENCE, CHOSEN])
+def test_a_field_of_sequences_of_another_shape_is_refused(name: str) -> None:
+    batch = pairs_batch().with_sequence_fields(**{name: torch.ones(6, 1)})
+    with pytest.raises(BatchError, match=rf"sequence field '{name}' is \[6, 1\]; it must be \[6\]"):
+        PreferenceLoss().weights(batch)
+    with pytest.raises(BatchError, match=rf"sequence field '{name}' is \[6, 1\]"):
+        KTOLoss().weights(batch.with_sequence_fields(kl_baseline=torch.zeros(6)))
+
+
+def test_a_margin_that_is_not_finite_is_refused_with_its_row() -> None:
+    margin = torch.tensor([0.5, 0.5, float("inf"), 0, 0, 0])
+    with pytest.raises(BatchError, match="margin is inf in sequence 2"):
+        RewardLoss().weights(pairs_batch().with_sequence_fields(**{MARGIN: margin}))
+
+
+def test_weights_of_tokens_that_are_not_learned_may_be_anything() -> None:
+    batch = from_lists([[1, 2, 3], [4, 5]], supervised=[[False, False, True], [True, True]])
+    loss, mask = SFTLoss(), loss_mask(batch)
+    log_probs = torch.full((batch.num_tokens,), -2.0) * mask
+    weights = torch.tensor([float("nan"), 0.5, float("inf"), 3.0, float("nan")], dtype=torch.float16)
+    weighed = batch.with_fields(loss_weights=weights)
+    assert loss.weights(weighed) == {"nll": 3.5}
+    assert float(loss(TokenOutputs(mask=mask, log_probs=log_probs), weighed).terms["nll"]) == 7.0
+    with pytest.raises(BatchError, match="loss_weights is nan at token 0 in sequence 1"):
+        loss.weights(batch.with_fields(loss_weights=torch.tensor([0.0, 0.5, 0.0, float("nan"), 0.0])))
+
+
+def test_a_policy_against_itself_has_a_margin_of_exactly_zero() -> None:
+    torch.manual_seed(0)
+    documents = [list(range(1, 402)), list(range(1, 702))]
+    batch = from_lists(documents, sequence_fields={CHOSEN: [1, 0]}, group_ids=[0, 0])
+    mask = loss_mask(batch)
+    log_probs = torch.randn(batch.num_tokens).abs().neg() * mask
+    # The reference's own sums, as the trainer makes them.
+    reference = sequence_sums(log_probs.double(), batch)
+    batch = batch.with_sequence_fields(**{REFERENCE: reference})
+    got = PreferenceLoss(beta=50.0)(TokenOutputs(mask=mask, log_probs=log_probs), batch)
+    assert float(got.terms["preference"]) == pytest.approx(math.log(2), abs=1e-12)
+    # Control: sums in float32 are off by enough to be seen.
+    assert float((sequence_sums(log_probs, batch) - reference).abs().max()) > 1e-6
+
+
+def pairs_batch(**changes: Any) -> PackedBatch:
+    """Three pairs, one of them with the rejected side first."""
+    documents = [[5, 6, 7], [5, 6], [1, 2, 3, 4], [1, 2], [9, 8, 7], [9, 8, 7, 6, 5]]
+    fields = {CHOSEN: [1, 0, 0, 1, 1, 0], MARGIN: [0.5, 0.5, 0.1, 0.1, 0, 0], REFERENCE: [-3, -1, -4, -2, -2, -6]}
+    made = {"sequence_fields": fields, "group_ids": [4, 4, 7, 7, 1, 1], **changes}
+    return from_lists(documents, **made)
+
+
+def evaluated(loss: Any, batch: PackedBatch) -> tuple[LossSums, Tensor]:
+    mask = loss.tokens(batch)
+    values = torch.linspace(-2.0, -0.1, batch.num_tokens, dtype=torch.float64) * mask
+    values.requires_grad_()
+    name = loss.request.names[0]
+    return loss(TokenOutputs(mask=mask, **{name: values}), batch), values
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"])
+def test_a_cut_of_the_batch_and_the_order_of_its_sides_change_nothing(kind: Any) -> None:
+    loss, batch = PreferenceLoss(kind=kind, sft_weight=0.5), pairs_batch()
+    whole, values = evaluated(loss, batch)
+    whole = LossSums(terms={name: value.detach() for name, value in whole.terms.items()})
+    sums: dict[str, float] = dict.fromkeys(whole.terms, 0.0)
+    for part in ([0, 1, 4, 5], [2, 3]):
+        cut, index = batch.select(part), batch.token_index(part)
+        outputs = TokenOutputs(mask=loss.tokens(cut), log_probs=values.detach()[index])
+        for name, value in loss(outputs, cut).terms.items():
+            sums[name] += float(value)
+    assert sums == {name: pytest.approx(float(value), rel=1e-12) for name, value in whole.terms.items()}
+    turned = batch.select([1, 0, 3, 2, 5, 4])
+    outputs = TokenOutputs(mask=loss.tokens(turned), log_probs=values.detach()[batch.token_index([1, 0, 3, 2, 5, 4])])
+    assert float(loss(outputs, turned).terms["preference"]) == pytest.approx(float(whole.terms["preference"]), rel=1e-12)
+    assert loss.weights(batch) == {"preference": 3.0, "sft": 2.0 + 1.0 + 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_ids": None}, "needs group_ids"),
+        ({"sequence_fields": {REFERENCE: [0.0] * 6}}, "'chosen'; this batch lacks"),
+        ({"sequence_fields": {CHOSEN: [1, 1, 0, 1, 1, 0]}}, "every group must be a pair"),
+        ({"group_ids": [4, 4, 7, 7, 1, 2]}, "every group must be a pair"),
+        ({"sequence_fields": {CHOSEN: [1, 0, 0, 1, 1, 0]}}, "needs the sequence field 'reference_log_probs'"),
+    ],
+)
+def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        PreferenceLoss().weights(pairs_batch(**change))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PreferenceLoss(beta=0.0), "beta=0.0"),
+        (lambda: PreferenceLoss(beta=float("inf")), "beta=inf"),
+        (lambda: PreferenceLoss(kind="simpo", gamma=float("nan")), "gamma=nan"),
+        (lambda: RewardLoss(centering=float("nan")), "centering=nan"),
+        (lambda: PreferenceLoss(kind="ipo", label_smoothing=0.1), "label_smoothing=0.1 with loss=ipo"),
+        (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
+        (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
+        (lambda: PreferenceLoss(sft_weight=-1.0), "sft_weight=-1.0"),
+        (lambda: PreferenceLoss(kind="dpo"), "there are sigmoid"),  # type: ignore[arg-type]
+        (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight=0.0"),
+        (lambda: RewardLoss(centering=-0.1), "centering=-0.1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_sum_over_sequences_keeps_to_their_borders() -> None:
+    batch = from_lists([[1, 2], [3], [4, 5, 6]])
+    assert sequence_sums(torch.arange(6.0), batch).tolist() == [1.0, 2.0, 12.0]
+    empty = from_lists([])
+    assert sequence_sums(torch.empty(0), empty).tolist() == []
+
+
+def test_the_reward_is_read_at_the_last_token_alone() -> None:
+    loss, batch = RewardLoss(centering=0.1), pairs_batch()
+    assert loss.tokens(batch).nonzero()[:, 0].tolist() == [2, 4, 8, 10, 13, 18]
+    sums, values = evaluated(loss, batch)
+    (gradient,) = torch.autograd.grad(sum(sums.terms.values()), values)  # type: ignore[arg-type]
+    assert gradient.nonzero()[:, 0].tolist() == [2, 4, 8, 10, 13, 18]
+
+
+# ---- another program's numbers ------------------------------------------------------------------------------------------
+
+
+CASE = module_of(RECORDED / "case.py")
+TRL = json.loads((RECORDED / "trl_numbers.json").read_text())["numbers"]
+NAMES = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "reward_accuracy": "rewards/accuracies",
+    "log_probs_chosen": "logps/chosen",
+    "log_probs_rejected": "logps/rejected",
+    "nll_chosen": "nll_loss",
+    "kl_baseline": "kl",
+}
+REWARD_NAMES = {"reward_accuracy": "accuracy", "reward_margin": "margin", "reward_mean": "mean_reward"}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("case")
+    CASE.write_models(folder, make_tokenizer())
+    CASE.write_data(folder)
+    return folder
+
+
+def first_step(method: Method, config: Any) -> Any:
+    """A step over all rows, through the trainer's own reading of data and its reference."""
+    data = load_data(config, method.kind, sample_budget(config, method))
+    samples = data.train
+    method.check()
+    with build_engine(config) as engine:
+        method.setup(engine, data.tokenizer, data.train, None)
+        try:
+            order = Sampler(samples.sizes, weights=None, seed=0, shuffle=False)
+            (drawn,) = Loader(samples, order, batch_size=len(CASE.PAIRS)).once()
+            return engine.train_batch(method.batch(engine, drawn, training=True), method.loss)
+        finally:
+            method.close()
+
+
+class build_engine:  # a context
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __enter__(self) -> Any:
+        model = self._config.model
+        self._engine = build(model.path, model={"head": model.head})
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "ipo": {"loss": "ipo"},
+    "hinge": {"loss": "hinge"},
+    "sigmoid_normalized": {"length_normalize": True},
+    "cpo": {"loss": "cpo"},
+    "cpo_smoothed": {"loss": "cpo", "label_smoothing": 0.2},
+    "simpo": {"loss": "simpo", "gamma": 0.5},
+    "orpo": {"loss": "orpo"},
+    "kto": {"loss": "kto", "undesirable_weight": 1.5},
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", LOSSES)
+def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
+    settings = LOSSES[name]
+    needs = settings.get("loss", "sigmoid") in ("sigmoid", "ipo", "hinge", "kto")
+    data = case / ("unpaired.jsonl" if name == "kto" else "pairs.jsonl")
+    config = DPOConfig(
+        model=ModelConfig(path=str(case / "policy")),
+        data=DataConfig(train=(str(data),), batch_size=8, cache_dir=str(tmp_path)),
+        dpo=PreferenceConfig(beta=CASE.BETA, **settings),
+        reference=ReferenceConfig(path=str(case / "reference")) if needs else ReferenceConfig(),
+    )
+    got, wanted = first_step(PreferenceMethod(config), config), TRL[name]
+    told = wanted["metrics"]
+    if name == "orpo":
+        # TRL's likelihood term is that of prompt and answer; the paper's, and ours, that of the answer. The other term is equal.
+        assert got.terms["preference"] == pytest.approx(-CASE.BETA * told["log_odds_ratio"], rel=1e-5)
+    else:
+        assert got.loss == pytest.approx(wanted["loss"], rel=1e-5)
+        assert got.grad_norm == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    for mine, theirs in NAMES.items():
+        # Without a reference TRL's log-probabilities are those of a token where the loss divides by length.
+        other = theirs.startswith("logps") and name in ("simpo", "orpo")
+        if theirs in told and mine in got.metrics and not other and not (theirs == "nll_loss" and name != "cpo"):
+            assert got.metrics[mine] == pytest.approx(told[theirs], rel=1e-5), mine
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ["reward", "reward_margin", "reward_centered"])
+def test_trl_trains_the_same_reward_model(case: Path, tmp_path: Path, name: str) -> None:
+    data = case / ("margins.jsonl" if name == "reward_margin" else "pairs.jsonl")
+    config = RMConfig(
+        model=ModelConfig(path=str(case / "reward"), head="value"),
+        data=DataConfig(train=(str(data),), batch_size=8, cache_dir=str(tmp_path)),
+        rm=RewardConfig(centering=0.1 if name == "reward_centered" else 0.0),
+    )
+    got, wanted = first_step(RewardMethod(config), config), TRL[name]
+    assert got.loss == pytest.approx(wanted["loss"], rel=1e-5)
+    assert got.grad_norm == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    for mine, theirs in REWARD_NAMES.items():
+        assert got.metrics[mine] == pytest.approx(wanted["metrics"][theirs], rel=1e-5), mine

@@ -1,0 +1,40 @@
+"""What may be tracked: no binary and nothing large."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from helpers.files import module_of
+
+ROOT = Path(__file__).parents[2]
+CHECK = module_of(ROOT / ".ci" / "check_files.py")
+
+
+def test_binaries_and_large_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "small.py").write_text("x = 1\n")
+    (tmp_path / "wheel.whl").write_bytes(b"PK\0\0")
+    (tmp_path / "large.json").write_text("0" * 300_001)
+    (tmp_path / "docs" / "picture.png").write_bytes(b"\0" * 400_000)
+    names = ["small.py", "wheel.whl", "large.json", "docs/picture.png", "deleted.py"]
+    assert CHECK.unwanted(tmp_path, names) == [
+        "wheel.whl is a binary file; leave it out of the repository (.gitignore)",
+        "large.json has 300001 bytes, more than 300000; make it smaller, or leave it out of the repository",
+    ]
+
+
+def test_this_repository_has_none() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / ".ci" / "check_files.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_hooks_run_what_make_check_runs() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in repository["hooks"]:
+        assert hook["language"] == "system"
+        words = hook["entry"].removeprefix(".venv/bin/python ").removesuffix(" --force-exclude")
+        assert words == "make check" or words in makefile

@@ -1,0 +1,328 @@
+"""Where rows come from, how they are tokenised and kept, and how long they may be."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.errors import DataError
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.data.dataset import Budget, Dataset
+from drivetrain.trainers.data.sample import Sample
+from drivetrain.trainers.data.sources import open_source
+from drivetrain.trainers.data.tokenize import load_token_caches
+from drivetrain.trainers.demo.addition import make_tokenizer, question
+from helpers.hub import serve
+
+TOKENIZER = make_tokenizer()
+CHAT = [*question(3, 4), {"role": "assistant", "content": "7"}]
+BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
+
+
+def learned(sample: Sample, tokenizer: Any = TOKENIZER) -> str:
+    return str(tokenizer.decode([i for i, s in zip(sample.ids, sample.supervised, strict=True) if s]))
+
+
+def with_template(template: str) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}<end>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> dict[str, Any]:
+    return {"cache_dir": str(tmp_path / "cache")}
+
+
+def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **data: Any) -> Dataset:
+    config = DataConfig(**{**cache, **data})
+    return Dataset(load_token_caches(paths, tokenizer, config, training=True), config, BUDGET, paths)
+
+
+def every(samples: Dataset) -> list[Sample]:
+    return [samples.document(i, 0) for i in range(len(samples))]
+
+
+ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_formats_files_and_folders(tmp_path: Path, cache: dict[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    jsonl = write_rows(tmp_path / "a.jsonl", ROWS)
+    parquet = str(tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist([{**r, "picture": b"x"} for r in ROWS]), parquet)
+    chats = write_rows(tmp_path / "c.jsonl", [{"messages": [*question(1, 2), {"role": "assistant", "content": "3"}]}])
+    folder = tmp_path / "folder"
+    write_rows(folder / "2.jsonl", [{"text": "5"}])
+    (folder / "1.json").write_text(json.dumps([{"text": "6", "prompt": None}]))
+    write_rows(folder / ".hidden.jsonl", [{"text": "7"}])
+    samples = load([jsonl, parquet, chats, str(folder)], cache)
+    assert [learned(s) for s in every(samples)] == ["2<end>", "4<end>", "2<end>", "4<end>", "3<end>", "6<end>", "5<end>"]
+    assert samples[1][0].name == f"{jsonl}:2"
+    assert samples[5][0].name == f"{folder}/1.json:1"
+    assert samples.sizes == [2, 2, 1, 2]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("too_long", "kept"),
+    [("skip", ["1+1=2<end>"]), ("truncate_right", ["1+1=2<end>", "1+1=22"]), ("truncate_left", ["1+1=2<end>", "=2222<end>"])],
+)
+def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dict[str, Any]) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2222"}])
+    samples = load([path], cache, max_length=6, too_long=too_long)
+    assert [TOKENIZER.decode(s.ids) for s in every(samples)] == kept
+    assert samples.lengths.tolist() == [[len(s.ids)] for s in every(samples)]
+    with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
+        load([path], cache, max_length=6)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_truncation_leaves_nothing_of_is_left_out(
+    tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(
+        tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "111+111=", "completion": "222"}]
+    )
+    assert len(load([path], cache, max_length=6, too_long="truncate_right")) == 1
+    assert "left out: 1 of the samples" in caplog.text
+    with pytest.raises(DataError, match=r"no sample of .*a.jsonl is left to learn from"):
+        load([path], cache, max_length=3, too_long="truncate_right")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_tokenised_data_is_kept_and_made_again_when_anything_changes(
+    tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "drivetrain")
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+
+    def made() -> bool:
+        told = "tokenised" in caplog.text
+        caplog.clear()
+        return told
+
+    load([path], cache)
+    assert made()
+    load([path], cache, max_length=50, too_long="skip")
+    assert not made()
+    load([path], cache, format="prompt_completion")
+    assert made()
+    load([path], cache, with_template(MARKED))
+    assert made()
+    write_rows(tmp_path / "a.jsonl", [*ROWS, *ROWS])
+    assert len(load([path], cache)) == 4
+    assert made()
+    # A file of it is damaged, or cut short: it is not taken at its name.
+    for name, content in (("ids", b"x" * 24 * 4), ("supervised", b"x")):
+        (store,) = [f for f in Path(cache["cache_dir"]).iterdir() if (f / "lengths").stat().st_size == 4 * 4]
+        (store / name).write_bytes(content)
+        assert [learned(s) for s in every(load([path], cache))] == ["2<end>", "4<end>"] * 2
+        assert made()
+    assert not [f for f in Path(cache["cache_dir"]).iterdir() if f.name.startswith(".tmp")]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_processes_tokenise_as_one_does(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(1500)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    alone = load([path], {"cache_dir": str(tmp_path / "alone")}, workers=0)
+    several = load([path], {"cache_dir": str(tmp_path / "several")}, workers=2)
+    assert alone.digest == several.digest
+    assert several[1000][0].name == f"{path}:1001"
+    write_rows(tmp_path / "a.jsonl", [*rows, {"prompt": "1", "completion": ""}])
+    with pytest.raises(DataError, match=r"a.jsonl:1501: the completion is empty"):
+        load([path], {"cache_dir": str(tmp_path / "several")}, workers=2)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no rows"),
+        (
+            '{"picture": "x"}\n',
+            "a.jsonl:1 has the columns picture; it needs messages or prompt and completion or conversations",
+        ),
+        (
+            '{"prompt": "1", "completion": "2"}\n\n{"prompt": null, "completion": "2"}\n',
+            r"a.jsonl:3 has the columns prompt \(null\), completion",
+        ),
+        ('{"prompt": "1", "completion": ""}\n', "a.jsonl:1: the completion is empty"),
+        ('{"prompt": "1", "completion": 2}\n', "a.jsonl:1: completion is int; it must be text"),
+        ('{"prompt": "1", "completion": "2"}\nnot json\n', "a.jsonl:2 is not JSON"),
+        ("[1]\n", "a.jsonl:1 is a JSON list"),
+    ],
+)
+def test_bad_files_are_named(content: str, message: str, tmp_path: Path, cache: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load([str(tmp_path / "a.jsonl")], cache)
+    assert not list(Path(cache["cache_dir"]).glob("*"))
+
+
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "b.json").write_text('{"text": "x"}\n{"text": "y"}\n')
+    (tmp_path / "c.parquet").write_text("no parquet")
+    for name, message in (
+        ("nowhere.jsonl", "data file nowhere.jsonl does not exist"),
+        (str(tmp_path / "empty"), "has no .jsonl, .json, .parquet file"),
+        (str(tmp_path / "a.csv"), "is a .csv; use"),
+        ("nobody/nothing", "is no file or folder, and loading it as a data set of the Hugging Face Hub failed"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_source(name, training=True)
+    for file, message in (
+        ("b.json", "is not JSON: .*; a file of one object a line ends in .jsonl"),
+        ("c.parquet", "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(open_source(str(tmp_path / file), training=True).chunks())
+
+
+CARD = b"""---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
+LOADED = """
+import json, sys
+from drivetrain.trainers.data.sources import open_source
+found = []
+for name, training in json.loads(sys.argv[1]):
+    try:
+        found.append([row for chunk in open_source(name, training=training).chunks() for row in chunk.rows])
+    except Exception as e:
+        found.append(f"{type(e).__name__}: {e}")
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_tables_nulls_are_no_keys(tmp_path: Path, cache: dict[str, Any]) -> None:
+    """Rows of a table all have the keys that any has; the template sees those of the row alone, as from a jsonl file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": CHAT, "tools": [{"name": "5"}]},
+        {"messages": [{**CHAT[0], "name": "6"}, CHAT[1]], "tools": [{"sign": "="}]},
+    ]
+    tokenizer = with_template(
+        "{% for t in tools %}{% for k in t %}{{ t[k] }}{% endfor %}{% endfor %}" + str(TOKENIZER.chat_template)
+    )
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    paths = [write_rows(tmp_path / "a.jsonl", rows), str(tmp_path / "a.parquet")]
+    one, two, three, four = (s.ids for s in every(load(paths, cache, tokenizer)))
+    assert (one, two) == (three, four)
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1", "answer": "2"}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet has the columns prompt, answer; it needs"):
+        load([str(tmp_path / "b.parquet")], cache)
+
+
+ENDLESS = """
+import sys
+from drivetrain.engine.parallel.process_groups import init_distributed
+from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.data.tokenize import load_token_caches
+if __name__ == "__main__":
+    init_distributed()
+    load_token_caches([sys.argv[1]], make_tokenizer(), DataConfig(cache_dir=sys.argv[2], workers=2), training=True)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "2"}] * 400_000)
+    (tmp_path / "program.py").write_text(ENDLESS)
+    words = [sys.executable, str(tmp_path / "program.py"), path, str(tmp_path / "cache")]
+    parent = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        workers = waited(lambda: found if len(found := spawned(parent.pid)) == 2 and made(tmp_path / "cache") else None)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def spawned(parent: int) -> list[int]:
+    """Working children of a process."""
+    children = [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def made(folder: Path) -> bool:
+    """Whether samples have arrived."""
+    return any(f.stat().st_size for f in folder.glob(".tmp-*/ids"))
+
+
+def waited(check: Any) -> Any:
+    for _ in range(600):
+        if found := check():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("nothing happened in a minute")
+
+
+def test_data_sets_of_the_hub(tmp_path: Path) -> None:
+    files = {"train.jsonl": b'{"text": "1"}\n{"text": "2"}\n', "test.jsonl": b'{"text": "3"}\n', "README.md": CARD}
+    asked = [
+        ("org/some", True),
+        ("org/some:test", False),
+        ("org/some/default:train[1:]", True),
+        ("org/some", False),
+        ("org/some:nix", True),
+        ("org/other", True),
+    ]
+    with serve("org/some", files) as address:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        words = [sys.executable, "-c", LOADED, json.dumps(asked)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment, timeout=100)
+    whole, test, part, unnamed, no_split, no_name = json.loads(done.stdout.splitlines()[-1])
+    assert whole == [[1, {"text": "1"}], [2, {"text": "2"}]]
+    assert test == [[1, {"text": "3"}]]
+    assert part == [[1, {"text": "2"}]]
+    assert unnamed == "DataError: data set org/some has the splits train, test; name one, as in org/some:test"
+    assert 'Unknown split "nix". Should be one of' in no_split
+    assert "DataError: org/other is no file or folder, and loading it as a data set of the Hugging Face Hub failed" in no_name
+
+
+@pytest.mark.usefixtures("process_group")
+def test_chats_whose_answers_came_apart_are_counted(tmp_path: Path, cache: dict[str, Any]) -> None:
+    chat = [*CHAT, *question(10, 5), {"role": "assistant", "content": "15"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": CHAT}])
+    apart = load([path], cache, turns="per_turn")
+    assert [s.name for s in every(apart)] == [f"{path}:1 (answer 1)", f"{path}:1 (answer 2)", f"{path}:2"]
+    assert (apart.sizes, apart.split_chats) == ([3], [1])
+    assert load([path], cache).split_chats == [0]
