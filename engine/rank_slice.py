@@ -28,7 +28,7 @@ class RankSlice:
         targets: `[S]` int64 labels.
         outputs: which numbers.
         expected: gradients `[S]` that will arrive, by output name, where they are known.
-        real_tokens: the first tokens of the slice; what follows is the engine's own filler.
+        real_tokens: the first tokens of the slice; what follows is the engine's own padding.
         mask: `[T]`, the tokens that are asked for.
     """
 
@@ -51,17 +51,17 @@ class RankSlice:
         mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
-        filler = -tokens % topology.token_multiple
+        padding = -tokens % topology.token_multiple
         padded_mask, expected = mask, request.expected
-        if filler:
-            ids, labels = _extend(ids, filler), _extend(labels, filler)
-            positions = torch.cat([positions, torch.arange(filler, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
-            padded_mask = _extend(mask, filler)
-            expected = None if expected is None else {k: _extend(v, filler) for k, v in expected.items()}
-            bounds = (*bounds, tokens + filler)
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + filler])])
+        if padding:
+            ids, labels = _extend(ids, padding), _extend(labels, padding)
+            positions = torch.cat([positions, torch.arange(padding, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
+            padded_mask = _extend(mask, padding)
+            expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
+            bounds = (*bounds, tokens + padding)
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + padding])])
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
-        size = (tokens + filler) // topology.parallel.cp
+        size = (tokens + padding) // topology.parallel.cp
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=slice_tokens(positions, group),
@@ -70,7 +70,7 @@ class RankSlice:
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
             outputs=request.outputs,
             expected=None if expected is None else {k: slice_tokens(v, group)[selected] for k, v in expected.items()},
-            real_tokens=0 if micro_batch.filler else max(0, min(size, tokens - topology.cp_rank * size)),
+            real_tokens=0 if micro_batch.is_dummy else max(0, min(size, tokens - topology.cp_rank * size)),
             mask=mask,
         )
 

@@ -48,7 +48,7 @@ class LossAccumulator:
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """What the head is to compute for a micro-batch."""
         batch = micro_batch.batch
-        if micro_batch.filler:
+        if micro_batch.is_dummy:
             mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
             return HeadRequest(outputs=self._loss.request, mask=mask)
         try:
@@ -64,7 +64,7 @@ class LossAccumulator:
         # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
         # and its collectives meet those of the others.
         total = torch.stack([value.sum() for value in outputs.present().values() if value.is_floating_point()]).sum() * 0.0
-        if not micro_batch.filler and self._error is None:
+        if not micro_batch.is_dummy and self._error is None:
             try:
                 part = self._evaluate(micro_batch, outputs)
                 total = part if part.requires_grad else total + part
@@ -73,9 +73,9 @@ class LossAccumulator:
                 # then raises on all.
                 self._error = e
         if aux is not None:
-            share = aux / self._plan.filled
-            total = total + (0.0 if micro_batch.filler else self._aux_coef) * share
-            if not micro_batch.filler:
+            share = aux / self._plan.real_micro_batches
+            total = total + (0.0 if micro_batch.is_dummy else self._aux_coef) * share
+            if not micro_batch.is_dummy:
                 self._aux.append(share.detach())
         return total
 
@@ -151,12 +151,12 @@ class OutputCollector:
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """What the head is to compute for a part of the batch."""
         part = self._parts[micro_batch.index]
-        mask = torch.zeros(1, dtype=torch.bool) if micro_batch.filler else self._mask[self._batch.token_index(part)]
+        mask = torch.zeros(1, dtype=torch.bool) if micro_batch.is_dummy else self._mask[self._batch.token_index(part)]
         return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         """Keep one micro-batch's outputs; there is nothing to go backward from."""
-        if not micro_batch.filler:
+        if not micro_batch.is_dummy:
             where = self._batch.token_index(self._parts[micro_batch.index])
             for name, value in outputs.present().items():
                 if name not in self._out:

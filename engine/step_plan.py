@@ -27,13 +27,13 @@ class MicroBatch:
         batch: on the device; documents of this rank's share, or one unsupervised filler.
         index: from 0.
         count: micro-batches of this step, the same on every rank.
-        filler: this rank had no more documents, but others do, and collectives must pair up.
+        is_dummy: this rank had no more documents, but others do, and collectives must pair up.
     """
 
     batch: PackedBatch
     index: int
     count: int
-    filler: bool = False
+    is_dummy: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -78,7 +78,7 @@ class StepPlan:
         tokens: of the global batch.
         sequences: of the global batch.
         flops: of the global batch; 0 without a loss.
-        filled: micro-batches over all data-parallel ranks that are no filler.
+        real_micro_batches: micro-batches over all data-parallel ranks that are no filler.
         longest: tokens of the global batch's longest document.
     """
 
@@ -87,7 +87,7 @@ class StepPlan:
     tokens: int
     sequences: int
     flops: float
-    filled: int
+    real_micro_batches: int
     longest: int
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
@@ -98,7 +98,7 @@ class StepPlan:
                 batch=batch.select(part).to(device) if part else unsupervised(1, device),
                 index=i,
                 count=count,
-                filler=not part,
+                is_dummy=not part,
             )
             for i, part in enumerate(self.parts)
         ]
@@ -255,7 +255,7 @@ def plan_step(
         tokens=sum(share.tokens for share in counted),
         sequences=sequences,
         flops=sum(share.flops for share in counted),
-        filled=sum(min(most, share.units) for share in counted),
+        real_micro_batches=sum(min(most, share.units) for share in counted),
         longest=max(share.longest for share in shares),
     )
 
