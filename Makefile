@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test test-gpu wheels-gpu check bench soak docs clean
+.PHONY: setup demo test test-all test-unit durations mutants coverage coverage-all test-gpu wheels-gpu check bench soak docs clean
 
 SHELL := bash
 
@@ -24,8 +24,31 @@ demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
 # Files side by side: much of a test's time is a process starting up or waiting for another one.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
+
+# Everything that is not slow: what a change is tested with.
 test: $(SETUP)
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(SETUP)
+	$(PYTEST)
+
+test-unit: $(SETUP)
+	$(PYTEST) -m "unit and not slow"
+
+durations: $(SETUP)
+	$(PYTEST) -m "not slow" --durations 20 --durations-min 0.5
+
+# Deliberate defects: which of them the fast tests catch.
+mutants: $(SETUP)
+	$(PY) tests/mutants.py $(if $(ALL),--all)
+
+# Of product code, by the fast tests and by all of them; every process that they start is counted.
+coverage coverage-all: $(SETUP)
+	$(PY) -m coverage erase
+	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile $(if $(filter coverage,$@),-m "not slow")
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
 
 # What make wheels-gpu collected is used where it is missing.
 test-gpu: $(SETUP)
@@ -64,4 +87,4 @@ docs: $(SETUP)
 	@echo "open site/index.html"
 
 clean:
-	rm -rf .venv .types .wheels build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .types .wheels build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*

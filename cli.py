@@ -1,4 +1,4 @@
-"""The `drivetrain` command: hands over to the module that does the work, and imports nothing else."""
+"""The `drivetrain` command, which dispatches to the module that does the work and imports nothing else."""
 
 import os
 import sys
@@ -8,17 +8,17 @@ from importlib import import_module
 PACKAGE = __package__ or "drivetrain"
 
 COMMANDS = {
-    "sft": "supervised fine-tuning: key=value ..., --nproc N for several processes",
-    "dpo": "learning from preferences: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; as sft",
-    "rm": "training a reward model; as sft",
-    "demo": "train, export and question a tiny model on an embedded task; demo dpo, demo rm: on preferences",
+    "sft": "supervised fine-tuning: key=value ..., --nproc N for more than one process",
+    "dpo": "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft",
+    "rm": "reward model training; same arguments as sft",
+    "demo": "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
-    "merge": "write a checkpoint, of any engine and layout, as a Hugging Face folder",
-    "inspect": "say what a checkpoint is, without reading its tensors",
-    "verify": "compare a checkpoint with its checksums, or two with each other, tensor by tensor",
-    "import": "take over a sharded checkpoint of another program: torch's DCP, megatron's torch_dist, verl's shards",
+    "merge": "convert a checkpoint from any engine and layout into a Hugging Face folder",
+    "inspect": "describe a checkpoint without reading its tensors",
+    "verify": "check a checkpoint against its checksums, or compare two checkpoints tensor by tensor",
+    "import": "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
-    "backends": "list the engines that can be named in engine.backend",
+    "backends": "list the engines that engine.backend accepts",
 }
 MODULES = {
     **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm")},
@@ -27,13 +27,13 @@ MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    """Run a command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: drivetrain COMMAND ...\n")
-        print("\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:12} {description}" for name, description in COMMANDS.items()))
         return 0
-    command, rest = words[0], words[1:]
+    command, rest = arguments[0], arguments[1:]
     if command == "backends":
         from .engine.registry import backends
 
@@ -48,24 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tool(command, rest)
     if command in MODULES:
         return _module(MODULES[command], rest)
-    print(f"error: unknown command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    print(f"error: unknown command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
-def _module(module: str, words: list[str]) -> int:
+def _module(module: str, arguments: list[str]) -> int:
     nproc = "1"
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--nproc=") else [word])]
-    if "--nproc" in words:
-        at = words.index("--nproc")
-        if at + 1 >= len(words) or not words[at + 1].isdigit() or int(words[at + 1]) < 1:
-            print("error: --nproc needs a number of processes, 1 or more", file=sys.stderr)
+    arguments = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--nproc=") else [word])]
+    if "--nproc" in arguments:
+        index = arguments.index("--nproc")
+        if index + 1 >= len(arguments) or not arguments[index + 1].isdigit() or int(arguments[index + 1]) < 1:
+            print("error: --nproc must be followed by the number of processes, at least 1", file=sys.stderr)
             return 2
-        nproc = words[at + 1]
-        del words[at : at + 2]
+        nproc = arguments[index + 1]
+        del arguments[index : index + 2]
     launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc] if nproc != "1" else []
-    # In place of this process: what stops the command, a signal or Ctrl-C, must reach the one that trains.
+    # Replace this process, so that a signal or Ctrl-C sent to the command reaches the process that trains.
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *words])
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *arguments])
 
 
 if __name__ == "__main__":

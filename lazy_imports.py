@@ -1,4 +1,4 @@
-"""Lazy imports of a package's public names, so that importing a config loads no torch."""
+"""Lazy imports of a package's public names, so that importing a config does not import torch."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,7 +10,7 @@ def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[st
 
     Args:
         package: The package's `__name__`.
-        modules: Each public name with the module inside the package that defines it.
+        modules: A mapping from each public name to the module inside the package that defines it.
     """
 
     def resolve(name: str) -> Any:

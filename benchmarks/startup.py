@@ -18,7 +18,7 @@ ROUNDS = 5
 SFT = [sys.executable, "-u", "-m", "drivetrain.trainers.sft"]
 IMPORTS = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer; from transformers.models.qwen3 import modeling_qwen3; print('imported', flush=True)"
 TASK = (
-    "import sys; from pathlib import Path; from drivetrain.trainers.demo.addition import write_data, write_model\n"
+    "import sys; from pathlib import Path; from drivetrain.trainers.tasks.addition import write_data, write_model\n"
     "write_data(Path(sys.argv[1]) / 'data', 0); write_model(Path(sys.argv[1]) / 'model', 0)"
 )
 

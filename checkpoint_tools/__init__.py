@@ -1,6 +1,6 @@
-"""Checkpoints without an engine: merged into Hugging Face folders, looked at, compared, and taken over from elsewhere.
+"""Tools for checkpoints that need no engine: merging into Hugging Face folders, inspecting, comparing and importing.
 
-Names are resolved when asked for: looking at a checkpoint loads no torch.
+Names are resolved lazily, so inspecting a checkpoint does not import torch.
 """
 
 from typing import TYPE_CHECKING

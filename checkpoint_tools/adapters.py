@@ -1,4 +1,4 @@
-"""A base model with a run's adapters added into its weights, block by block."""
+"""Merging the adapters of a run into its base model, block by block."""
 
 import json
 import re
@@ -15,15 +15,16 @@ from .streaming import BlockBuffer
 
 
 class MergedAdapters:
-    """The base model's blocks with the adapters' products added, in float32 on the way, as the engines merge them.
+    """The blocks of the base model with the adapter products added in float32, exactly as the engines merge them.
 
     Args:
-        adapters: checkpoint of the run.
-        base: its base model.
-        files: of the checkpoint: peft's settings, and the config that the result will have.
+        adapters: The checkpoint of the run.
+        base: The base model of the run.
+        files: The model files of the checkpoint: the PEFT settings, and the config of the merged model.
 
     Raises:
-        CheckpointError: an adapter without a layer in the base, or settings that are not the checkpoint's.
+        CheckpointError: An adapter has no layer in the base, its factors do not fit that layer, or the PEFT settings are
+            missing or not supported.
     """
 
     def __init__(self, adapters: CheckpointSource, base: FolderSource, files: Mapping[str, bytes]) -> None:
@@ -36,30 +37,31 @@ class MergedAdapters:
             self._dtype = DTYPES[adapters.manifest.data["engine"]["precision"]["params"]]
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as e:
             raise CheckpointError(
-                f"{adapters.label} does not say how its adapters are scaled ({CONFIGS[ADAPTER_STEM]}): {type(e).__name__} {e}"
+                f"{adapters.label} does not record how its adapters are scaled ({CONFIGS[ADAPTER_STEM]}): {type(e).__name__} "
+                f"{e}"
             ) from e
         if unknown:
-            raise CheckpointError(f"{adapters.label}: {unknown[0]}={settings[unknown[0]]} is not known to merge")
-        own = {n: e for n, e in adapters.entries.items() if not n.startswith(PEFT_PREFIX)}
-        # A value head is trained beside the adapters, in the place of the base's own head.
-        heads = {"lm_head.weight", "score.weight"} if "score.weight" in own else set()
-        kept = {n: e for n, e in base.entries.items() if n not in heads}
-        self._own = set(own)
+            raise CheckpointError(f"{adapters.label}: merging is not supported with {unknown[0]}={settings[unknown[0]]}")
+        own_entries = {n: e for n, e in adapters.entries.items() if not n.startswith(PEFT_PREFIX)}
+        # A value head is trained alongside the adapters and replaces the base model's own head.
+        heads = {"lm_head.weight", "score.weight"} if "score.weight" in own_entries else set()
+        base_entries = {n: e for n, e in base.entries.items() if n not in heads}
+        self._own_names = set(own_entries)
         self.entries: dict[str, Entry] = {
-            **{n: (self._dtype if dtype in FLOATS else dtype, shape) for n, (dtype, shape) in kept.items()},
-            **own,
+            **{n: (self._dtype if dtype in FLOATS else dtype, shape) for n, (dtype, shape) in base_entries.items()},
+            **own_entries,
         }
         self._pairs = {}
         factor = re.compile(rf"{re.escape(PEFT_PREFIX)}(.*)\.lora_A\.weight")
         for name in adapters.entries:
-            found = factor.fullmatch(name)
-            if found is not None:
-                self._pairs[f"{found[1]}.weight"] = (name, name.replace(".lora_A.", ".lora_B."))
-        missing = sorted(set(self._pairs) - set(kept))
+            match = factor.fullmatch(name)
+            if match is not None:
+                self._pairs[f"{match[1]}.weight"] = (name, name.replace(".lora_A.", ".lora_B."))
+        missing = sorted(set(self._pairs) - set(base_entries))
         if missing:
             raise CheckpointError(
-                f"{base.label} has no {missing[0]}, which {adapters.label} adapts ({len(missing)} such layers); give the model that "
-                "the run began with"
+                f"{base.label} has no {missing[0]}, which {adapters.label} adapts ({len(missing)} such layers in total); use "
+                "the model that the run started from"
             )
         self._check_shapes()
 
@@ -67,37 +69,39 @@ class MergedAdapters:
         for name, (down, up) in self._pairs.items():
             shape = self._base.entries[name][1]
             if len(shape) != 2:
-                raise CheckpointError(f"{self._base.label}: {name} is {list(shape)}, no matrix that could be adapted")
+                raise CheckpointError(
+                    f"{self._base.label}: {name} has shape {list(shape)}, so it is not a matrix that can be adapted"
+                )
             rows, columns = reversed(shape) if self._transposed else shape
             a, b = self._adapters.entries[down][1], self._adapters.entries.get(up, ("", ()))[1]
             if len(a) != 2 or a != (a[0], columns) or b != (rows, a[0]):
                 raise CheckpointError(
-                    f"{self._base.label}: {name} is {list(shape)}, but its adapter's factors are {list(a)} and {list(b)}; give the "
-                    "model that the run began with"
+                    f"{self._base.label}: {name} has shape {list(shape)}, but its adapter factors have {list(a)} and "
+                    f"{list(b)}; use the model that the run started from"
                 )
 
     def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
         from ..engine.checkpoint.local_shards import as_tensor, raw
 
-        if name in self._own:
+        if name in self._own_names:
             out = room.take("own", self._adapters.entries[name][0], part.length)
             self._adapters.read(name, part, out)
             return out
-        was, becomes = self._base.entries[name][0], self.entries[name][0]
-        stored = room.take("base", was, part.length)
+        old_dtype, new_dtype = self._base.entries[name][0], self.entries[name][0]
+        stored = room.take("base", old_dtype, part.length)
         self._base.read(name, part, stored)
-        if name not in self._pairs and was == becomes:
+        if name not in self._pairs and old_dtype == new_dtype:
             return stored
-        out = as_tensor(room.take("merged", becomes, part.length), becomes)
-        # First the format that the run trained in, then the sum: as an engine that merges does.
-        out.copy_(as_tensor(stored, was))
+        out = as_tensor(room.take("merged", new_dtype, part.length), new_dtype)
+        # Cast to the dtype that the run trained in before adding, as the engines do when they merge.
+        out.copy_(as_tensor(stored, old_dtype))
         if name in self._pairs:
             out.copy_(out.float() + self._delta(name, part, room))
         return raw(out)
 
     def _delta(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
-        """Rows of the product of an adapter's factors."""
+        """Compute the rows of an adapter product that belong to a part of a weight."""
         from ..engine.ops.lora import adapter_product
 
         down, up = self._pairs[name]

@@ -1,4 +1,7 @@
-"""Are two checkpoints equal, and is one whole: tensor by tensor, streamed. Imports torch where numbers differ alone."""
+"""Streaming comparison of two checkpoints tensor by tensor, and verification of one.
+
+This module imports torch only if numbers differ.
+"""
 
 import os
 import threading
@@ -23,14 +26,14 @@ from .streaming import BlockBuffer, Progress, blocks_of
 
 @dataclass(kw_only=True)
 class Comparison:
-    """How two sets of tensors differ.
+    """The differences between two sets of tensors.
 
     Args:
-        equal: names of tensors whose bytes are the same.
-        only_first: names that the first alone has.
-        only_second: names that the second alone has.
-        different: name -> in what.
-        largest: the largest difference between two numbers.
+        equal: The names of tensors whose bytes are the same.
+        only_first: The names that only the first set has.
+        only_second: The names that only the second set has.
+        different: A mapping from the name of each tensor that differs to a description of the difference.
+        largest: The largest absolute difference between two elements.
     """
 
     equal: list[str] = field(default_factory=list)
@@ -41,25 +44,25 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the two sets are identical."""
         return not (self.only_first or self.only_second or self.different)
 
 
 def compare(
     first: Path | str, second: Path | str, *, workers: int | None = None, progress: Progress | None = None
 ) -> Comparison:
-    """Compare checkpoints, of any engine and layout, or Hugging Face folders: each with each.
+    """Compare two checkpoints from any engine and layout, two Hugging Face folders, or one of each.
 
-    Two checkpoints are compared with their moments, else values alone.
+    The comparison of two checkpoints includes their moments; otherwise only values are compared.
 
     Args:
-        first: folder or URL.
-        second: folder or URL.
-        workers: threads; None for one for each core, 8 at most.
-        progress: called with the bytes of each block.
+        first: A folder or URL.
+        second: A folder or URL.
+        workers: The number of threads; None for one per core, at most 8.
+        progress: Called with the size of each block in bytes.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: One of the two cannot be read.
     """
     result = Comparison()
     sources = list(_sources(first, second))
@@ -84,69 +87,69 @@ def _kinds(manifest: Manifest) -> list[str]:
 
 
 def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int, progress: Progress | None) -> None:
-    own = threading.local()
+    local = threading.local()
 
-    def one(name: str, part: TensorSlice) -> tuple[int, float]:
-        """Elements that differ in a block, and the largest difference."""
-        if not hasattr(own, "rooms"):
-            own.rooms = BlockBuffer(), BlockBuffer()
+    def compare_block(name: str, part: TensorSlice) -> tuple[int, float]:
+        """Return the number of elements that differ in a block, and the largest absolute difference."""
+        if not hasattr(local, "rooms"):
+            local.buffers = BlockBuffer(), BlockBuffer()
         kinds = a.entries[name][0], b.entries[name][0]
-        found = [room.take("", kind, part.length) for room, kind in zip(own.rooms, kinds, strict=True)]
-        for source, out in zip((a, b), found, strict=True):
+        arrays = [buffer.take("", kind, part.length) for buffer, kind in zip(local.buffers, kinds, strict=True)]
+        for source, out in zip((a, b), arrays, strict=True):
             source.read(name, part, out)
         if progress is not None:
-            progress(found[0].nbytes)
-        if kinds[0] == kinds[1] and np.array_equal(*found):
+            progress(arrays[0].nbytes)
+        if kinds[0] == kinds[1] and np.array_equal(*arrays):
             return 0, 0.0
-        return _difference(found, kinds)
+        return _difference(arrays, kinds)
 
     parts: list[tuple[str, TensorSlice]] = []
     for name in sorted(set(a.entries) & set(b.entries), key=natural):
         (kind_a, shape_a), (kind_b, shape_b) = a.entries[name], b.entries[name]
         if shape_a != shape_b:
-            result.different[name + suffix] = f"shape {list(shape_a)} and {list(shape_b)}"
+            result.different[name + suffix] = f"shapes {list(shape_a)} and {list(shape_b)}"
             continue
         larger = max(kind_a, kind_b, key=ITEMSIZE.__getitem__)
         parts += [(name, part) for part, _ in blocks_of((larger, shape_a))]
-    found: dict[str, tuple[int, float]] = dict.fromkeys(set(a.entries) & set(b.entries), (0, 0.0))
+    differences: dict[str, tuple[int, float]] = dict.fromkeys(set(a.entries) & set(b.entries), (0, 0.0))
     for (name, _), (count, off) in zip(
-        parts, in_parallel(workers, (partial(one, name, part) for name, part in parts)), strict=True
+        parts, in_parallel(workers, (partial(compare_block, name, part) for name, part in parts)), strict=True
     ):
-        found[name] = (found[name][0] + count, max(found[name][1], off))
-    for name, (count, off) in sorted(found.items(), key=lambda item: natural(item[0])):
+        differences[name] = (differences[name][0] + count, max(differences[name][1], off))
+    for name, (count, off) in sorted(differences.items(), key=lambda item: natural(item[0])):
         (kind_a, shape), (kind_b, _) = a.entries[name], b.entries[name]
         result.largest = max(result.largest, off)
         if name + suffix in result.different:
             continue
         if kind_a != kind_b:
-            apart = f"at most {off:.3g} apart" if off else "the same values"
-            result.different[name + suffix] = f"{kind_a} and {kind_b}, {apart}"
+            detail = f"largest difference {off:.3g}" if off else "the same values"
+            result.different[name + suffix] = f"{kind_a} and {kind_b}, {detail}"
         elif count:
             size = int(np.prod(shape, dtype=np.int64))
-            result.different[name + suffix] = f"{count} of {size} numbers, at most {off:.3g} apart"
+            result.different[name + suffix] = f"{count} of {size} elements, largest difference {off:.3g}"
         else:
             result.equal.append(name + suffix)
 
 
-def _difference(found: list[Any], kinds: tuple[str, str]) -> tuple[int, float]:
+def _difference(arrays: list[Any], kinds: tuple[str, str]) -> tuple[int, float]:
     from ..engine.checkpoint.local_shards import as_tensor
 
-    x, y = (as_tensor(f, k).double() for f, k in zip(found, kinds, strict=True))
+    x, y = (as_tensor(array, kind).double() for array, kind in zip(arrays, kinds, strict=True))
     off = (x - y).abs()
-    # Equal infinities, and NaN on both sides, are no difference; NaN on one side is an infinite one.
+    # Equal infinities and NaN on both sides count as equal; NaN on one side counts as an infinite difference.
     off = off.masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    bits = int(np.count_nonzero(found[0] != found[1])) if kinds[0] == kinds[1] else int((off > 0).sum())
+    bits = int(np.count_nonzero(arrays[0] != arrays[1])) if kinds[0] == kinds[1] else int((off > 0).sum())
     return bits, float(off.max())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
-    """What was checked of one checkpoint.
+class VerificationResult:
+    """The result of verifying one checkpoint.
 
     Args:
-        where: it lies.
-        tensors: number of tensors, each kind counted.
-        bytes: read and compared with their checksums; 0 where there are none to compare with.
+        where: The location of the checkpoint.
+        tensors: The number of tensors, counting each kind separately.
+        bytes: The number of bytes that were checked against their checksums; 0 if there are no checksums.
     """
 
     where: str
@@ -154,44 +157,45 @@ class Verified:
     bytes: int
 
 
-def verify(where: Path | str, *, workers: int | None = None, progress: Progress | None = None) -> Verified:
-    """Read all of a checkpoint: every byte of every file against its checksum, and that the boxes cover each tensor exactly once. A Hugging Face folder has
-    no checksums: its files are looked at for being whole.
+def verify(where: Path | str, *, workers: int | None = None, progress: Progress | None = None) -> VerificationResult:
+    """Check every byte of a checkpoint against its checksum, and that the stored slices cover each tensor exactly once.
+
+    A Hugging Face folder has no checksums, so its files are only checked for completeness.
 
     Args:
-        where: folder or URL.
-        workers: threads; None for one for each core, 8 at most.
-        progress: called with the bytes of each block.
+        where: A folder or URL.
+        workers: The number of threads; None for one per core, at most 8.
+        progress: Called with the size of each block in bytes.
 
     Raises:
-        CheckpointError: what is wrong with it.
+        CheckpointError: The checkpoint is incomplete or damaged.
     """
     source = open_source(where)
     if not isinstance(source, CheckpointSource):
-        return Verified(where=source.label, tensors=len(source.entries), bytes=0)
+        return VerificationResult(where=source.label, tensors=len(source.entries), bytes=0)
     manifest = source.manifest
-    # Boxes first, without a look at their numbers; then every byte of every file.
+    # First the slices, without reading any elements; then every byte of every file.
     sources = [CheckpointSource(manifest, kind) for kind in _kinds(manifest)]
     if not any(s.entries for s in sources):
-        raise CheckpointError(f"{source.label} holds no tensors")
+        raise CheckpointError(f"{source.label} contains no tensors")
     files = {
         name: CheckedFile(manifest.store, name, entry["bytes"], entry["xxh3"])
         for name, entry in manifest.data["files"].items()
     }
-    own = threading.local()
+    local = threading.local()
 
-    def one(file: CheckedFile, start: int) -> int:
-        if not hasattr(own, "room"):
-            own.room = BlockBuffer()
-        out = own.room.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
+    def check_block(file: CheckedFile, start: int) -> int:
+        if not hasattr(local, "room"):
+            local.buffer = BlockBuffer()
+        out = local.buffer.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
         file.read_into(start, memoryview(out))
         if progress is not None:
             progress(out.nbytes)
         return int(out.nbytes)
 
-    blocks = (partial(one, file, start) for file in files.values() for start in range(0, file.size, BLOCK_BYTES))
+    blocks = (partial(check_block, file, start) for file in files.values() for start in range(0, file.size, BLOCK_BYTES))
     total = sum(in_parallel(workers or _cores(), blocks))
-    return Verified(where=source.label, tensors=sum(len(s.entries) for s in sources), bytes=total)
+    return VerificationResult(where=source.label, tensors=sum(len(s.entries) for s in sources), bytes=total)
 
 
 def _cores() -> int:

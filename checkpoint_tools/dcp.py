@@ -1,7 +1,7 @@
-"""Folders of torch's distributed checkpoint (DCP): `.metadata` and `.distcp` files.
+"""Folders of PyTorch Distributed Checkpoint (DCP): `.metadata` and `.distcp` files.
 
-The metadata is a pickle; it is read with the classes of DCP alone. The tensors are what torch.save makes, read by torch's own
-safe loading, a chunk at a time.
+The metadata is a pickle, of which only the classes of DCP are loaded. The tensors were written by torch.save and are read one
+chunk at a time by torch's own safe loading.
 """
 
 import io
@@ -25,11 +25,11 @@ from ..engine.errors import CheckpointError
 from .foreign import copy_part, load_pickle, load_tensors
 
 METADATA = ".metadata"
-KEPT_CHUNKS = 4
+CACHED_CHUNKS = 4
 
 
-class _Nothing:
-    """In the place of what the metadata has beside the tensors' places: megatron's markers, the plan of the save."""
+class _Placeholder:
+    """A placeholder for metadata other than the locations of tensors, such as Megatron's markers and the plan of the save."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -37,23 +37,23 @@ class _Nothing:
 
 def _allowed(module: str, name: str) -> Any:
     if module == "torch":
-        found = getattr(torch, name, None)
-        return found if isinstance(found, torch.dtype) or found is torch.Size else None
+        value = getattr(torch, name, None)
+        return value if isinstance(value, torch.dtype) or value is torch.Size else None
     known: dict[tuple[str, str], Any] = {
         ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
         ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): filesystem._StoragePrefix,
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "set"): set,
-        ("pathlib", "PosixPath"): _Nothing,
-        ("pathlib", "Path"): _Nothing,
+        ("pathlib", "PosixPath"): _Placeholder,
+        ("pathlib", "Path"): _Placeholder,
     }
     if module == "torch.distributed.checkpoint.metadata":
         return getattr(dcp_metadata, name, None) if name in (*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING") else None
     if module == "torch.distributed.checkpoint.planner" or (
         module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore")
     ):
-        return _Nothing
+        return _Placeholder
     return known.get((module, name))
 
 
@@ -61,11 +61,11 @@ class DCPTensors:
     """The tensors of a DCP folder.
 
     Args:
-        folder: with `.metadata`.
-        trust: read pickles that could run code.
+        folder: The folder that contains `.metadata`.
+        trust: Whether to read pickles that could run code.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or names files outside the folder.
+        CheckpointError: The metadata cannot be read, or names files outside the folder.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
@@ -73,61 +73,68 @@ class DCPTensors:
         metadata = load_pickle(folder / METADATA, _allowed, trust=trust)
         try:
             self._tensors = {
-                name: found for name, found in metadata.state_dict_metadata.items() if isinstance(found, TensorStorageMetadata)
+                name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
             }
             self._places: dict[MetadataIndex, Any] = metadata.storage_data
             self.entries: dict[str, Entry] = {
-                name: (DTYPES[found.properties.dtype], tuple(found.size)) for name, found in self._tensors.items()
+                name: (DTYPES[entry.properties.dtype], tuple(entry.size)) for name, entry in self._tensors.items()
             }
             self._check_places()
         except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise CheckpointError(f"{folder / METADATA} is no metadata of a checkpoint: {type(e).__name__} {e}") from e
+            raise CheckpointError(f"{folder / METADATA} is not the metadata of a checkpoint: {type(e).__name__} {e}") from e
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
 
     def _check_places(self) -> None:
-        """Refuse what leads out of the folder or beyond a file, and chunks that are no parts of their tensors."""
+        """Check that all data lies within the files of the folder, and all chunks within their tensors."""
         for place in self._places.values():
             path = place.relative_path
             if type(path) is not str or os.path.basename(path) != path or not (self._folder / path).is_file():
-                raise CheckpointError(f"{self._folder / METADATA} names {path!r}, which is no file in the folder")
+                raise CheckpointError(f"{self._folder / METADATA} names {path!r}, which is not a file in the folder")
             if count(place.offset) + count(place.length) > (self._folder / path).stat().st_size:
-                raise CheckpointError(f"{self._folder}/{path} is shorter than {METADATA} says; it is cut off")
+                raise CheckpointError(f"{self._folder}/{path} is shorter than {METADATA} records; it is truncated")
             if getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
-                    f"{self._folder}: files that DCP transformed ({place.transform_descriptors}) are not read"
+                    f"{self._folder}: files that DCP transformed ({place.transform_descriptors}) cannot be read"
                 )
-        for name, found in self._tensors.items():
-            shape = shape_of(found.size)
-            for chunk in found.chunks:
-                box = TensorSlice(shape_of(chunk.offsets), shape_of(chunk.sizes))
-                if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
-                    raise ValueError(f"a chunk of {name} from {list(box.offset)}, {list(box.length)} long, of {list(shape)}")
+        for name, entry in self._tensors.items():
+            shape = shape_of(entry.size)
+            for chunk in entry.chunks:
+                chunk_slice = TensorSlice(shape_of(chunk.offsets), shape_of(chunk.sizes))
+                if len(chunk_slice.offset) != len(shape) or any(
+                    end > n for end, n in zip(chunk_slice.end, shape, strict=True)
+                ):
+                    raise ValueError(
+                        f"a chunk of {name} at {list(chunk_slice.offset)} of length {list(chunk_slice.length)} exceeds the "
+                        f"shape {list(shape)}"
+                    )
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `ForeignTensors`."""
         filled = 0
         for chunk in self._tensors[name].chunks:
-            box = TensorSlice(tuple(chunk.offsets), tuple(chunk.sizes))
-            shared = intersect(part, box)
+            chunk_slice = TensorSlice(tuple(chunk.offsets), tuple(chunk.sizes))
+            shared = intersect(part, chunk_slice)
             if shared is None:
                 continue
-            tensor = self._chunk(name, box)
-            inside = shared.seen_from(box.offset)
+            tensor = self._chunk(name, chunk_slice)
+            inside = shared.seen_from(chunk_slice.offset)
             copy_part(tensor, inside, out[shared.within(part.offset)] if part.offset else out)
             filled += shared.volume
         if filled != part.volume:
-            raise CheckpointError(f"{self.label} covers {filled} of the {part.volume} elements of a part of {name}")
+            raise CheckpointError(f"{self.label} covers only {filled} of the {part.volume} elements of a part of {name}")
 
-    def _chunk(self, name: str, box: TensorSlice) -> Tensor:
-        """A chunk as it was saved; the last few are kept, since its blocks are asked for one after the other."""
-        index = MetadataIndex(name, torch.Size(box.offset))
+    def _chunk(self, name: str, chunk_slice: TensorSlice) -> Tensor:
+        """Return a chunk as it was saved. The last few chunks are cached, since their blocks are read one after another."""
+        index = MetadataIndex(name, torch.Size(chunk_slice.offset))
         place = self._places.get(index)
         if place is None:
-            raise CheckpointError(f"{self.label} does not say where {name} from {list(box.offset)} on lies")
+            raise CheckpointError(
+                f"{self.label} does not record where the chunk of {name} at {list(chunk_slice.offset)} is stored"
+            )
         key = (place.relative_path, place.offset)
         with self._lock:
-            if key not in self._kept:
+            if key not in self._cache:
                 with open(self._folder / place.relative_path, "rb") as file:
                     file.seek(place.offset)
                     data = file.read(place.length)
@@ -135,20 +142,18 @@ class DCPTensors:
                 tensor = load_tensors(io.BytesIO(data), where, trust=self._trust)
                 if (
                     not isinstance(tensor, Tensor)
-                    or tuple(tensor.shape) != box.length
+                    or tuple(tensor.shape) != chunk_slice.length
                     or DTYPES.get(tensor.dtype) != self.entries[name][0]
                 ):
-                    raise CheckpointError(
-                        f"{where}: the bytes from {place.offset} on are not the part of {name} that they should be"
-                    )
-                self._kept[key] = tensor
-                while len(self._kept) > KEPT_CHUNKS:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            return self._kept[key]
+                    raise CheckpointError(f"{where}: the bytes at offset {place.offset} are not the expected part of {name}")
+                self._cache[key] = tensor
+                while len(self._cache) > CACHED_CHUNKS:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+            return self._cache[key]
 
     def scalar(self, name: str) -> float | None:
-        """A tensor of one number; None where there is none."""
+        """Return the value of a tensor with a single element, or None if there is no such tensor."""
         if name not in self.entries or any(n != 1 for n in self.entries[name][1]):
             return None
         shape = self.entries[name][1]

@@ -1,6 +1,6 @@
-"""What foreign checkpoints have in common: tensors under names of their own, and their Hugging Face tensors made of those.
+"""Shared support for foreign checkpoints, whose tensors are mapped from their own names to Hugging Face tensors.
 
-Pickles are read by allowlists: what a checkpoint needs, and nothing that runs code.
+Pickles are read with allowlists, which admit what a checkpoint needs and nothing that runs code.
 """
 
 import pickle
@@ -23,16 +23,16 @@ from .sources import Source
 
 
 class ForeignTensors(Protocol):
-    """Named tensors of a foreign checkpoint. Threads may share them."""
+    """The named tensors of a foreign checkpoint. Several threads may use them at once."""
 
     @property
     def label(self) -> str:
-        """Where they lie, for people."""
+        """The location of the tensors, for messages."""
         ...
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Name -> (dtype, shape)."""
+        """A mapping from each name to (dtype, shape)."""
         ...
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
@@ -41,13 +41,13 @@ class ForeignTensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a part of a Hugging Face tensor lies.
+class Placement:
+    """The location of a part of a Hugging Face tensor in a foreign checkpoint.
 
     Args:
-        name: of the foreign tensor.
-        lead: indices on its leading axes, before those that the segment speaks of.
-        segment: the part.
+        name: The name of the foreign tensor.
+        lead: The indices on its leading axes, which precede the axes that the segment covers.
+        segment: The part of the Hugging Face tensor.
     """
 
     name: str
@@ -55,29 +55,29 @@ class Place:
     segment: StoredSlice
 
 
-class Mapped(Source):
-    """Hugging Face tensors made of foreign ones.
+class MappedSource(Source):
+    """Hugging Face tensors that are assembled from foreign ones.
 
     Args:
-        tensors: the foreign ones.
-        places: of all parts of all tensors.
-        files: config, tokenizer and the like.
+        tensors: The foreign tensors.
+        places: The locations of all parts of all tensors.
+        files: The config, tokenizer and similar files, by name.
 
     Raises:
-        CheckpointError: parts that leave a tensor incomplete, or overlap.
+        CheckpointError: The parts of a tensor leave it incomplete, or overlap.
     """
 
-    def __init__(self, tensors: ForeignTensors, places: Iterable[Place], files: Mapping[str, bytes]) -> None:
+    def __init__(self, tensors: ForeignTensors, places: Iterable[Placement], files: Mapping[str, bytes]) -> None:
         self._tensors, self._files = tensors, dict(files)
-        self._places: dict[str, list[tuple[TensorSlice, Place]]] = {}
+        self._places: dict[str, list[tuple[TensorSlice, Placement]]] = {}
         entries: dict[str, Entry] = {}
         for place in places:
             segment = place.segment
             entries[segment.name] = (tensors.entries[place.name][0], segment.shape)
-            box = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length[segment.dropped :])
-            self._places.setdefault(segment.name, []).append((box, place))
-        for name, found in self._places.items():
-            if not covers(entries[name][1], [box for box, _ in found]):
+            part_slice = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length[segment.dropped :])
+            self._places.setdefault(segment.name, []).append((part_slice, place))
+        for name, parts in self._places.items():
+            if not covers(entries[name][1], [part_slice for part_slice, _ in parts]):
                 raise CheckpointError(
                     f"{tensors.label}: the parts of {name} do not cover {list(entries[name][1])} exactly once"
                 )
@@ -85,18 +85,19 @@ class Mapped(Source):
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `Source`."""
-        for box, place in self._places[name]:
-            shared = intersect(part, box)
+        for part_slice, place in self._places[name]:
+            shared = intersect(part, part_slice)
             if shared is None:
                 continue
             segment = place.segment
-            ahead = (*place.lead, *segment.box.offset[: segment.dropped])
+            leading = (*place.lead, *segment.box.offset[: segment.dropped])
             start = tuple(
-                a + b - c for a, b, c in zip(segment.box.offset[segment.dropped :], shared.offset, box.offset, strict=True)
+                a + b - c
+                for a, b, c in zip(segment.box.offset[segment.dropped :], shared.offset, part_slice.offset, strict=True)
             )
             target = out[shared.within(part.offset)] if part.offset else out
-            inside = TensorSlice((*ahead, *start), (*(1 for _ in ahead), *shared.length))
-            self._tensors.read(place.name, inside, target[(None,) * len(ahead)])
+            inside = TensorSlice((*leading, *start), (*(1 for _ in leading), *shared.length))
+            self._tensors.read(place.name, inside, target[(None,) * len(leading)])
 
     def model_files(self) -> dict[str, bytes]:
         """See `Source`."""
@@ -106,12 +107,12 @@ class Mapped(Source):
 def parameters_of(
     model: ModelConfig, *, value_head: bool = False
 ) -> tuple[dict[str, list[StoredSlice]], dict[str, tuple[int, ...]]]:
-    """A plain transformers model's parameters: what each is made of on disk, and its shape."""
+    """List the parameters of a plain transformers model: the stored slices that each consists of on disk, and its shape."""
     lm, layout, _ = empty_lm(read_config(model), model, torch.float32)
     root = HFModel(lm, value_head=value_head)
     shapes = {hf_name(name).name: tuple(p.shape) for name, p in root.named_parameters()}
     return {
-        name: [StoredSlice(name, shape, whole(shape))] if name.startswith("score.") else layout.segments(name, shape)
+        name: [StoredSlice(name, shape, whole(shape))] if name.startswith("score.") else layout.stored_slices(name, shape)
         for name, shape in shapes.items()
     }, shapes
 
@@ -120,16 +121,16 @@ def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) 
     """Read a pickle.
 
     Args:
-        path: of the file.
-        allowed: gives the class of a module and name, or None for one that must not be made.
-        trust: allow everything: the file may run code.
+        path: The path of the file.
+        allowed: Returns the class for a module and a name, or None for a class that must not be instantiated.
+        trust: Whether to allow everything, so that the file may run code.
 
     Raises:
-        CheckpointError: it wants to make something else, or cannot be read.
+        CheckpointError: The file needs a class that is not allowed, or cannot be read.
     """
 
-    # The pure-Python unpickler: of the C one nothing but find_class can be overridden, and a pickle may change attributes of
-    # the classes that it was given.
+    # The pure-Python unpickler is needed because the C one allows only find_class to be overridden, and a pickle may change
+    # attributes of the classes it was given.
     plain: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
     class Restricted(plain):  # type: ignore[misc]
@@ -137,54 +138,53 @@ def load_pickle(path: Path, allowed: Callable[[str, str], Any], *, trust: bool) 
 
         def load_build(self) -> None:
             if not trust and (isinstance(self.stack[-2], type) or callable(self.stack[-2])):
-                raise CheckpointError(f"{path} wants to change {self.stack[-2]!r}, which could run code")
+                raise CheckpointError(f"{path} tries to change {self.stack[-2]!r}, which could run code")
             super().load_build()
 
         dispatch[pickle.BUILD[0]] = load_build
 
         def find_class(self, module: str, name: str) -> Any:
-            found = allowed(module, name)
-            if found is None and not trust:
+            cls = allowed(module, name)
+            if cls is None and not trust:
                 raise CheckpointError(
-                    f"{path} wants to load {module}.{name}, which could run code; if you trust where it comes from, add "
-                    "--trust-pickle"
+                    f"{path} tries to load {module}.{name}, which could run code; if you trust its source, add --trust-pickle"
                 )
-            return super().find_class(module, name) if found is None else found
+            return super().find_class(module, name) if cls is None else cls
 
     try:
         with open(path, "rb") as file:
             return Restricted(file).load()
     except CheckpointError:
         raise
-    except Exception as e:  # of a pickle anything can be wrong
+    except Exception as e:  # a damaged pickle can fail in any way
         raise CheckpointError(f"{path} cannot be read: {type(e).__name__} {e}") from e
 
 
 def load_tensors(source: Any, where: str, *, trust: bool, mmap: bool = False) -> Any:
-    """What torch.save wrote, by torch's own safe loading.
+    """Load what torch.save wrote, with torch's own safe loading.
 
     Args:
-        source: a path or a file.
-        where: for people.
-        trust: allow everything: the file may run code.
-        mmap: leave tensors in the file until they are asked for.
+        source: A path or an open file.
+        where: The location of the file, for messages.
+        trust: Whether to allow everything, so that the file may run code.
+        mmap: Whether to leave tensors in the file until they are accessed.
 
     Raises:
-        CheckpointError: it holds more than tensors and plain data, or cannot be read.
+        CheckpointError: The file contains more than tensors and plain data, or cannot be read.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mmap)
     except pickle.UnpicklingError as e:
         first = str(e).partition("\n")[0]
         raise CheckpointError(
-            f"{where} holds more than tensors and could run code ({first}); if you trust where it comes from, add --trust-pickle"
+            f"{where} contains more than tensors and could run code ({first}); if you trust its source, add --trust-pickle"
         ) from e
-    except Exception as e:  # of a pickle anything can be wrong
+    except Exception as e:  # a damaged pickle can fail in any way
         raise CheckpointError(f"{where} cannot be read: {type(e).__name__} {e}") from e
 
 
 def copy_part(tensor: Tensor, part: TensorSlice, out: Any) -> None:
-    """A part of a tensor in memory into an array of raw numbers."""
+    """Copy a part of a tensor in memory into an array of raw numbers."""
     from ..engine.checkpoint.local_shards import raw
 
     out[...] = raw(tensor.detach()[part.within((0,) * tensor.dim())])

@@ -1,6 +1,6 @@
-"""Checkpoints of FSDP runs of others: DCP folders, and verl's `model_world_size_W_rank_R.pt`.
+"""Checkpoints of foreign FSDP runs: DCP folders, and verl's `model_world_size_W_rank_R.pt`.
 
-What is theirs alone: how parameters are named, and how shards lie in files.
+This module handles what is specific to them: the names of parameters, and the layout of shards in files.
 """
 
 import re
@@ -17,7 +17,7 @@ from ..engine.checkpoint.local_shards import DTYPES
 from ..engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
-from .foreign import ForeignTensors, Mapped, Place, copy_part, load_tensors, parameters_of
+from .foreign import ForeignTensors, MappedSource, Placement, copy_part, load_tensors, parameters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -25,28 +25,31 @@ _SHARD = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
 
 def kinds_of(
     tensors: ForeignTensors, model: ModelConfig, files: Mapping[str, bytes]
-) -> tuple[dict[str, Mapped], dict[str, str]]:
-    """The values and, where they are stored by name, the moments of a Hugging Face model that FSDP has sharded.
+) -> tuple[dict[str, MappedSource], dict[str, str]]:
+    """Map the values and, if they are stored by name, the moments of a Hugging Face model that FSDP has sharded.
 
     Args:
-        tensors: of the checkpoint.
-        model: whose config tells the parameters.
-        files: config and tokenizer.
+        tensors: The tensors of the checkpoint.
+        model: The model whose config determines the parameters.
+        files: The config and tokenizer files.
 
     Returns:
-        kind -> source; and, where there are moments, name on disk -> foreign name of its count of steps.
+        A mapping from kind to source and, if there are moments, a mapping from name on disk to the foreign name of its step
+        count.
 
     Raises:
-        CheckpointError: parameters that the checkpoint does not have.
+        CheckpointError: The parameters of the checkpoint are not those of the model.
     """
     parts, in_memory = parameters_of(model, value_head=any(name.endswith("score.weight") for name in tensors.entries))
-    # An older transformers held the experts of a mixture as they lie on disk.
-    apart = {s.name: [StoredSlice(s.name, s.shape, whole(s.shape))] for segments in parts.values() for s in segments}
-    known = parts if any(name.endswith(tuple(parts.keys() - apart.keys())) for name in tensors.entries) else apart
-    shapes = {name: in_memory.get(name, segments[0].shape) for name, segments in known.items()}
+    # Older versions of transformers kept the experts of a mixture in memory in the same form as on disk.
+    on_disk = {
+        s.name: [StoredSlice(s.name, s.shape, whole(s.shape))] for stored_slices in parts.values() for s in stored_slices
+    }
+    known = parts if any(name.endswith(tuple(parts.keys() - on_disk.keys())) for name in tensors.entries) else on_disk
+    shapes = {name: in_memory.get(name, stored_slices[0].shape) for name, stored_slices in known.items()}
     prefix = _prefix(tensors, shapes, "")
     roots = {name.partition(".")[0] for name in shapes}
-    more = [
+    unknown = [
         name
         for name in tensors.entries
         if name.startswith(prefix)
@@ -56,24 +59,24 @@ def kinds_of(
         # Tied embeddings may have been saved under both names.
         and not (name == f"{prefix}lm_head.weight" and "model.embed_tokens.weight" in shapes)
     ]
-    if more:
+    if unknown:
         raise CheckpointError(
-            f"{tensors.label} has {more[0]} ({len(more)} such), which the model has not; it is a checkpoint of another model than "
-            "--model"
+            f"{tensors.label} has {unknown[0]} ({len(unknown)} in total), which the model does not have; it is a checkpoint "
+            "of a different model than --model"
         )
-    found = {"value": Mapped(tensors, _places(tensors, known, shapes, prefix, ""), files)}
+    mapped = {"value": MappedSource(tensors, _places(tensors, known, shapes, prefix, ""), files)}
     stems = [_prefix(tensors, shapes, f".{kind}", partly=True) for kind in MOMENTS]
     if None in stems or any(
         f"{stem}{n}.{kind}" not in tensors.entries for n in shapes for kind, stem in zip(MOMENTS, stems, strict=True)
     ):
-        return found, {}
+        return mapped, {}
     for kind, stem in zip(MOMENTS, stems, strict=True):
-        found[kind] = Mapped(tensors, _places(tensors, known, shapes, stem, f".{kind}"), files)
-    return found, {s.name: f"{stems[0]}{name}.step" for name, segments in known.items() for s in segments}
+        mapped[kind] = MappedSource(tensors, _places(tensors, known, shapes, stem, f".{kind}"), files)
+    return mapped, {s.name: f"{stems[0]}{name}.step" for name, stored_slices in known.items() for s in stored_slices}
 
 
 def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suffix: str, *, partly: bool = False) -> Any:
-    """What stands before the parameters' names: the most common of what is found; None for none where `partly`."""
+    """Find the prefix of the parameter names, by majority; with `partly`, return None if no parameter matches."""
     votes = Counter(
         name[: -len(known + suffix)]
         for known in shapes
@@ -86,12 +89,14 @@ def _prefix(tensors: ForeignTensors, shapes: Mapping[str, tuple[int, ...]], suff
         if not missing or partly:
             return prefix
         raise CheckpointError(
-            f"{tensors.label} has no {prefix}{missing[0]} ({len(missing)} such); it is a checkpoint of another model than --model"
+            f"{tensors.label} has no {prefix}{missing[0]} ({len(missing)} in total); it is a checkpoint of a different model "
+            "than --model"
         )
     if partly:
         return None
     raise CheckpointError(
-        f"{tensors.label} has none of the model's parameters, {next(iter(shapes))} for one; it has {', '.join(list(tensors.entries)[:3])}"
+        f"{tensors.label} has none of the model's parameters, such as {next(iter(shapes))}; its first tensors are "
+        f"{', '.join(list(tensors.entries)[:3])}"
     )
 
 
@@ -101,28 +106,28 @@ def _places(
     shapes: Mapping[str, tuple[int, ...]],
     prefix: str,
     suffix: str,
-) -> list[Place]:
-    found = []
-    for name, segments in known.items():
+) -> list[Placement]:
+    places = []
+    for name, stored_slices in known.items():
         foreign = f"{prefix}{name}{suffix}"
         if tensors.entries[foreign][1] != shapes[name]:
             raise CheckpointError(
-                f"{tensors.label} has {foreign} as {list(tensors.entries[foreign][1])}, the model as {list(shapes[name])}; it is a "
-                "checkpoint of another model than --model"
+                f"{tensors.label} has {foreign} with shape {list(tensors.entries[foreign][1])}, the model with "
+                f"{list(shapes[name])}; it is a checkpoint of a different model than --model"
             )
-        found += [Place(foreign, (), segment) for segment in segments]
-    return found
+        places += [Placement(foreign, (), segment) for segment in stored_slices]
+    return places
 
 
 class ShardFiles:
-    """Tensors in files of one rank each, as verl saves them: DTensors by name, left in their files until they are asked for.
+    """Tensors in one file per rank, as saved by verl: DTensors by name, which stay in their files until they are read.
 
     Args:
-        folder: with `model_world_size_W_rank_R.pt`.
-        trust: read pickles that could run code.
+        folder: The folder that contains `model_world_size_W_rank_R.pt`.
+        trust: Whether to read pickles that could run code.
 
     Raises:
-        CheckpointError: a rank's file is missing, or holds something else.
+        CheckpointError: The file of a rank is missing, or does not contain tensors.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
@@ -138,7 +143,7 @@ class ShardFiles:
         for path in shard_files(folder, "optim"):
             state = load_tensors(path, str(path), trust=trust, mmap=True).get("state", {})
             for name, kinds in state.items():
-                # Numbers instead of names: whose they are cannot be told.
+                # With numbers instead of names, the parameters that the moments belong to are unknown.
                 if isinstance(name, str):
                     for kind in MOMENTS:
                         self._add(path, f"{name}.{kind}", kinds[kind])
@@ -147,59 +152,61 @@ class ShardFiles:
     def _add(self, path: Path, name: str, tensor: Any) -> None:
         if isinstance(tensor, DTensor):
             shape, local = tuple(tensor.shape), tensor._local_tensor
-            box = _box_of(path, name, tensor)
+            local_slice = _slice_of(path, name, tensor)
         elif isinstance(tensor, Tensor):
-            shape, local, box = tuple(tensor.shape), tensor, whole(tensor.shape)
+            shape, local, local_slice = tuple(tensor.shape), tensor, whole(tensor.shape)
         else:
-            raise CheckpointError(f"{path} has {name} as {type(tensor).__name__}, which is no tensor")
+            raise CheckpointError(f"{path} has {name} as {type(tensor).__name__}, which is not a tensor")
         known = self.entries.setdefault(name, (DTYPES[tensor.dtype], shape))
         if known != (DTYPES[tensor.dtype], shape):
-            raise CheckpointError(f"{path} has {name} as {DTYPES[tensor.dtype]} {list(shape)}, another rank as {known}")
+            raise CheckpointError(
+                f"{path} has {name} as {DTYPES[tensor.dtype]} {list(shape)}, but another rank has it as {known}"
+            )
         parts = self._parts.setdefault(name, [])
-        # Replicas hold the same box.
-        if local.numel() and all(box != other for other, _ in parts):
-            parts.append((box, local))
+        # Replicas hold the same slice.
+        if local.numel() and all(local_slice != other for other, _ in parts):
+            parts.append((local_slice, local))
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `ForeignTensors`."""
         filled = 0
-        for box, local in self._parts[name]:
-            shared = intersect(part, box)
+        for local_slice, local in self._parts[name]:
+            shared = intersect(part, local_slice)
             if shared is not None:
-                inside = shared.seen_from(box.offset)
+                inside = shared.seen_from(local_slice.offset)
                 copy_part(local, inside, out[shared.within(part.offset)] if part.offset else out)
                 filled += shared.volume
         if filled != part.volume:
-            raise CheckpointError(f"{self.label} covers {filled} of the {part.volume} elements of a part of {name}")
+            raise CheckpointError(f"{self.label} covers only {filled} of the {part.volume} elements of a part of {name}")
 
     def scalar(self, name: str) -> float | None:
-        """A count of steps."""
+        """Return a step count, or None if there is none of this name."""
         return self.steps.get(name)
 
 
 def shard_files(folder: Path, what: str) -> list[Path]:
-    """verl's files of a kind (`model` or `optim`), in order of the ranks; empty where there are none.
+    """List verl's files of a kind (`model` or `optim`) in rank order; the list is empty if there are none.
 
     Raises:
-        CheckpointError: some ranks' are missing.
+        CheckpointError: The files of some ranks are missing, or belong to several runs.
     """
-    found = {}
+    path_by_rank = {}
     sizes = set()
     for path in folder.iterdir():
         match = _SHARD.fullmatch(path.name)
         if match is not None and match[1] == what:
             sizes.add(int(match[2]))
-            found[int(match[3])] = path
+            path_by_rank[int(match[3])] = path
     if len(sizes) > 1:
-        raise CheckpointError(f"{folder} has files of runs of {sorted(sizes)} ranks; leave those of one")
-    missing = sorted(set(range(max(sizes, default=0))) - set(found))
+        raise CheckpointError(f"{folder} has files of runs with {sorted(sizes)} ranks; keep those of only one run")
+    missing = sorted(set(range(max(sizes, default=0))) - set(path_by_rank))
     if missing:
-        raise CheckpointError(f"{folder} has no file of rank {missing[0]} of {max(sizes)} ({what}); copy it there too")
-    return [found[rank] for rank in sorted(found)]
+        raise CheckpointError(f"{folder} has no file of rank {missing[0]} of {max(sizes)} ({what}); copy it there as well")
+    return [path_by_rank[rank] for rank in sorted(path_by_rank)]
 
 
-def _box_of(path: Path, name: str, tensor: DTensor) -> TensorSlice:
-    """Where a rank's part stands, from the placements and the rank that the file is of."""
+def _slice_of(path: Path, name: str, tensor: DTensor) -> TensorSlice:
+    """Locate a rank's local shard in the full tensor, from the placements and the rank in the file's name."""
     match = _SHARD.fullmatch(path.name)
     assert match is not None
     mesh = tensor._spec.mesh.mesh
@@ -211,9 +218,9 @@ def _box_of(path: Path, name: str, tensor: DTensor) -> TensorSlice:
         if isinstance(placement, Replicate):
             continue
         if type(placement) is not Shard:
-            raise CheckpointError(f"{path}: {name} is placed as {placement}, which is not known here")
+            raise CheckpointError(f"{path}: {name} has the placement {placement}, which is not supported")
         d, size, rank = placement.dim, mesh.shape[axis], int(coordinate[0][axis])
-        # As torch.chunk cuts: all parts as large as the first, but for the last ones.
+        # Like torch.chunk: all parts have the size of the first, except the last ones.
         step = -(-length[d] // size)
         first = min(rank * step, length[d])
         offset[d], length[d] = offset[d] + first, min(step, length[d] - first)

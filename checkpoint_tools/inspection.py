@@ -1,4 +1,4 @@
-"""What a checkpoint is, told from its manifest and headers alone. Imports no torch."""
+"""Description of a checkpoint from its manifest and headers alone. This module does not import torch."""
 
 import math
 from collections import Counter
@@ -18,24 +18,24 @@ from .sources import FolderSource, is_hf_folder, model_config, size_of
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of a checkpoint or a Hugging Face folder.
+    """The properties of a checkpoint or a Hugging Face folder.
 
     Args:
-        where: it lies.
-        kind: `checkpoint` or `hugging_face`.
-        complete: nothing is missing, as far as sizes and the manifest's own checksum tell.
-        model: family, architecture and path of the model.
-        parameters: numbers in the tensors' values; of adapters alone where the base is not stored.
-        bytes: on disk.
-        dtypes: by kind (value, exp_avg, exp_avg_sq): number format -> tensors.
-        adapters: tensors of adapters.
-        step: number of the checkpoint; None for a Hugging Face folder, as are the following.
-        backend: engine that saved it.
-        layout: axes of more than one rank.
-        processes: that saved it.
-        optimizer: its name.
-        epoch: of the training data, and the position in it.
-        also: other checkpoints of the same run, and what is wrong with those that are incomplete.
+        where: The location of the checkpoint or folder.
+        kind: Either `checkpoint` or `hugging_face`.
+        complete: Whether nothing is missing, judging by file sizes and the manifest's own checksum.
+        model: The family, architecture and path of the model.
+        parameters: The number of parameters; of the adapters alone if the base model is not stored.
+        bytes: The size on disk in bytes.
+        dtypes: For each kind (value, exp_avg, exp_avg_sq), the number of tensors by dtype.
+        adapters: The number of adapter tensors.
+        step: The step number of the checkpoint. None for a Hugging Face folder, like all following fields.
+        backend: The engine that saved the checkpoint.
+        layout: The parallel axes with more than one rank.
+        processes: The number of processes that saved the checkpoint.
+        optimizer: The name of the optimizer.
+        data: The epoch of the training data, and the position in it.
+        also: The other checkpoints of the same run, each with `complete` or the reason why it is incomplete.
     """
 
     where: str
@@ -55,59 +55,59 @@ class Inspection:
     also: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Convert the properties to plain data."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Describe the checkpoint for the user, one string per line."""
         layout = "".join(f", {axis}={size}".lower() for axis, size in (self.layout or {}).items())
         rows = {
-            "complete": "yes, by its files' sizes (verify reads them)" if self.kind == "checkpoint" else None,
+            "complete": "yes, judging by file sizes (verify reads the files)" if self.kind == "checkpoint" else None,
             "model": ", ".join(str(v) for v in self.model.values() if v),
             "step": self.step,
             "engine": None
             if self.backend is None
             else f"{self.backend}, {self.processes} {'process' if self.processes == 1 else 'processes'}{layout}",
-            "parameters": f"{self.parameters:,}" + (f" in {self.adapters} tensors of adapters" if self.adapters else ""),
+            "parameters": f"{self.parameters:,}" + (f" in {self.adapters} adapter tensors" if self.adapters else ""),
             "on disk": size_of(self.bytes),
             **{
-                kind: ", ".join(f"{count} tensors {dtype}" for dtype, count in found.items())
-                for kind, found in self.dtypes.items()
+                kind: ", ".join(f"{count} tensors {dtype}" for dtype, count in counts.items())
+                for kind, counts in self.dtypes.items()
             },
             "optimizer": self.optimizer,
             "data": None if not self.data else ", ".join(f"{k} {v}" for k, v in self.data.items()),
         }
-        found = [self.where, *(f"  {name:12} {value}" for name, value in rows.items() if value is not None)]
-        return [*found, *(f"  {'beside it':12} {name}: {what}" for name, what in (self.also or {}).items())]
+        lines = [self.where, *(f"  {name:12} {value}" for name, value in rows.items() if value is not None)]
+        return [*lines, *(f"  {'also present':12} {name}: {status}" for name, status in (self.also or {}).items())]
 
 
 def inspect(where: Path | str) -> Inspection:
-    """Look at a checkpoint, at the last one of a run, or at a Hugging Face folder, without reading tensors.
+    """Inspect a checkpoint, the last checkpoint of a run, or a Hugging Face folder, without reading tensors.
 
     Raises:
-        CheckpointError: it is none of these, or so incomplete that it says nothing of itself.
+        CheckpointError: The path is none of these, or the checkpoint is too incomplete to describe.
     """
     if is_hf_folder(where):
         return _folder(FolderSource(Path(where)))
     root = find_root(where)
     if root is None:
         return _checkpoint(find_checkpoint(where), None)
-    found = list(newest_first(root))
-    manifest = next((m for _, m in found if isinstance(m, Manifest)), None)
+    checkpoints = list(newest_first(root))
+    manifest = next((m for _, m in checkpoints if isinstance(m, Manifest)), None)
     if manifest is None:
-        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(str(reason) for _, reason in found)}")
-    also = {name: "complete" if isinstance(m, Manifest) else str(m) for name, m in found if m is not manifest}
+        raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(str(reason) for _, reason in checkpoints)}")
+    also = {name: "complete" if isinstance(m, Manifest) else str(m) for name, m in checkpoints if m is not manifest}
     return _checkpoint(manifest, also)
 
 
-def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspection:
+def _checkpoint(manifest: Manifest, others: Mapping[str, str] | None) -> Inspection:
     data = manifest.data
     config = model_config(dict(manifest.model_files()))
     kinds: dict[str, dict[str, Entry]] = {}
     for name in manifest.names:
-        for kind, found in manifest.kinds(name).items():
-            kinds.setdefault(kind, {})[name] = (found.dtype, found.shape)
-    layout = {a: n for a, n in data["parallel"].items() if isinstance(n, int) and (n is True or n > 1)}
+        for kind, tensor in manifest.kinds(name).items():
+            kinds.setdefault(kind, {})[name] = (tensor.dtype, tensor.shape)
+    layout = {axis: size for axis, size in data["parallel"].items() if isinstance(size, int) and (size is True or size > 1)}
     loader = data["extra"].get("data")
     return Inspection(
         where=str(manifest.store),
@@ -116,7 +116,7 @@ def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspectio
         model={**_model(config), "path": data["model"].get("path")},
         parameters=_parameters(kinds.get("value", {})),
         bytes=sum(entry["bytes"] for entry in data["files"].values()),
-        dtypes={kind: dict(Counter(dtype for dtype, _ in found.values())) for kind, found in kinds.items()},
+        dtypes={kind: dict(Counter(dtype for dtype, _ in entries.values())) for kind, entries in kinds.items()},
         adapters=sum(name.startswith(PEFT_PREFIX) for name in manifest.names),
         step=manifest.step,
         backend=data["backend"],
@@ -124,7 +124,7 @@ def _checkpoint(manifest: Manifest, also: Mapping[str, str] | None) -> Inspectio
         processes=data["world_size"],
         optimizer=None if data["optim"] is None else data["optim"]["name"],
         data={k: loader[k] for k in ("epoch", "position") if k in loader} if isinstance(loader, dict) else {},
-        also=also,
+        also=others,
     )
 
 
@@ -143,8 +143,11 @@ def _folder(source: FolderSource) -> Inspection:
 
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = config.get("architectures")
-    return {"family": config.get("model_type"), "architecture": ", ".join(map(str, found)) if isinstance(found, list) else ""}
+    architectures = config.get("architectures")
+    return {
+        "family": config.get("model_type"),
+        "architecture": ", ".join(map(str, architectures)) if isinstance(architectures, list) else "",
+    }
 
 
 def _parameters(entries: Mapping[str, Entry]) -> int:

@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron runs of others: `torch_dist` folders of megatron's dist_checkpointing.
+"""Checkpoints of foreign Megatron runs: `torch_dist` folders of Megatron's dist_checkpointing.
 
-What is theirs alone: layers and experts stacked on leading axes, and norms named after the linear layers that fuse them. The
-bridge knows the rest. Needs no megatron.
+This module handles what is specific to them: layers and experts that are stacked on leading axes, and norms that are named
+after the linear layers that fuse them. The bridge handles the rest. Megatron does not need to be installed.
 """
 
 import re
@@ -13,7 +13,7 @@ from ..engine.bridge.rules import Part
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
-from .foreign import ForeignTensors, Mapped, Place, parameters_of
+from .foreign import ForeignTensors, MappedSource, Placement, parameters_of
 
 KINDS = {"param": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIASES = {
@@ -29,20 +29,20 @@ _IGNORED = ("_extra_state", ".inv_freq")
 
 def kinds_of(
     tensors: ForeignTensors, model: ModelConfig, files: Mapping[str, bytes]
-) -> tuple[dict[str, Mapped], dict[str, str]]:
-    """The values and, where they are stored like parameters, the moments of a Megatron model and the float32 values that its
+) -> tuple[dict[str, MappedSource], dict[str, str]]:
+    """Map the values of a Megatron model and, if they are stored like parameters, its moments and the float32 values that its
     optimizer updates (`main`).
 
     Args:
-        tensors: of the checkpoint.
-        model: whose config tells the family.
-        files: config and tokenizer.
+        tensors: The tensors of the checkpoint.
+        model: The model whose config determines the family.
+        files: The config and tokenizer files.
 
     Returns:
-        kind -> source; and nothing, since megatron keeps one count of steps beside its tensors.
+        A mapping from kind to source, and an empty mapping, since Megatron keeps a single step count outside its tensors.
 
     Raises:
-        CheckpointError: a tensor that the family's bridge does not know.
+        CheckpointError: The checkpoint has a tensor that the bridge of the family does not know.
     """
     config = read_config(model)
     try:
@@ -52,50 +52,51 @@ def kinds_of(
         raise CheckpointError(str(e)) from e
     names = {"value": {n: n for n in tensors.entries if n.startswith(_MODEL)}}
     for name in tensors.entries:
-        found = _OPTIMIZER.fullmatch(name)
-        if found is not None:
-            names.setdefault(KINDS[found[1]], {})[found[2]] = name
+        match = _OPTIMIZER.fullmatch(name)
+        if match is not None:
+            names.setdefault(KINDS[match[1]], {})[match[2]] = name
     if not names["value"]:
         raise CheckpointError(
-            f"{tensors.label} has no tensors of a Megatron model; it has {', '.join(list(tensors.entries)[:3])}"
+            f"{tensors.label} has no tensors of a Megatron model; its first tensors are {', '.join(list(tensors.entries)[:3])}"
         )
     trained = {name for name in names["value"] if not name.endswith(_IGNORED)}
     if any(set(names.get(kind, {})) != trained for kind in KINDS.values()):
         names = {"value": names["value"]}
-    made = {kind: Mapped(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}
+    mapped = {kind: MappedSource(tensors, _places(tensors, family, decoder, chosen), files) for kind, chosen in names.items()}
     parts, _ = parameters_of(model)
-    _check_complete(made["value"], {s.name: s.shape for segments in parts.values() for s in segments})
-    return made, {}
+    _check_complete(mapped["value"], {s.name: s.shape for stored_slices in parts.values() for s in stored_slices})
+    return mapped, {}
 
 
-def _check_complete(values: Mapped, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare what was found with what the model has: stacked layers say by their number alone that there are more or fewer."""
-    got = {name: shape for name, (_, shape) in values.entries.items()}
-    for one, other, text in ((expected, got, "lacks"), (got, expected, "has, beyond the model,")):
-        left = [name for name in one if other.get(name) != one[name]]
-        if left:
+def _check_complete(values: MappedSource, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the tensors against those of the model, since the number of stacked layers is only visible in their shape."""
+    actual = {name: shape for name, (_, shape) in values.entries.items()}
+    for entries, other_entries, verb in ((expected, actual, "lacks"), (actual, expected, "has the extra tensor")):
+        mismatched = [name for name in entries if other_entries.get(name) != entries[name]]
+        if mismatched:
             raise CheckpointError(
-                f"{values.label} {text} {left[0]} {list(one[left[0]])} ({len(left)} such); it is a checkpoint of another model than --model"
+                f"{values.label} {verb} {mismatched[0]} {list(entries[mismatched[0]])} ({len(mismatched)} in total); it is a "
+                "checkpoint of a different model than --model"
             )
 
 
-def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[Place]:
+def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[Placement]:
     for name, foreign in names.items():
         if name.endswith(_IGNORED) or (name == "output_layer.weight" and decoder.tied):
             continue
         shape = tensors.entries[foreign][1]
-        for lead, full, part, own in _unstacked(name, shape, decoder):
+        for lead, full, part, own_shape in _unstacked(name, shape, decoder):
             try:
                 rule, on_disk = family.rule(full)
             except ModelError as e:
                 raise CheckpointError(f"{tensors.label}: {e}") from e
-            yield from (Place(foreign, lead, s) for s in rule.segments(on_disk, own, part, decoder))
+            yield from (Placement(foreign, lead, s) for s in rule.stored_slices(on_disk, own_shape, part, decoder))
 
 
 def _unstacked(
     name: str, shape: tuple[int, ...], decoder: Decoder
 ) -> Iterator[tuple[tuple[int, ...], str, Part, tuple[int, ...]]]:
-    """The parameters behind a stored tensor: indices on its leading axes, name in an unsharded model, part, shape."""
+    """Yield the parameters inside a stored tensor: indices on its leading axes, name in an unsharded model, part, shape."""
     if not name.startswith(_LAYERS):
         yield (), name, Part(), shape
         return
@@ -104,10 +105,10 @@ def _unstacked(
     layers = [((), int(number), shape)] if number.isdigit() else [((i,), i, shape[1:]) for i in range(shape[0])]
     rest = rest if number.isdigit() else inner
     rest = ALIASES.get(rest, rest)
-    for lead, layer, own in layers:
+    for lead, layer, own_shape in layers:
         if not rest.startswith(_EXPERT):
-            yield lead, f"{_LAYERS}{layer}.{rest}", Part(), own
+            yield lead, f"{_LAYERS}{layer}.{rest}", Part(), own_shape
             continue
         full = f"{_LAYERS}{layer}.mlp.experts.{rest.removeprefix(_EXPERT)}"
-        for expert in range(own[0]):
-            yield (*lead, expert), full, Part(first_expert=expert), own[1:]
+        for expert in range(own_shape[0]):
+            yield (*lead, expert), full, Part(first_expert=expert), own_shape[1:]

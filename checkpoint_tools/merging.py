@@ -1,4 +1,7 @@
-"""A checkpoint of any engine and layout into a Hugging Face folder, streamed. Adapters are merged in or kept apart."""
+"""Streaming conversion of a checkpoint from any engine and layout into a Hugging Face folder.
+
+LoRA adapters are merged into the base model or written on their own.
+"""
 
 import logging
 import re
@@ -12,7 +15,7 @@ from ..engine.errors import CheckpointError
 from ..engine.hf.model_path import fingerprint, resolve_folder
 from ..engine.hf.names import PEFT_PREFIX
 from .adapters import MergedAdapters
-from .plan import Copied, WritePlan, apply, check_dtype, plan_write
+from .plan import CopiedBlocks, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
 from .streaming import Blocks, Progress
 
@@ -33,27 +36,27 @@ def merge(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> WritePlan:
-    """Write a checkpoint as a folder that transformers (or, for adapters alone, peft) loads.
+    """Write a checkpoint as a folder that transformers can load (or PEFT, for adapters alone).
 
-    The folder appears complete or not at all; an exported one of the same name is replaced. Needs memory for a few blocks
-    of 16 MiB, whatever the model's size.
+    The folder appears only when it is complete; an earlier export of the same name is replaced. Merging needs memory for a few
+    blocks of 16 MiB, whatever the size of the model.
 
     Args:
-        checkpoint: its folder or URL, or those of a run, whose last complete one is taken.
-        output: folder to write.
-        adapters: of a run with LoRA: `merged` into the base model, or `only` them, in peft's format.
-        base: the base model of adapters; None for the one that the run names.
-        dtype: float32, bfloat16, float16 or float64; None as trained.
-        shard_bytes: size of a file, at most, unless one tensor is larger.
-        verify: compare what is read with its checksums.
-        workers: threads; None for one for each core, 8 at most.
-        progress: called with the bytes of each block.
+        checkpoint: The folder or URL of a checkpoint, or of a run, whose last complete checkpoint is used.
+        output: The folder to write.
+        adapters: How to write LoRA adapters: `merged` into the base model, or `only` the adapters, in PEFT format.
+        base: The base model of the adapters; None for the one recorded by the run.
+        dtype: The dtype to write: float32, bfloat16, float16 or float64; None for the dtype as trained.
+        shard_bytes: The maximum size of a weight file, unless a single tensor is larger.
+        verify: Whether to check the data that is read against its checksums.
+        workers: The number of threads; None for one per core, at most 8.
+        progress: Called with the size of each block in bytes.
 
     Returns:
-        what was done.
+        The plan that was carried out.
 
     Raises:
-        CheckpointError: incomplete or damaged; or the output is something else, or cannot be written.
+        CheckpointError: The checkpoint is incomplete or damaged, or the output is not an export or cannot be written.
     """
     plan = plan_merge(checkpoint, output, adapters=adapters, base=base, dtype=dtype, shard_bytes=shard_bytes, verify=verify)
     apply(plan, workers, progress)
@@ -70,7 +73,7 @@ def plan_merge(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
 ) -> WritePlan:
-    """What `merge` would do; reads headers and no tensor."""
+    """Return the plan that `merge` would carry out, reading headers but no tensors."""
     check_dtype(dtype)
     if adapters not in ("merged", "only"):
         raise CheckpointError(f"adapters={adapters}; it must be merged or only")
@@ -84,23 +87,23 @@ def plan_merge(
             f"{manifest.store} has no adapters: it was trained without LoRA; leave out adapters=only (--adapters only)"
         )
     if not adapted and base is not None:
-        raise CheckpointError(f"{manifest.store} has no adapters that a base, {base}, could be merged with; leave it out")
+        raise CheckpointError(f"{manifest.store} has no adapters to merge into the base model {base}; leave out base (--base)")
     source: Blocks
     if not adapted:
-        source, entries = Copied(stored), dict(stored.entries)
+        source, entries = CopiedBlocks(stored), dict(stored.entries)
     elif adapters == "only":
-        source, entries = Copied(stored), {n: e for n, e in stored.entries.items() if n.startswith(PEFT_PREFIX)}
+        source, entries = CopiedBlocks(stored), {n: e for n, e in stored.entries.items() if n.startswith(PEFT_PREFIX)}
     else:
         if manifest.data["model"].get("init") == "random" and base is None:
             raise CheckpointError(
-                f"{manifest.store} adapts random weights (model.init=random), which are stored nowhere; take adapters=only "
-                "(--adapters only)"
+                f"{manifest.store} adapts random weights (model.init=random), which are not stored anywhere; use "
+                "adapters=only (--adapters only)"
             )
-        where = _base_folder(manifest, base)
-        log.warning("base model of the adapters: %s", where)
-        if Path(output).resolve() == where.resolve():
+        base_folder = _base_folder(manifest, base)
+        log.warning("base model of the adapters: %s", base_folder)
+        if Path(output).resolve() == base_folder.resolve():
             raise CheckpointError(f"{output} is the base model itself; choose another folder")
-        merged = MergedAdapters(stored, FolderSource(where), files)
+        merged = MergedAdapters(stored, FolderSource(base_folder), files)
         source, entries = merged, merged.entries
     return plan_write(
         str(manifest.store),
@@ -115,24 +118,24 @@ def plan_merge(
 
 
 def _base_folder(manifest: Manifest, base: Path | str | None) -> Path:
-    """The base model of a run's adapters.
+    """Find the base model of a run's adapters.
 
     Raises:
-        CheckpointError: it is not there any more, or another model.
+        CheckpointError: The base model is no longer available, or is a different model.
     """
     path = str(base or manifest.data["model"]["path"])
     try:
         folder = resolve_folder(path)
-    except Exception as e:  # of many kinds: no network, no such name, no access
+    except Exception as e:  # many kinds of errors: no network, unknown name, no access
         raise CheckpointError(
-            f"the base model of {manifest.store}, {path}, is no folder here and cannot be downloaded; name its place as base (--base), "
-            f"or take adapters=only ({str(e).splitlines()[0]})"
+            f"the base model of {manifest.store}, {path}, is not a local folder and cannot be downloaded; set base (--base) "
+            f"to its location, or use adapters=only ({str(e).splitlines()[0]})"
         ) from e
     expected = manifest.data.get("fingerprint")
-    # A name on the Hub stands for itself: a copy of it elsewhere cannot be told.
-    if re.fullmatch(r"[0-9a-f]{32}", str(expected)) and expected != (found := fingerprint(str(folder))):
+    # Models from the Hub are fingerprinted by name, so a local copy of one cannot be compared.
+    if re.fullmatch(r"[0-9a-f]{32}", str(expected)) and expected != (actual := fingerprint(str(folder))):
         raise CheckpointError(
-            f"{folder} is not the model that {manifest.store} was trained from (fingerprint {found}, not {expected}); give the "
-            "right one as base (--base)"
+            f"{folder} is not the model that {manifest.store} was trained from (fingerprint {actual}, not {expected}); set "
+            "base (--base) to the right one"
         )
     return folder

@@ -1,4 +1,7 @@
-"""From tensors of a source to a Hugging Face folder: what will be written, then writing it. Imports no torch by itself."""
+"""Writing the tensors of a source into a Hugging Face folder: first a plan of the output, then the output itself.
+
+Importing this module does not import torch.
+"""
 
 import json
 import os
@@ -31,14 +34,14 @@ FLOATS = frozenset(DTYPES.values())
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """A Hugging Face folder that is to be written.
+    """A plan of a Hugging Face folder to write.
 
     Args:
-        origin: where the tensors come from, for people.
-        output: folder to write.
-        folder: its weight files.
-        files: what stands beside them.
-        source: of the tensors.
+        origin: The location of the tensors, for display.
+        output: The folder to write.
+        folder: The plan of its weight files.
+        files: The other files, by name.
+        source: The source of the tensors.
     """
 
     origin: str
@@ -48,13 +51,13 @@ class WritePlan:
     source: Blocks
 
     def lines(self) -> list[str]:
-        """For people."""
-        found = [f"{self.origin} -> {self.output}"]
+        """Describe the plan for the user, one string per line."""
+        lines = [f"{self.origin} -> {self.output}"]
         for name, part in self.folder.files.items():
             size = sum(tensor_bytes(*entry) for entry in part.values())
             kinds = ", ".join(sorted({dtype for dtype, _ in part.values()}))
-            found.append(f"  {name}: {len(part)} tensors, {kinds}, {size_of(size)}")
-        return [*found, *(f"  {name}: {len(data)} bytes" for name, data in self.files.items())]
+            lines.append(f"  {name}: {len(part)} tensors, {kinds}, {size_of(size)}")
+        return [*lines, *(f"  {name}: {len(data)} bytes" for name, data in self.files.items())]
 
 
 def plan_write(
@@ -68,25 +71,25 @@ def plan_write(
     shard_bytes: int,
     only_adapters: bool = False,
 ) -> WritePlan:
-    """What writing these tensors would make.
+    """Plan a Hugging Face folder that contains the given tensors.
 
     Args:
-        origin: where they come from.
-        output: folder to write.
-        source: of their blocks.
-        entries: name -> (dtype, shape), of those that are to be written.
-        files: config, tokenizer and the like.
-        dtype: float32, bfloat16, float16 or float64; None as they are.
-        shard_bytes: size of a file, at most, unless one tensor is larger.
-        only_adapters: they are adapters alone.
+        origin: The location of the tensors, for display.
+        output: The folder to write.
+        source: The source of the blocks.
+        entries: A mapping from the name of each tensor to write to (dtype, shape).
+        files: The config, tokenizer and similar files, by name.
+        dtype: The dtype to write: float32, bfloat16, float16 or float64; None for the dtype of the source.
+        shard_bytes: The maximum size of a weight file, unless a single tensor is larger.
+        only_adapters: Whether the tensors are adapters alone.
 
     Raises:
-        CheckpointError: an unknown dtype, or the output is something else.
+        CheckpointError: The dtype is unknown, or the output is not an export.
     """
     check_dtype(dtype)
     check_target(Path(output))
     if dtype is not None:
-        cast = Cast(source, entries, DTYPES[dtype])
+        cast = CastBlocks(source, entries, DTYPES[dtype])
         source, entries, files = cast, cast.entries, with_dtype(files, dtype)
     return WritePlan(
         origin=origin,
@@ -98,34 +101,34 @@ def plan_write(
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse a number format that is not known.
+    """Check that a dtype is known.
 
     Raises:
-        CheckpointError: it says which there are.
+        CheckpointError: The dtype is unknown; the message lists the known ones.
     """
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype={dtype}; it must be one of {', '.join(DTYPES)}")
 
 
 def apply(plan: WritePlan, workers: int | None = None, progress: Progress | None = None) -> None:
-    """Do what a plan says.
+    """Carry out a plan.
 
     Raises:
-        CheckpointError: damaged, or the disk is full; nothing is left behind.
+        CheckpointError: The source is damaged, or the disk is full. Nothing is left behind.
     """
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
-        with whole_folder(plan.output) as made:
-            writer = FolderWriter(made, plan.folder)
+        with whole_folder(plan.output) as folder:
+            writer = FolderWriter(folder, plan.folder)
             copy_tensors(plan.folder, writer, plan.source, count, progress)
             writer.finish()
-            write_files(made, plan.files)
+            write_files(folder, plan.files)
     except OSError as e:
         raise disk_error(str(plan.output), e) from e
 
 
-class Copied:
-    """Blocks as they are stored."""
+class CopiedBlocks:
+    """Blocks in the dtype in which they are stored."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -137,13 +140,13 @@ class Copied:
         return out
 
 
-class Cast:
-    """Blocks in another number format.
+class CastBlocks:
+    """Blocks cast to a different dtype.
 
     Args:
-        source: of the blocks.
-        entries: of the source.
-        dtype: of floating-point tensors afterwards.
+        source: The source of the blocks.
+        entries: The entries of the source.
+        dtype: The dtype of the floating-point tensors after the cast.
     """
 
     def __init__(self, source: Blocks, entries: Mapping[str, Entry], dtype: str) -> None:
@@ -154,24 +157,24 @@ class Cast:
 
     def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
         """See `Blocks`."""
-        found = self._source.block(name, part, room)
-        was, becomes = self._stored[name][0], self.entries[name][0]
-        if was == becomes:
-            return found
+        block_data = self._source.block(name, part, room)
+        old_dtype, new_dtype = self._stored[name][0], self.entries[name][0]
+        if old_dtype == new_dtype:
+            return block_data
         from ..engine.checkpoint.local_shards import as_tensor, raw
 
-        out = room.take("cast", becomes, part.length)
-        as_tensor(out, becomes).copy_(as_tensor(found, was))
-        return raw(as_tensor(out, becomes))
+        out = room.take("cast", new_dtype, part.length)
+        as_tensor(out, new_dtype).copy_(as_tensor(block_data, old_dtype))
+        return raw(as_tensor(out, new_dtype))
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The model's files with another dtype in config.json."""
-    found = dict(files)
+    """Return the model files with a different dtype in config.json."""
+    updated = dict(files)
     name = CONFIGS[MODEL_STEM]
-    if name in found:
-        config = json.loads(found[name])
+    if name in updated:
+        config = json.loads(updated[name])
         config["dtype"] = dtype
         config.pop("torch_dtype", None)
-        found[name] = (json.dumps(config, indent=2) + "\n").encode()
-    return found
+        updated[name] = (json.dumps(config, indent=2) + "\n").encode()
+    return updated

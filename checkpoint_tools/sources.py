@@ -1,6 +1,7 @@
-"""Tensors by name, wherever they lie: in a checkpoint of any engine and layout, or in a Hugging Face folder.
+"""Access to tensors by name, in a checkpoint from any engine and layout or in a Hugging Face folder.
 
-Imports no torch. Parts are read as raw numbers of the tensor's element size, several threads at a time.
+This module does not import torch. Parts are read as raw numbers of the tensor's element size; several threads may read at
+once.
 """
 
 import json
@@ -19,11 +20,11 @@ from ..engine.errors import CheckpointError
 
 
 class Source(ABC):
-    """Named tensors.
+    """A collection of named tensors.
 
     Args:
-        label: where they lie, for people.
-        entries: name -> (dtype, shape).
+        label: The location of the tensors, for messages.
+        entries: A mapping from each name to (dtype, shape).
     """
 
     def __init__(self, label: str, entries: Mapping[str, Entry]) -> None:
@@ -34,24 +35,24 @@ class Source(ABC):
         """Copy a part of a tensor into an array of raw numbers, of the part's shape.
 
         Raises:
-            CheckpointError: damaged, or missing.
+            CheckpointError: The data is damaged or missing.
         """
 
     @abstractmethod
     def model_files(self) -> dict[str, bytes]:
-        """Config, tokenizer and the like."""
+        """Return the config, tokenizer and similar files, by name."""
 
 
 class CheckpointSource(Source):
-    """One kind of a checkpoint's tensors.
+    """The tensors of one kind in a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
-        kind: value, exp_avg or exp_avg_sq.
-        verify: compare what is read with the checksums.
+        manifest: The manifest of the checkpoint.
+        kind: The kind of tensors: value, exp_avg or exp_avg_sq.
+        verify: Whether to check the data that is read against its checksums.
 
     Raises:
-        CheckpointError: boxes that leave gaps, overlap, or are not what their files hold.
+        CheckpointError: Stored slices leave gaps, overlap, or do not match the contents of their files.
     """
 
     def __init__(self, manifest: Manifest, kind: str = "value", *, verify: bool = True) -> None:
@@ -63,11 +64,13 @@ class CheckpointSource(Source):
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
         """See `Source`."""
-        for box in self._tensors[name].boxes:
-            shared = intersect(part, box.box)
+        for stored_slice in self._tensors[name].boxes:
+            shared = intersect(part, stored_slice.box)
             if shared is not None:
-                inside = shared.seen_from(box.box.offset)
-                self._files.read(box.file, box.key, inside, out[shared.within(part.offset)] if part.offset else out)
+                inside = shared.seen_from(stored_slice.box.offset)
+                self._files.read(
+                    stored_slice.file, stored_slice.key, inside, out[shared.within(part.offset)] if part.offset else out
+                )
 
     def model_files(self) -> dict[str, bytes]:
         """See `Source`."""
@@ -75,13 +78,13 @@ class CheckpointSource(Source):
 
 
 class FolderSource(Source):
-    """A Hugging Face folder: safetensors files, with an index or one alone.
+    """The tensors of a Hugging Face folder: a single safetensors file, or several with an index.
 
     Args:
-        folder: of a model, or of adapters.
+        folder: The folder of a model or of adapters.
 
     Raises:
-        CheckpointError: it has no safetensors files, or its index names some that it has not.
+        CheckpointError: The folder has no safetensors files, or its index names missing ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,13 +102,15 @@ class FolderSource(Source):
             index, single = self.folder / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
             if index.is_file():
                 try:
-                    found: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-                    outside = sorted(f for f in set(found.values()) if Path(f).name != f or not (self.folder / f).is_file())
+                    file_by_name: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+                    outside = sorted(
+                        f for f in set(file_by_name.values()) if Path(f).name != f or not (self.folder / f).is_file()
+                    )
                 except (ValueError, KeyError, TypeError, AttributeError) as e:
                     raise CheckpointError(f"{index} cannot be read: {type(e).__name__} {e}") from e
                 if outside:
                     raise CheckpointError(f"{index} names {outside[0]!r}, which is not in the folder; it is incomplete")
-                return found
+                return file_by_name
             if (self.folder / single).is_file():
                 return dict.fromkeys(self._files.arrays(single), single)
         raise CheckpointError(f"{self.folder} has neither model.safetensors nor model.safetensors.index.json")
@@ -115,14 +120,14 @@ class FolderSource(Source):
         self._files.read(self._where[name], name, part, out)
 
     def model_files(self) -> dict[str, bytes]:
-        """See `Source`. Everything but weights."""
+        """See `Source`. Weights are left out."""
         weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors.index.json")
-        found = sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.endswith(weights))
-        return {p.name: p.read_bytes() for p in found if not p.name.startswith(".")}
+        files = sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.endswith(weights))
+        return {p.name: p.read_bytes() for p in files if not p.name.startswith(".")}
 
 
 def is_hf_folder(where: Path | str) -> bool:
-    """Whether a path is a Hugging Face folder."""
+    """Tell whether a path is a Hugging Face folder."""
     path = Path(where)
     return path.is_dir() and any(
         (path / config).is_file() or any(path.glob(f"{stem}*.safetensors")) for stem, config in CONFIGS.items()
@@ -130,10 +135,10 @@ def is_hf_folder(where: Path | str) -> bool:
 
 
 def open_source(where: Path | str, *, verify: bool = True) -> Source:
-    """The tensors of a checkpoint, of the last one of a run, or of a Hugging Face folder.
+    """Open the tensors of a checkpoint, of the last checkpoint of a run, or of a Hugging Face folder.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: The path is none of these.
     """
     if is_hf_folder(where):
         return FolderSource(Path(where))
@@ -141,22 +146,22 @@ def open_source(where: Path | str, *, verify: bool = True) -> Source:
         manifest = find_checkpoint(where)
     except CheckpointError as e:
         if "://" not in str(where) and not Path(where).is_dir():
-            raise CheckpointError(f"{where} is no folder") from e
+            raise CheckpointError(f"{where} is not a folder") from e
         raise
     return CheckpointSource(manifest, verify=verify)
 
 
 def model_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """What config.json says; empty where there is none."""
+    """Parse config.json; return an empty dictionary if there is none."""
     try:
-        found = json.loads(files.get(CONFIGS[MODEL_STEM], b"{}"))
+        config = json.loads(files.get(CONFIGS[MODEL_STEM], b"{}"))
     except ValueError as e:
         raise CheckpointError(f"{CONFIGS[MODEL_STEM]} cannot be read: {e}") from e
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def size_of(count: float) -> str:
-    """Bytes, for people."""
+    """Format a number of bytes for display."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,6 +1,6 @@
-"""Tensors from a source to the files of a plan, in blocks of bounded size, by several threads. Imports no torch.
+"""Copying of tensors from a source into the files of a plan, in blocks of bounded size, with several threads.
 
-What is in memory at a time is a block or two for each thread, whatever the model's size.
+Each thread keeps one or two blocks in memory at a time, whatever the size of the model. This module does not import torch.
 """
 
 import threading
@@ -16,33 +16,33 @@ from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes written since the last call, by any thread."""
+"""A function that any thread calls with the number of bytes written since the last call."""
 
 
 class Blocks(Protocol):
-    """Where blocks come from."""
+    """A source of blocks."""
 
     def block(self, name: str, part: TensorSlice, room: "BlockBuffer") -> Any:
-        """A part of a tensor as it is written: a contiguous array of raw numbers, which the next call may overwrite."""
+        """Return a part of a tensor in its output form: a contiguous array of raw numbers that the next call may overwrite."""
         ...
 
 
 class BlockBuffer:
-    """A thread's own memory, used again for every block: pages once touched are fast."""
+    """Memory that a single thread reuses for every block, since pages that were touched before are faster."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
+        self._arrays: dict[str, Any] = {}
 
     def take(self, use: str, dtype: str, shape: tuple[int, ...]) -> Any:
-        """An array of raw numbers."""
+        """Return an array of raw numbers, which shares its memory with earlier arrays for the same use."""
         size = tensor_bytes(dtype, shape)
-        if use not in self._kept or self._kept[use].nbytes < size:
-            self._kept[use] = np.empty(size, np.uint8)
-        return self._kept[use][:size].view(RAW[ITEMSIZE[dtype]]).reshape(shape)
+        if use not in self._arrays or self._arrays[use].nbytes < size:
+            self._arrays[use] = np.empty(size, np.uint8)
+        return self._arrays[use][:size].view(RAW[ITEMSIZE[dtype]]).reshape(shape)
 
 
 def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSlice, int]]:
-    """A tensor's rows in blocks, each with the byte at which it begins; none for an empty tensor."""
+    """Split the rows of a tensor into blocks; yield each with the byte at which it begins. An empty tensor has no blocks."""
     dtype, shape = entry
     if 0 in shape:
         return
@@ -62,29 +62,30 @@ def copy_tensors(
     """Write every tensor of a plan.
 
     Args:
-        plan: of the files.
-        writer: of them.
-        source: of the blocks.
-        workers: threads.
-        progress: is told of every block.
+        plan: The plan of the files.
+        writer: The writer that receives the blocks.
+        source: The source of the blocks.
+        workers: The number of threads.
+        progress: Called with the size of each block in bytes, if given.
 
     Raises:
-        CheckpointError: of the source; OSError of the disk. The first one ends all threads.
+        CheckpointError: The source cannot be read. The first error ends all threads.
+        OSError: The disk cannot be written.
     """
-    own = threading.local()
+    local = threading.local()
 
-    def one(name: str, part: TensorSlice, start: int) -> None:
-        if not hasattr(own, "room"):
-            own.room = BlockBuffer()
-        found = source.block(name, part, own.room)
-        writer.write(name, start, memoryview(found.reshape(-1)).cast("B"))
+    def copy_block(name: str, part: TensorSlice, start: int) -> None:
+        if not hasattr(local, "room"):
+            local.buffer = BlockBuffer()
+        block = source.block(name, part, local.buffer)
+        writer.write(name, start, memoryview(block.reshape(-1)).cast("B"))
         if progress is not None:
-            progress(found.nbytes)
+            progress(block.nbytes)
 
     in_parallel(
         workers,
         (
-            partial(one, name, part, start)
+            partial(copy_block, name, part, start)
             for tensors in plan.files.values()
             for name, entry in tensors.items()
             for part, start in blocks_of(entry)

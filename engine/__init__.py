@@ -1,12 +1,12 @@
-"""Ground level: how a model is built, sharded, stepped and saved. Knows no task.
+"""The bottom layer: builds, shards, steps and saves a model. Independent of any training task.
 
-Names are resolved when asked for, so that importing a config loads no torch.
+Names are resolved on first access, so that importing a config does not import torch.
 """
 
 from typing import TYPE_CHECKING
 
-# Fails when the repository root is on sys.path and `engine` is imported as a package of its own: a second copy of every
-# class would be the result.
+# This fails if the repository root is on sys.path and `engine` is imported as a top-level package, which would create a second
+# copy of every class.
 from .. import __version__ as __version__
 from ..lazy_imports import lazy_exports
 

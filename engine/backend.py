@@ -1,4 +1,4 @@
-"""The methods that a backend implements: what differs from engine to engine, and nothing that the shared driver knows."""
+"""The abstract methods that a backend implements. Everything that is the same for all backends is in `base.py`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,30 +19,31 @@ from .step import MicroBatchConsumer
 from .step_plan import MicroBatch
 
 Adapters = Literal["merged", "only"]
-"""What becomes of adapters in an export: merged into the weights that they adapt, or exported alone."""
+"""How an export treats adapters: `merged` into the weights that they adapt, or `only` the adapters without the base model."""
 
 
 class Backend(ABC):
-    """The abstract part of `BaseEngine`. Methods are called by the driver, on all ranks of the engine alike."""
+    """The abstract part of `BaseEngine`. The driver calls each method on all ranks of the engine."""
 
     capabilities: ClassVar[Capabilities]
     options_type: ClassVar[type[Any] | None] = None
-    """The frozen dataclass of `engine.options`; None for a backend without settings of its own."""
+    """The frozen dataclass for `engine.options`; None if the backend has no settings of its own."""
 
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """This process's place in the engine's grid, and the engine's process groups."""
+        """This process's position in the engine's grid, and the engine's process groups."""
 
     @abstractmethod
     def _check_model(self, parallel: ParallelConfig) -> None:
-        """Refuse a model or a layout that cannot work, from configs alone: no weight is read.
+        """Check that the backend can run the model in this layout. Reads configs only, no weights.
 
         Args:
-            parallel: the layout; dp_shard is None where the number of processes is not known yet.
+            parallel: The parallel layout; `dp_shard` is None if it is unset and the number of processes is not known yet.
 
         Raises:
-            ModelError, TopologyError, CapabilityError: name the setting and the way out.
+            ModelError, TopologyError, CapabilityError: The backend cannot run the model or the layout; the message names the
+                setting and the way out.
         """
 
     @abstractmethod
@@ -51,28 +52,28 @@ class Backend(ABC):
     ) -> tuple[Any, Callable[[Any], Tensor]]:
         """Run the model, or one chunk of it, on a packed micro-batch. Collective over the ranks that share the micro-batch.
 
-        The returned function hands the outputs of whole documents to `consumer`; a token that `consumer.request` does not ask for
-        has outputs of zero. Only the last stage of a pipeline, which holds the head, asks and hands over.
+        The returned function passes the outputs of complete documents to `consumer`; the outputs of tokens that
+        `consumer.request` does not select are zero. Only the last pipeline stage, which has the head, calls `consumer`.
 
         Args:
             micro_batch: The packed documents, on the engine's device.
-            consumer: Says which outputs it needs, and turns them into a scalar.
-            chunk: The part of the model to run, where a pipeline schedule runs several; the whole model if None.
+            consumer: The consumer that requests outputs and turns them into a scalar.
+            chunk: The part of the model to run, if a pipeline schedule runs several; the entire model if None.
 
         Returns:
-            The chunk's output: hidden states for the next pipeline stage, or the head's outputs. And a function that maps the
-            output of the last stage to the scalar to run the backward pass from.
+            The chunk's output (hidden states for the next pipeline stage, or the head's outputs), and a function that maps the
+            last stage's output to the scalar from which the backward pass starts.
         """
 
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
-        """Run every micro-batch through `forward_step` and, if asked to, the backward pass.
+        """Run `forward_step` and, if requested, the backward pass on every micro-batch.
 
-        By default one after the other; a pipeline schedule overrides it. Gradients accumulate over calls until the optimizer's
-        step.
+        This implementation runs them one after the other; a backend with a pipeline schedule overrides it. Gradients
+        accumulate over calls until the optimizer step.
 
         Args:
-            micro_batches: This rank's micro-batches, equally many on every rank.
-            consumer: Takes the outputs.
+            micro_batches: This rank's micro-batches, the same number on every rank.
+            consumer: The consumer that receives the outputs.
             backward: Whether to run the backward pass too.
         """
         for micro_batch in micro_batches:
@@ -87,76 +88,86 @@ class Backend(ABC):
 
     @abstractmethod
     def _build_model(self) -> None:
-        """Model, sharded, with its weights."""
+        """Build the sharded model and load or initialize its weights."""
 
     @abstractmethod
     def _build_optimizer(self, optim: OptimConfig) -> None:
-        """Optimizer over the trainable parameters; norms and biases undecayed (`optim.is_decayed`)."""
+        """Build the optimizer over the trainable parameters. `lr_schedule.is_decayed` selects those with weight decay."""
 
-    def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing left
-        """What is left when model and optimizer stand; an error of one rank is raised on all. Nothing by default."""
+    def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing to add
+        """Finish building once model and optimizer exist. An error on one rank is raised on all ranks. No-op by default."""
 
     @abstractmethod
     def _reduce_and_clip(self, max_norm: float | None) -> float:
-        """Finish gradient reduction and clip in place.
+        """Finish gradient reduction and clip the gradients in place. Does not clip if the norm is not finite.
+
+        Args:
+            max_norm: The largest 2-norm of the full gradient; None for no clipping.
 
         Returns:
-            the 2-norm of the whole gradient before clipping, equal on all ranks. A non-finite norm clips nothing.
+            The 2-norm of the full gradient before clipping, the same on all ranks.
         """
 
     @abstractmethod
     def _optimizer_step(self, lr: float) -> None:
-        """Update the parameters with this learning rate."""
+        """Update the parameters with the given learning rate."""
 
     @abstractmethod
     def _zero_grad(self) -> None:
-        """Forget the gradients, those that an aborted step left half-way included."""
+        """Drop all gradients, including partial ones left by an aborted step."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Let go of model and optimizer; also after a build that failed half-way."""
+        """Release the model and the optimizer. Must also work after a build that failed partway."""
 
     @abstractmethod
     def _set_training(self, training: bool) -> None:
-        """Dropout and the like on or off."""
+        """Switch dropout and other training-only behavior on or off."""
 
     @abstractmethod
     def _tensors(self, part: Part) -> Iterator[Tensor]:
-        """What a part's memory is made of, as views into it: the memory can leave the device and come back."""
+        """Yield views of all memory that belongs to a part, so that its storage can be offloaded and reloaded."""
 
     @abstractmethod
     def _local_shards(self) -> Iterator[LocalShard]:
-        """This rank's boxes of parameters and moments, as views into live memory, under Hugging Face names.
+        """Yield this rank's local shards of parameters and moments, as views into live memory, under Hugging Face names.
 
-        Saving reads them and loading writes them. Each box of a tensor is written by one rank (`LocalShard.owned`).
+        Saving reads from them and loading writes to them. Each slice of a tensor is saved by exactly one rank
+        (`LocalShard.owned`).
         """
 
     @abstractmethod
     def _optimizer_scalars(self) -> dict[str, Any]:
-        """JSON-able optimizer state that is no tensor: step counts by parameter."""
+        """Return the JSON-serializable non-tensor state of the optimizer: step counts by parameter."""
 
     @abstractmethod
     def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
-        """Take back what `_optimizer_scalars` gave, after `_local_shards` have been filled; None where there is no optimizer."""
+        """Restore the state that `_optimizer_scalars` returned. Called after the tensors of `_local_shards` have been loaded.
+
+        Args:
+            scalars: The saved state; None if the engine has no optimizer.
+        """
 
     @abstractmethod
     def _save_model_files(self, folder: Path) -> None:
-        """Config, generation config and tokenizer of the model. Called on the first rank."""
+        """Write the model's config, generation config and tokenizer to a folder. Called on the first rank only."""
 
     @abstractmethod
     def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names, one at a time, on every rank: what `named_weights` hands out. The parameters are on
-        the device, and the stream is always read to its end."""
+        """Yield full tensors under Hugging Face names, one at a time, on every rank, for `named_weights`. Collective.
+
+        The driver calls this with the parameters on the device and always exhausts the iterator.
+        """
 
     @abstractmethod
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of what `named_weights` yields, in its order. Not collective."""
+        """Return the name, dtype and shape of every tensor that `named_weights` yields, in the same order. Not collective."""
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model alone: the reference policy for free."""
+        """Disable the adapters inside a `with` block, so that the base model can serve as the reference policy."""
 
     @property
     @abstractmethod
     def model_shape(self) -> ModelShape:
-        """What a token costs, of the whole model and not of this rank's part."""
+        """The shapes that determine the cost of a token, for the full model and not just this rank's part."""

@@ -1,7 +1,8 @@
-"""BaseEngine: the contract between workers and backends, and the one driver that every backend shares.
+"""BaseEngine: the interface between workers and backends, and the driver that all backends share.
 
-A backend subclasses `BaseEngine` and says only what differs (`backend.py`): how a model is built, run, reduced and read out.
-What a step means - the global weight, micro-batches, accumulation, clipping, the non-finite policy, modes - stands here once.
+A backend subclasses `BaseEngine` and implements the methods of `backend.py`: how to build the model, run it, reduce its
+gradients and read its weights. The semantics of a step (global weights, micro-batches, accumulation, clipping, the non-finite
+policy, modes) are implemented once, in this module.
 """
 
 import math
@@ -34,16 +35,16 @@ from .step_plan import StepPlan, StepPlanner
 
 
 class BaseEngine(CheckpointableEngine):
-    """A sharded model with an optimizer, driven by packed batches.
+    """A sharded model with an optimizer that trains and infers on packed batches.
 
-    Every public method is collective: all ranks of the engine call it, in the same order.
+    Public methods are collective unless stated otherwise: all ranks of the engine must call them in the same order.
 
     Args:
-        model: which model.
-        engine: layout, precision, budgets.
-        optim: None builds an engine that only infers.
-        total_steps: of the whole run; needed by schedules that end.
-        ranks: the global ranks that make up this engine; all by default.
+        model: The model settings.
+        engine: The engine settings: backend, layout, precision, token budgets.
+        optim: The optimizer settings; None for an engine that only runs inference.
+        total_steps: The number of optimizer steps of the run; required by schedules that decay to an end.
+        ranks: The global ranks that make up this engine; all ranks if None.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class BaseEngine(CheckpointableEngine):
         self.model_config, self.config, self.optim_config = model, engine, optim
         self.total_steps = total_steps
         self.step = 0
-        """Optimizer steps made, skipped ones left out."""
+        """The number of optimizer steps so far, not counting skipped ones."""
         self._ranks = ranks
         self._topology: Topology | None = None
         self._mode: Mode | None = None
@@ -66,11 +67,11 @@ class BaseEngine(CheckpointableEngine):
         self._finite = True
         self._was_deterministic: bool | None = None
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
-        """This process's place in the engine's grid, and the engine's process groups.
+        """This process's position in the engine's grid, and the engine's process groups.
 
         Raises:
             ConfigError: The engine is not initialized, or it is closed.
@@ -81,46 +82,47 @@ class BaseEngine(CheckpointableEngine):
 
     @property
     def options(self) -> Any:
-        """`engine.options`, or the backend's defaults."""
+        """The backend's own settings: `engine.options`, or their defaults."""
         if self.options_type is None or isinstance(self.config.options, self.options_type):
             return self.config.options
         return self.options_type()
 
     @cached_property
     def hf_config(self) -> PreTrainedConfig:
-        """The model's Hugging Face config, with what the settings change in it."""
+        """The model's Hugging Face config, with the changes that the settings make to it."""
         return read_config(self.model_config)
 
     @property
     def router_aux_coef(self) -> float:
-        """The coefficient of a router's balancing loss; 0 without one."""
+        """The coefficient of the router's load-balancing loss; 0 for a model without one."""
         return router_aux_coef(self.hf_config, self.model_config)
 
     def check(self) -> None:
-        """Refuse what can be told from the settings and the model's config: nothing is built and no weight is read. `initialize`
-        does so too; a trainer calls this before it works on its data. Not collective.
+        """Check the settings against the backend and the model's config, without building anything or reading weights.
+
+        `initialize` runs the same checks; a trainer calls this method before it processes its data. Not collective.
 
         Raises:
-            ConfigError, ModelError, TopologyError: name the setting and the way out.
+            ConfigError, ModelError, TopologyError: The engine cannot be built; the message names the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         self._check_model(self._resolved())
 
     def _resolved(self) -> ParallelConfig:
-        """The layout, resolved where the number of processes is known already."""
+        """Return the parallel layout, resolved if the number of processes is already known."""
         if not dist.is_initialized():
             return self.config.parallel
         return resolve_parallel(self.config.parallel, dist.get_world_size() if self._ranks is None else len(self._ranks))
 
     def initialize(self) -> Self:
-        """Check everything that can be checked, then build. An error of one rank is raised on all."""
+        """Check the settings, then build the engine and return it. An error on one rank is raised on all ranks."""
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         if self.optim_config is not None:
             self.optim_config.check(self.total_steps)
         self._topology = Topology.build(self.config.parallel, init_distributed(), self._ranks)
         try:
             if self.config.deterministic:
-                # cuBLAS reads it when it starts, and refuses deterministic products without it.
+                # cuBLAS reads this variable when it starts; without it, deterministic matrix products raise an error.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 self._was_deterministic = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True)
@@ -140,7 +142,7 @@ class BaseEngine(CheckpointableEngine):
         return self
 
     def close(self) -> None:
-        """Free process groups and memory, the device's too. Closing again does nothing."""
+        """Release the process groups and all memory, including the device's. Closing again has no effect."""
         if self._was_deterministic is not None:
             torch.use_deterministic_algorithms(self._was_deterministic)
             self._was_deterministic = None
@@ -151,17 +153,17 @@ class BaseEngine(CheckpointableEngine):
             self._topology.close()
             self._topology = None
 
-    # ---- modes and residency -------------------------------------------------------------------------------------
+    # ---- modes and offloading ------------------------------------------------------------------------------------
 
     @contextmanager
     def train_mode(self) -> Iterator[Self]:
-        """State on the device and dropout on. Keeps both over several calls."""
+        """Keep all state on the device and dropout on until the `with` block ends."""
         with self._entered("train"):
             yield self
 
     @contextmanager
     def eval_mode(self) -> Iterator[Self]:
-        """Parameters on the device, dropout off, no gradients."""
+        """Keep the parameters on the device, dropout off and gradients disabled until the `with` block ends."""
         with self._entered("eval"), torch.no_grad():
             yield self
 
@@ -171,7 +173,7 @@ class BaseEngine(CheckpointableEngine):
             yield
             return
         if self._mode is not None:
-            raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the first before entering the second")
+            raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the outer mode before entering the other")
         parts: tuple[Part, ...] = PARTS if mode == "train" else ("params",)
         with self._offloader.on_device(parts):
             self._mode = mode
@@ -183,31 +185,40 @@ class BaseEngine(CheckpointableEngine):
                 self._set_training(False)
 
     def to(self, place: str, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move state to `device`, `host` or `disk` (a folder of TMPDIR). A mode brings it to the device and back.
+        """Move state to `device`, `host` or `disk` (temporary files in TMPDIR).
+
+        A mode reloads offloaded state when it is entered, and offloads it again at its end.
+
+        Args:
+            place: The destination: `device`, `host` or `disk`.
+            params: Whether to move the parameters.
+            grads: Whether to move the gradients.
+            optimizer: Whether to move the optimizer state.
 
         Raises:
-            ConfigError: an unknown place, no room on the disk, or a mode that needs the state is entered.
+            ConfigError: The destination is unknown, the disk is full, or the engine is in a mode that needs the state.
         """
         if self._mode is not None and place != "device":
             raise ConfigError(
                 f"to({place!r}) inside {self._mode}_mode(), which needs the state on the device; leave the mode first"
             )
-        chosen = {"params": params, "grads": grads, "optimizer": optimizer}
-        self._offloader.to(place, tuple(part for part in PARTS if chosen[part]))
+        selected = {"params": params, "grads": grads, "optimizer": optimizer}
+        self._offloader.to(place, tuple(part for part in PARTS if selected[part]))
 
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: PackedBatch, loss: Loss, *, plan: StepPlan | None = None) -> StepResult:
-        """One optimizer step on a global batch.
+        """Run one optimizer step on a global batch.
 
         Args:
-            batch: this rank's data-parallel share, the same on its context-parallel peers.
-            loss: what to minimise.
-            plan: of `check_batches` for this batch and this loss, on every rank; made anew by default.
+            batch: This rank's data-parallel shard of the global batch, the same on all ranks with the same `Topology.dp_rank`.
+            loss: The loss to minimize.
+            plan: The plan that `check_batches` returned for this batch and loss, given on all ranks or on none; computed if
+                None.
 
         Raises:
-            NonFiniteError: under `engine.non_finite=raise`; the parameters are untouched.
-            BatchError: nothing to learn from, or a sequence over the budget.
+            NonFiniteError: The loss or the gradient is not finite and `engine.non_finite=raise`; the parameters are unchanged.
+            BatchError: The batch has nothing to learn from, or a sequence exceeds the token budget.
         """
         self._require_optimizer()
         with self.train_mode():
@@ -224,14 +235,21 @@ class BaseEngine(CheckpointableEngine):
         forward_only: bool = False,
         plan: StepPlan | None = None,
     ) -> StepResult:
-        """Loss of a global batch, and its gradient added to what is there.
+        """Compute the loss of a global batch and add its gradient to the accumulated gradients.
 
         Args:
-            batch: this rank's data-parallel share.
-            loss: what to minimise.
-            total_weights: the weights to divide by, when several calls make one step: those of all their batches.
-            forward_only: no gradient: an evaluation, dropout off.
-            plan: see `train_batch`.
+            batch: This rank's data-parallel shard of the global batch.
+            loss: The loss to minimize.
+            total_weights: The weights to divide by if several calls make up one step: each term's total over all their
+                batches.
+            forward_only: Whether to only evaluate the loss, without gradients and with dropout off.
+            plan: The plan of the batch, as in `train_batch`.
+
+        Returns:
+            The result of the step, without `grad_norm` and `lr`.
+
+        Raises:
+            BatchError: The batch has nothing to learn from, or a sequence exceeds the token budget.
         """
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
         accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only)
@@ -241,7 +259,7 @@ class BaseEngine(CheckpointableEngine):
                 self._run_micro_batches(micro_batches, accumulator, backward=not forward_only)
                 result = accumulator.finish(self.topology)
             except Exception:
-                # Half of a gradient must not wait for the next step.
+                # A partial gradient must not leak into the next step.
                 self.zero_grad()
                 raise
         if not forward_only:
@@ -249,42 +267,47 @@ class BaseEngine(CheckpointableEngine):
         return result
 
     def check_batches(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
-        """Refuse what `train_batch` would refuse of any of these batches, before a first step is made of them. Collective.
+        """Check all batches of several steps before the first step runs, and plan the steps. Collective.
 
         Args:
-            batches: this rank's share of each step; one at a time is held.
-            count: how many they are, equally many on every rank.
-            loss: of all of them.
+            batches: This rank's data-parallel shard of each step's batch; only one at a time is kept in memory.
+            count: The number of batches, the same on every rank.
+            loss: The loss of all steps.
 
         Returns:
-            how each is worked on, for `train_batch`.
+            The plan of each step, for `train_batch`.
 
         Raises:
-            BatchError: see `train_batch`.
+            BatchError: `train_batch` would reject one of the batches.
         """
         return self._planner.plan_all(batches, count, loss)
 
     def warn_of_positions(self, longest: int, which: str) -> None:
-        """See `StepPlanner.warn_of_positions`."""
+        """Warn if documents are longer than the model supports; see `StepPlanner.warn_of_positions`."""
         self._planner.warn_of_positions(longest, which)
 
     def infer_batch(
         self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None, as_in_training: bool = False
     ) -> dict[str, Tensor]:
-        """Per-token outputs without gradients, dropout off.
+        """Compute per-token outputs without gradients and with dropout off.
 
         Args:
-            batch: this rank's data-parallel share.
-            outputs: which numbers.
-            tokens: `[T]` bool, of which tokens; by default those with a label, or all when only values are asked for.
-            as_in_training: cut the batch into the micro-batches that `train_batch` makes of it, not into those of
-                `infer_max_tokens`. Of equal weights in an equal layout, the numbers then differ by no rounding.
+            batch: This rank's data-parallel shard of the global batch.
+            outputs: The outputs to compute.
+            tokens: `[T]` bool, the tokens for which to compute them. By default the tokens with a label, or all tokens if only
+                values are requested.
+            as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
+                `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
+                training.
 
         Returns:
-            name -> `[T]` in the order of `batch`, on its device; zero where nothing was asked for.
+            Output name -> `[T]`, in the order of `batch` and on its device; zero for tokens that were not selected.
+
+        Raises:
+            BatchError: `tokens` has the wrong shape.
         """
         if tokens is not None and tokens.shape != (batch.num_tokens,):
-            raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one for each token")
+            raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one entry per token")
         plan = self._planner.plan(batch, None, training=as_in_training, asked=outputs)
         collector = OutputCollector(batch, outputs, tokens, plan)
         with self.eval_mode():
@@ -292,17 +315,23 @@ class BaseEngine(CheckpointableEngine):
         return collector.result(self.topology)
 
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
-        """Clip and step the optimizer and the schedule, or leave both out when something is not finite.
+        """Clip the gradients and step the optimizer and the schedule, or skip both if the loss or the gradient is not finite.
 
         Args:
-            result: of `forward_backward`, to be completed.
+            result: The result of `forward_backward`, to which the fields of the optimizer step are added.
+
+        Returns:
+            The result with `grad_norm`, `lr` and `skipped`.
+
+        Raises:
+            NonFiniteError: The loss or the gradient is not finite and `engine.non_finite=raise`; the parameters are unchanged.
         """
         optim = self._require_optimizer()
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
         with self._offloader.on_device(PARTS):
             norm = self._reduce_and_clip(optim.clip_grad_norm)
             lr = learning_rate(self.step, optim, self.total_steps)
-            # Both numbers are global, so every rank decides alike.
+            # Both numbers are global, so all ranks make the same decision.
             finite, self._finite = self._finite and math.isfinite(norm), True
             if finite:
                 self._optimizer_step(lr)
@@ -311,24 +340,24 @@ class BaseEngine(CheckpointableEngine):
             self.zero_grad()
         if self.config.non_finite == "raise":
             raise NonFiniteError(
-                f"step {self.step + 1}: loss {result.loss:g}, gradient norm {norm:g}; the parameters are as before. Look at "
-                "the data and the learning rate, or set engine.non_finite=skip to leave such steps out"
+                f"step {self.step + 1}: loss {result.loss:g}, gradient norm {norm:g}; the parameters are unchanged. Check "
+                "the data and the learning rate, or set engine.non_finite=skip to skip such steps"
             )
         return replace(result, grad_norm=norm, lr=lr, skipped=True)
 
     def _require_optimizer(self) -> OptimConfig:
         if self.optim_config is None:
-            raise ConfigError("this engine was built without optim: it can infer, not train")
+            raise ConfigError("this engine was built without optim, so it can infer but not train")
         return self.optim_config
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and what was not finite about them."""
+        """Drop the gradients and reset the record of non-finite losses."""
         self._finite = True
         with self._offloader.on_device(("grads",)):
             self._zero_grad()
 
     def lr_step(self) -> None:
-        """Advance the schedule by one step."""
+        """Advance the learning-rate schedule by one step."""
         self.step += 1
 
     # ---- weights -------------------------------------------------------------------------------------------------
@@ -338,14 +367,19 @@ class BaseEngine(CheckpointableEngine):
         """Stream full tensors under Hugging Face names, one at a time, on every rank.
 
         Args:
-            adapters: `merged` adds adapters into the weights they adapt; `only` yields the adapters, under peft's names.
+            adapters: `merged` to merge adapters into the weights that they adapt, or `only` to yield the adapters alone, under
+                peft's names.
+
+        Yields:
+            An iterator over names and tensors.
         """
         with self._offloader.on_device(("params",)) as moved:
             stream = self._stream_weights(adapters)
             try:
-                # A tensor may be a view of memory that goes back to rest.
+                # A tensor may be a view of memory that is offloaded again at the end.
                 yield ((name, tensor.clone()) for name, tensor in stream) if moved else stream
             finally:
-                # A rank that stopped early, or failed, still takes part in what the others are waiting in.
+                # A rank that stopped early, or failed, must still take part in the collectives that the other ranks are
+                # waiting in.
                 for _ in stream:
                     pass

@@ -1,4 +1,4 @@
-"""What a backend can do, checked against what is asked for before a weight is read. Imports no torch."""
+"""The capabilities of a backend, against which settings are checked before any weights are read. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from .errors import CapabilityError
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend supports.
+    """The settings that a backend supports.
 
     Args:
-        axes: the names of `engine.parallel` that may be more than 1 (or true).
-        heads: values of `model.head`.
-        lora: adapters.
-        recompute: values of `engine.recompute`.
-        compile: `engine.compile`.
-        offload_params: values of `engine.offload.params`.
-        offload_optimizer: values of `engine.offload.optimizer`.
-        precisions: (params, compute) pairs; reduce may be either of them or float32.
-        optimizers: values of `optim.name`.
-        quantizations: values of `model.quantization`.
+        axes: The names of the axes in `engine.parallel` that may be greater than 1 (or true).
+        heads: The supported values of `model.head`.
+        lora: Whether adapters are supported.
+        recompute: The supported values of `engine.recompute`.
+        compile: Whether `engine.compile` is supported.
+        offload_params: The supported values of `engine.offload.params`.
+        offload_optimizer: The supported values of `engine.offload.optimizer`.
+        precisions: The supported pairs (params, compute); reduce may be either of the two or float32.
+        optimizers: The supported values of `optim.name`.
+        quantizations: The supported values of `model.quantization`.
     """
 
     axes: frozenset[str]
@@ -35,13 +35,18 @@ class Capabilities:
     quantizations: frozenset[str] = frozenset({"none"})
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
-        """Refuse what this backend does not have.
+        """Check that the backend supports the settings.
+
+        Args:
+            engine: The engine settings.
+            model: The model settings.
+            optimizer: The name of the optimizer; None for an engine that only runs inference.
 
         Raises:
-            CapabilityError: names the setting, its value and what the backend has instead.
+            CapabilityError: A value is not supported; the message names the setting, its value and the supported values.
         """
         p = engine.parallel
-        asked = {
+        used = {
             "dp_replicate": p.dp_replicate > 1,
             "dp_shard": (p.dp_shard or 1) > 1,
             "cp": p.cp > 1,
@@ -52,12 +57,12 @@ class Capabilities:
             "ep": p.ep > 1,
             "etp": p.etp > 1,
         }
-        for axis, wanted in asked.items():
-            if wanted and axis not in self.axes:
-                have = ", ".join(sorted(self.axes))
+        for axis, is_used in used.items():
+            if is_used and axis not in self.axes:
+                supported = ", ".join(sorted(self.axes))
                 raise CapabilityError(
-                    f"engine.parallel.{axis}={getattr(p, axis)}: backend {engine.backend!r} has the axes {have}; use one of "
-                    "those, or another engine.backend"
+                    f"engine.parallel.{axis}={getattr(p, axis)}: backend {engine.backend!r} supports the axes {supported}; "
+                    "use one of those, or another engine.backend"
                 )
         self._one_of(engine, "model.head", model.head, self.heads)
         self._one_of(engine, "engine.recompute", engine.recompute, self.recompute)
@@ -67,34 +72,34 @@ class Capabilities:
             self._one_of(engine, "optim.name", optimizer, self.optimizers)
         if model.quantization not in self.quantizations:
             raise CapabilityError(
-                f"model.quantization={model.quantization}: QLoRA is not supported by backend {engine.backend!r}, which has "
-                f"{', '.join(sorted(self.quantizations))}; use adapters (model.lora.rank) on a base in bfloat16 "
-                "(engine.precision.params=bfloat16), sharded over more ranks where it does not fit one"
+                f"model.quantization={model.quantization}: QLoRA is not supported by backend {engine.backend!r}, which "
+                f"supports {', '.join(sorted(self.quantizations))}; use adapters (model.lora.rank) on a base model in "
+                "bfloat16 (engine.precision.params=bfloat16), sharded over more ranks if it does not fit on one"
             )
         if model.lora.rank > 0 and not self.lora:
             raise CapabilityError(
-                f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} has no adapters; set it to 0"
+                f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} does not support adapters; set it to 0"
             )
         if engine.compile and not self.compile:
-            raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} cannot compile; set it to false")
+            raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} does not support it; set it to false")
         pair = (engine.precision.params, engine.precision.compute)
         if pair not in self.precisions:
-            have = "; ".join(f"params={a} with compute={b}" for a, b in sorted(self.precisions))
+            supported = "; ".join(f"params={a} with compute={b}" for a, b in sorted(self.precisions))
             raise CapabilityError(
-                f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} has {have}; set engine.precision to "
-                "one of these"
+                f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} supports "
+                f"{supported}; set engine.precision to one of these"
             )
 
         reduce = engine.precision.reduce
         if reduce not in {*pair, "float32"} or (reduce == "float32" and "float64" in pair):
             raise CapabilityError(
-                f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32, or the format of "
-                "either, and nothing less than float64 with float64"
+                f"engine.precision.reduce={reduce} with params={pair[0]} and compute={pair[1]}: use float32 or the format of "
+                "either, but no less than float64 with float64"
             )
 
     def _one_of(self, engine: EngineConfig, setting: str, value: str, allowed: frozenset[str]) -> None:
         if value not in allowed:
             raise CapabilityError(
-                f"{setting}={value}: backend {engine.backend!r} has {', '.join(sorted(allowed))} alone; set it to one of these, or use "
-                "another engine.backend"
+                f"{setting}={value}: backend {engine.backend!r} only supports {', '.join(sorted(allowed))}; set it to one of "
+                "these, or use another engine.backend"
             )

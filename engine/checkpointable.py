@@ -1,4 +1,4 @@
-"""The checkpoints of an engine: snapshots of its state, saving and loading, the same for every backend."""
+"""Checkpoints of an engine: taking snapshots of its state, saving and loading. Shared by all backends."""
 
 import tempfile
 from abc import abstractmethod
@@ -22,7 +22,7 @@ Mode = Literal["train", "eval", "save"]
 
 
 class CheckpointableEngine(Backend):
-    """The part of `BaseEngine` that saves and loads, from the local shards that a backend yields."""
+    """The part of `BaseEngine` that saves and loads checkpoints, based on the local shards that a backend yields."""
 
     model_config: ModelConfig
     config: EngineConfig
@@ -36,19 +36,27 @@ class CheckpointableEngine(Backend):
         """Drop the gradients."""
 
     def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
-        """This rank's part of a checkpoint of the state as it is, in copies: it stays what it is while training goes on.
+        """Copy this rank's part of a checkpoint of the current state. The copy does not change while training continues.
 
         Args:
-            step: its number.
-            extra: JSON-able state of the trainer and the loader.
-            copies: room for them, kept from one save to the next.
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+            copies: The host buffers for the copies, which are reused from one save to the next.
         """
         with self._offloader.on_device(PARTS):
             return take_snapshot(step, self._local_shards(), self._manifest_fields(extra), lambda: self.model_files, copies)
 
     @contextmanager
     def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Snapshot]:
-        """The same without copies, of live memory: meanwhile nothing is trained, and nothing leaves the device."""
+        """Yield a snapshot of live memory, without copies. Nothing can be trained or offloaded until the `with` block ends.
+
+        Args:
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+
+        Raises:
+            ConfigError: The engine is in a mode.
+        """
         if self._mode is not None:
             raise ConfigError(f"live_snapshot() inside {self._mode}_mode(); leave the mode first")
         with self._offloader.on_device(PARTS):
@@ -72,44 +80,47 @@ class CheckpointableEngine(Backend):
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """The fingerprint of the model that training began with: a resumed run and a merge of adapters must have the same."""
+        """The fingerprint of the model that training started from. It must match when resuming a run or merging adapters."""
         return fingerprint(self.model_config.path)
 
     @cached_property
     def model_files(self) -> Mapping[str, bytes]:
-        """Config, generation config and tokenizer, which do not change: read back once from what transformers writes."""
+        """The config, generation config and tokenizer files. They do not change, so transformers writes them only once."""
         with tempfile.TemporaryDirectory() as folder:
             self._save_model_files(Path(folder))
             files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
             return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
-        """Write `root/step-XXXXXXXX`, complete or not at all; see `CheckpointManager` for saving in the background.
+        """Write the checkpoint `root/step-XXXXXXXX` atomically. `CheckpointManager` saves in the background instead.
 
         Args:
-            root: folder of all checkpoints of a run, or its URL.
-            step: its number.
-            extra: JSON-able state of the trainer and the loader.
+            root: The folder of all checkpoints of a run, or its URL.
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
 
         Returns:
-            the folder, or its URL.
+            The folder of the checkpoint, or its URL.
 
         Raises:
-            CheckpointError: it cannot be written; those saved before are untouched.
+            CheckpointError: The checkpoint cannot be written; earlier checkpoints are unchanged.
         """
         with self.live_snapshot(step, extra) as snapshot:
             return write_snapshot(snapshot, open_store(root), self.topology, self.topology.host)
 
     def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
-        """Take over a checkpoint of any layout and engine: each rank reads the slices it needs.
+        """Load a checkpoint that any backend saved in any layout. Each rank reads only the slices that it needs.
 
         Args:
-            folder: of the checkpoint, or its URL.
-            verify: compare what is read with its checksums.
+            folder: The folder of the checkpoint, or its URL.
+            verify: Whether to verify the checksums of the data that is read.
+
+        Returns:
+            The restored state that does not belong to the engine.
 
         Raises:
-            CheckpointError: incomplete, damaged, or of another model; nothing has been changed then, unless the damage
-                shows only while reading.
+            CheckpointError: The checkpoint is incomplete, damaged, or of another model. The engine's state is then unchanged,
+                unless the damage is only detected while reading.
         """
         optimizer = None if self.optim_config is None else self.optim_config.name
         with self._offloader.on_device(PARTS):
@@ -119,11 +130,11 @@ class CheckpointableEngine(Backend):
             self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
             self.zero_grad()
         self.step = manifest.data["schedule"]["step"]
-        same = restore_random_state(manifest, self.topology, self.config.seed, self.step)
+        same_layout = restore_random_state(manifest, self.topology, self.config.seed, self.step)
         return RestoredState(
             step=manifest.step,
             extra=manifest.data["extra"],
-            same_layout=same,
+            same_layout=same_layout,
             model=manifest.data["model"].get("path"),
             fingerprint=manifest.data.get("fingerprint"),
         )

@@ -1,6 +1,6 @@
-"""Every setting of an engine, in one vocabulary for all backends. Imports no torch.
+"""All settings of an engine, shared by all backends. Does not import torch.
 
-A field's `help` metadata is its line in `--help` and in the configuration reference. Durations are in steps, sizes in
+The `help` metadata of a field is its line in `--help` and in the configuration reference. Durations are in steps and sizes in
 tokens unless the name says otherwise.
 """
 
@@ -21,13 +21,13 @@ Recompute = Literal["none", "full", "selective"]
 
 
 def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None, path: bool = False) -> Any:
-    """A dataclass field with its help line.
+    """Return a dataclass field with a help line.
 
     Args:
-        default: of the field.
-        help: its line.
-        factory: makes nested and mutable defaults.
-        path: it names files or folders; `expand_paths` expands `~` and `$VARIABLE` in it.
+        default: The default value of the field.
+        help: The help line.
+        factory: The factory of a nested or mutable default.
+        path: Whether the setting names files or folders, in which `expand_paths` expands `~` and `$VARIABLE`.
     """
     metadata = {"help": help, "path": path}
     if factory is not None:
@@ -40,8 +40,8 @@ def check_least(name: str, value: float | None, least: int) -> None:
 
     Args:
         name: The setting's name, for the message.
-        value: Its value; None where it is unset, which passes.
-        least: The smallest value it may have.
+        value: The setting's value; None (unset) is accepted.
+        least: The smallest allowed value.
 
     Raises:
         ConfigError: The value is smaller.
@@ -51,81 +51,86 @@ def check_least(name: str, value: float | None, least: int) -> None:
 
 
 def expand_path(value: str, name: str) -> str:
-    """A path with `~`, `~user` and `$VARIABLE` replaced, as a shell does it, but for `$` in the name of a file that exists. A shell
-    itself does not expand what stands behind `key=`.
+    """Expand `~`, `~user` and `$VARIABLE` in a path, which a shell does not do in the value of `key=value`.
+
+    The path of an existing file with a `$` in its name is left unchanged.
 
     Args:
-        value: the path; a URL or a Hugging Face name may stand there too.
-        name: of the setting.
+        value: The path, or a URL or a Hugging Face name.
+        name: The name of the setting, for messages.
 
     Raises:
-        ConfigError: a user or a variable does not exist, or a variable is empty.
+        ConfigError: A user or a variable does not exist, or a variable is empty.
     """
     expanded = os.path.expanduser(value)
     if value.startswith("~") and expanded == value:
-        raise ConfigError(f"{name}={value}: there is no user {value.partition('/')[0][1:]!r}; give the path in full")
+        raise ConfigError(f"{name}={value}: there is no user {value.partition('/')[0][1:]!r}; give the full path")
     if "$" not in expanded or os.path.exists(expanded):
         return expanded
     for variable in re.findall(r"\$(\w+|\{[^}]*\})", expanded):
-        # An empty one would leave another path than anybody meant.
+        # An empty variable would silently produce a different path than intended.
         if not os.environ.get(variable.strip("{}")):
             raise ConfigError(
-                f"{name}={value}: the environment has no variable ${variable}, or an empty one; set it, or give the path in full"
+                f"{name}={value}: the environment variable ${variable} is not set or is empty; set it, or give the full path"
             )
     return os.path.expandvars(expanded)
 
 
 def expand_paths(settings: Any, prefix: str) -> None:
-    """Expand a frozen dataclass's path settings in place: for its `__post_init__`.
+    """Expand the path settings of a frozen dataclass in place, to be called from its `__post_init__`.
 
     Args:
-        settings: the object.
-        prefix: of its names, for messages.
+        settings: The dataclass instance.
+        prefix: The prefix of its settings' names, for messages.
 
     Raises:
-        ConfigError: see `expand_path`.
+        ConfigError: A path cannot be expanded; see `expand_path`.
     """
     for f in fields(settings):
         value, name = getattr(settings, f.name), f"{prefix}.{f.name}"
         if not f.metadata.get("path") or value is None:
             continue
         single = isinstance(value, str | os.PathLike)
-        found = tuple(expand_path(os.fspath(v), name) for v in ([value] if single else value))
-        object.__setattr__(settings, f.name, found[0] if single else found)
+        paths = tuple(expand_path(os.fspath(v), name) for v in ([value] if single else value))
+        object.__setattr__(settings, f.name, paths[0] if single else paths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Off while `rank` is 0."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Disabled if `rank` is 0."""
 
-    rank: int = setting(0, "rank of the adapters; 0 trains the model itself")
-    alpha: float = setting(16.0, "adapters are scaled by alpha / rank")
-    dropout: float = setting(0.0, "dropout on the input of the adapters while training")
+    rank: int = setting(0, "rank of the adapters; 0: no adapters, train the model itself")
+    alpha: float = setting(16.0, "the output of the adapters is scaled by alpha / rank")
+    dropout: float = setting(0.0, "dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = setting(
-        ("all-linear",), "names of the linear layers that get an adapter; all-linear is every one but the head"
+        ("all-linear",), "names of the linear layers that get an adapter; all-linear: all except the head"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, how its weights come to be, and what its head returns."""
+    """The model, the source of its weights, and the output of its head."""
 
     path: str = setting("", "folder with config.json, tokenizer and safetensors, or a Hugging Face name", path=True)
-    init: Literal["weights", "random"] = setting("weights", "read the weights, or draw them from the config and the seed")
+    init: Literal["weights", "random"] = setting(
+        "weights", "weights: load the weights; random: initialize them from the config and engine.seed"
+    )
     head: Literal["lm", "value"] = setting("lm", "lm: a distribution over tokens; value: one number per token")
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
     router_aux_loss_coef: float | None = setting(
-        None, "weight of a mixture-of-experts router's balancing loss; null follows the model's own config"
+        None, "weight of the router's load-balancing loss in a mixture-of-experts model; null: as in the model's config"
     )
     added_tokens: tuple[str, ...] = setting(
-        (), "tokens that the tokenizer learns; the embeddings grow where they must, by the mean of the old rows"
+        (), "tokens to add to the tokenizer; if needed, embeddings are extended with the mean of the existing rows"
     )
     chat_template: str | None = setting(
-        None, "file with a Jinja chat template to use, and to export, instead of the tokenizer's", path=True
+        None, "file with a Jinja chat template to use and export instead of the tokenizer's", path=True
     )
-    freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * over Hugging Face names")
-    quantization: Literal["none", "int8", "nf4"] = setting("none", "number format of a frozen base under adapters (QLoRA)")
-    trust_remote_code: bool = setting(False, "run Python code that comes with the model folder")
+    freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * that match Hugging Face names")
+    quantization: Literal["none", "int8", "nf4"] = setting(
+        "none", "number format of the frozen base model under adapters (QLoRA)"
+    )
+    trust_remote_code: bool = setting(False, "run Python code from the model folder")
 
     def __post_init__(self) -> None:
         expand_paths(self, "model")
@@ -133,70 +138,74 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the processes share a model and its data; the product of the axes is the number of processes."""
+    """The parallel layout; the product of its axes (pp, dp_replicate, dp_shard, cp, tp) is the number of processes."""
 
     dp_replicate: int = setting(1, "data-parallel replicas, each with a full set of (sharded) parameters")
-    dp_shard: int | None = setting(None, "data-parallel ranks that share one set of parameters; null: what is left")
-    cp: int = setting(1, "context parallel: ranks that share every sequence by Ulysses all-to-alls")
-    tp: int = setting(1, "tensor parallel: ranks that share every matrix")
-    tp_sequence: bool = setting(False, "with tp: norms and dropouts hold only their part of the sequence")
-    pp: int = setting(1, "pipeline parallel: ranks that hold successive layers")
-    vpp: int = setting(1, "with pp: interleaved chunks of layers on each rank")
-    ep: int = setting(1, "expert parallel: ranks that share the experts of a mixture")
-    etp: int = setting(1, "tensor parallel inside an expert")
+    dp_shard: int | None = setting(
+        None, "data-parallel ranks over which the parameters are sharded; null: all remaining processes"
+    )
+    cp: int = setting(1, "context parallel: ranks that split every sequence, with Ulysses all-to-alls")
+    tp: int = setting(1, "tensor parallel: ranks that split every weight matrix")
+    tp_sequence: bool = setting(False, "with tp: also split the sequence in norms and dropout (sequence parallel)")
+    pp: int = setting(1, "pipeline parallel: number of pipeline stages")
+    vpp: int = setting(1, "with pp: interleaved chunks of layers per rank (virtual pipeline)")
+    ep: int = setting(1, "expert parallel: ranks over which the experts of a mixture-of-experts model are distributed")
+    etp: int = setting(1, "tensor parallel within each expert")
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of, so that the ranks that share them hold equal slices."""
+        """The number that must divide a micro-batch's token count, so that the ranks that split it get equal slices."""
         return self.cp * (self.tp if self.tp_sequence else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats."""
+    """The number formats of parameters, computation and gradient reduction."""
 
-    params: DType = setting("float32", "stored parameters and optimizer state")
-    compute: DType = setting("float32", "matrix products and activations")
-    reduce: DType = setting("float32", "gradient reduction between ranks")
+    params: DType = setting("float32", "number format of the stored parameters and the optimizer state")
+    compute: DType = setting("float32", "number format of matrix products and activations")
+    reduce: DType = setting("float32", "number format of gradient reduction between ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    """Token budgets: hard bounds on the packed length of one forward pass, over all of its context-parallel ranks."""
+    """Token budgets: hard limits on the packed length of one forward pass, in total over its context-parallel ranks."""
 
-    max_tokens: int = setting(8192, "tokens in a training micro-batch, at most")
-    infer_max_tokens: int | None = setting(None, "tokens in an inference micro-batch; null: twice max_tokens")
+    max_tokens: int = setting(8192, "maximum number of tokens in a training micro-batch")
+    infer_max_tokens: int | None = setting(
+        None, "maximum number of tokens in an inference micro-batch; null: twice max_tokens"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where state rests. Parameters stream to the device layer by layer; moments come for the optimizer's step."""
+    """Offloading of state. Parameters are streamed to the device layer by layer, moments for the optimizer step."""
 
-    params: OffloadTarget = setting("none", "resting place of the sharded parameters and gradients")
-    optimizer: OffloadTarget = setting("none", "resting place of the optimizer's moments between steps")
+    params: OffloadTarget = setting("none", "where to offload the sharded parameters and gradients")
+    optimizer: OffloadTarget = setting("none", "where to offload the optimizer's moments between steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What runs the model, and how."""
+    """The engine that runs the model, and how it runs it."""
 
-    backend: str = setting("fsdp", "name of the engine; see `drivetrain backends`")
+    backend: str = setting("fsdp", "name of the backend; `drivetrain backends` lists them")
     parallel: ParallelConfig = setting(factory=ParallelConfig, help="parallel layout")
     precision: PrecisionConfig = setting(factory=PrecisionConfig, help="number formats")
     micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
-    recompute: Recompute = setting("none", "activations that the backward pass computes again instead of keeping")
-    compile: bool = setting(False, "torch.compile each layer")
-    offload: OffloadConfig = setting(factory=OffloadConfig, help="state that rests outside the device")
-    non_finite: NonFinitePolicy = setting("raise", "a NaN or infinite loss or gradient: stop, or skip that step")
-    seed: int = setting(0, "seed of random weights, new heads and adapters, and dropout")
-    deterministic: bool = setting(False, "ask torch for deterministic kernels; an operation without one fails")
+    recompute: Recompute = setting("none", "activations that the backward pass recomputes instead of storing them")
+    compile: bool = setting(False, "compile each layer with torch.compile")
+    offload: OffloadConfig = setting(factory=OffloadConfig, help="state that is kept outside the device")
+    non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
+    seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout")
+    deterministic: bool = setting(False, "use deterministic kernels; an operation that has none fails")
     options: Any = setting(None, "settings that only this backend has")
 
     def check(self) -> None:
-        """Check these settings by themselves; the layout is checked when the number of processes is known.
+        """Check the values of these settings. The layout is checked later, when the number of processes is known.
 
         Raises:
-            ConfigError: Names the setting and its value.
+            ConfigError: A value is out of range; the message names the setting and the value.
         """
         check_least("engine.micro_batch.max_tokens", self.micro_batch.max_tokens, 1)
         check_least("engine.micro_batch.infer_max_tokens", self.micro_batch.infer_max_tokens, 1)
@@ -205,28 +214,29 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Optimizer and learning-rate schedule; norms and biases are never decayed."""
+    """The optimizer and the learning-rate schedule. Weight decay is never applied to norms and biases."""
 
     name: Literal["adamw", "sgd"] = setting("adamw", "adamw (Loshchilov & Hutter 2019), or sgd without momentum")
     lr: float = setting(1e-5, "peak learning rate")
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay of AdamW's first and second moment")
-    eps: float = setting(1e-8, "AdamW's term against division by zero")
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's first and second moments")
+    eps: float = setting(1e-8, "AdamW's epsilon, which prevents division by zero")
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices and embeddings")
-    clip_grad_norm: float | None = setting(1.0, "largest norm of the whole gradient; null: no clipping")
-    schedule: Schedule = setting("constant", "shape of the learning rate after warm-up")
-    warmup_steps: int = setting(0, "steps of linear warm-up")
-    warmup_ratio: float = setting(0.0, "warm-up as a share of all steps; used when warmup_steps is 0")
-    min_lr_ratio: float = setting(0.0, "lowest learning rate as a share of lr")
-    decay_ratio: float = setting(0.2, "wsd only: share of all steps in the final decay")
+    clip_grad_norm: float | None = setting(1.0, "maximum norm of the full gradient; null: no clipping")
+    schedule: Schedule = setting("constant", "learning-rate schedule after warmup")
+    warmup_steps: int = setting(0, "steps of linear warmup")
+    warmup_ratio: float = setting(0.0, "warmup as a fraction of all steps; used if warmup_steps is 0")
+    min_lr_ratio: float = setting(0.0, "minimum learning rate as a fraction of lr")
+    decay_ratio: float = setting(0.2, "wsd only: final decay as a fraction of all steps")
 
     def check(self, total_steps: int | None) -> None:
-        """Check these settings by themselves.
+        """Check the values of these settings.
 
         Args:
-            total_steps: The steps of the whole run; None where no schedule needs to know.
+            total_steps: The number of steps of the run; None if it is not known, which some schedules do not allow.
 
         Raises:
-            ConfigError: Names the setting and its value.
+            ConfigError: A value is out of range, or the number of steps is missing; the message names the setting and the
+                value.
         """
         for name in ("linear", "cosine", "wsd"):
             if self.schedule == name and total_steps is None:

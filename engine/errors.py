@@ -1,14 +1,14 @@
 """Errors that a user can act on.
 
-Every class takes one message, so that an error pickles and crosses a process border with its text intact. A message
-names the setting, the values on both sides and the way out.
+Every class takes a single message, so that an error keeps its text when it is pickled and sent to another process. A message
+names the setting, both values and the way out.
 """
 
 import errno
 
 
 class DrivetrainError(Exception):
-    """Base of every error that Drivetrain raises on purpose."""
+    """Base class of all errors that Drivetrain raises deliberately."""
 
 
 class ConfigError(DrivetrainError, ValueError):
@@ -16,7 +16,7 @@ class ConfigError(DrivetrainError, ValueError):
 
 
 class CapabilityError(ConfigError):
-    """The chosen backend does not have what the configuration asks for."""
+    """The chosen backend does not support a value in the configuration."""
 
 
 class TopologyError(ConfigError):
@@ -32,7 +32,7 @@ class DataError(DrivetrainError, ValueError):
 
 
 class BatchError(DrivetrainError, ValueError):
-    """A batch breaks the packed format, or carries nothing to learn from."""
+    """A batch violates the packed format, or has nothing to learn from."""
 
 
 class BudgetError(BatchError):
@@ -48,20 +48,20 @@ class CheckpointError(DrivetrainError):
 
 
 def disk_error(what: str, error: OSError) -> CheckpointError:
-    """A disk's error with what to do about it.
+    """Return a CheckpointError for an error while writing, with the way out if the disk is full.
 
     Args:
-        what: cannot be written.
-        error: of the system.
+        what: The file or folder that cannot be written.
+        error: The error of the operating system.
     """
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return CheckpointError(
-        f"{what} cannot be written ({error.strerror or error}){'; make room, or choose another folder' if full else ''}"
+        f"{what} cannot be written ({error.strerror or error}){'; free up space, or choose another folder' if full else ''}"
     )
 
 
 class WorkerError(DrivetrainError):
-    """A process of a worker group failed; the message holds its traceback."""
+    """A process of a worker group failed; the message contains its traceback."""
 
 
 class WorkerLostError(WorkerError):
@@ -69,4 +69,4 @@ class WorkerLostError(WorkerError):
 
 
 class RemoteError(DrivetrainError):
-    """Another rank failed; the message carries that rank's number and its error."""
+    """Another rank failed; the message contains that rank's number and error."""

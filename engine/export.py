@@ -1,4 +1,4 @@
-"""A trained engine to a Hugging Face folder, streamed: one tensor in memory at a time, whatever the model's size."""
+"""Export of a trained engine to a Hugging Face folder, streamed so that only one tensor is in memory at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,22 +27,25 @@ from .base import BaseEngine
 def export_hf(
     engine: "BaseEngine", folder: Path | str, *, adapters: "Adapters" = "merged", shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write weights, config and tokenizer as transformers (or, for adapters alone, peft) loads them. Collective.
+    """Write weights, config and tokenizer in the format of transformers or, for adapters alone, of peft. Collective.
 
-    The folder appears complete or not at all; an existing one is replaced.
+    The folder is written atomically; an existing one is replaced.
 
     Args:
-        engine: initialised.
-        folder: to write.
-        adapters: `merged` into the weights, or `only` them, in peft's format.
-        shard_bytes: size of a file, at most, unless one tensor is larger.
+        engine: The initialized engine.
+        folder: The folder to write.
+        adapters: `merged` to merge adapters into the weights, or `only` to write the adapters alone, in peft's format.
+        shard_bytes: The maximum size of a file, unless a single tensor is larger.
+
+    Returns:
+        The folder.
 
     Raises:
-        CheckpointError: there are no adapters to write alone.
+        CheckpointError: The model has no adapters to write alone, or the folder cannot be written.
     """
     final, only = Path(folder), adapters == "only"
     shapes = engine.weight_shapes(adapters=adapters)
-    # An error leaves the stream first, which is read to its end: the other ranks wait in the next gather.
+    # On an error, the stream is exited first, which exhausts it, because the other ranks wait in the next gather.
     with engine.topology.collective_errors(), engine.named_weights(adapters=adapters) as stream:
         if engine.topology.is_main:
             check_target(final)
@@ -57,12 +60,12 @@ def export_hf(
 
 
 def _write(engine: "BaseEngine", plan: FolderPlan, stream: Iterator[tuple[str, Tensor]], final: Path, *, only: bool) -> None:
-    left = {key for part in plan.files.values() for key in part}
-    with whole_folder(final) as made:
-        writer = FolderWriter(made, plan)
+    remaining = {key for part in plan.files.values() for key in part}
+    with whole_folder(final) as folder:
+        writer = FolderWriter(folder, plan)
         for key, tensor in stream:
             writer.write(key, 0, host_bytes(tensor))
-            left.remove(key)
-        assert not left, f"named_weights does not yield {min(left)}, which weight_shapes announces"
+            remaining.remove(key)
+        assert not remaining, f"named_weights does not yield {min(remaining)}, which weight_shapes lists"
         writer.finish()
-        write_files(made, model_files(engine.model_files, adapters=only))
+        write_files(folder, model_files(engine.model_files, adapters=only))

@@ -1,8 +1,8 @@
-"""How much arithmetic a batch needs, from the model's own shapes: for model FLOPs utilisation and for balancing shares.
+"""FLOP counts from the model's shapes, for model FLOPs utilization (MFU) and for balancing data-parallel shards.
 
-Counted is what the loss needs of any implementation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products
-of weights that are active for a token, and attention over the keys that a query may see. Not counted are recomputation,
-embedding look-ups, norms and activations, and the head at tokens whose output nobody asks for.
+The counts include the operations that any implementation needs for the loss (Chowdhery et al. 2022, arXiv:2204.02311, appendix
+B): matrix products of the weights that are active for a token, and attention over the keys that a query may attend to. They
+exclude recomputation, embedding lookups, norms and activations, and the head at tokens whose output is not requested.
 """
 
 import re
@@ -10,25 +10,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BACKWARD = 2
-"""Backward FLOPs of a product for each forward one: gradients by both factors."""
+"""The ratio of backward to forward FLOPs of a product, which needs the gradients with respect to both factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a token costs.
+    """The shapes of a model that determine the cost of a token.
 
     Args:
-        weights: elements of the matrices that multiply every token, the head left out; of a mixture's experts those that one
-            token is routed to.
-        trained: how many of them have gradients of their own: all, but for frozen ones and the base of adapters.
-        head: elements of the head.
-        head_trained: the same of the head.
-        attention: for each layer its (width, window): queries' and values' sizes added over heads, and the largest number
-            of keys that a query sees, or None.
-        parameters: of the model, adapters and head included, each once.
-        parameters_trained: how many of them are trained.
-        positions: the longest document that the model was made for, or None.
-        vocabulary: rows of the input embeddings: ids are below it; 0 where it is not known.
+        weights: The number of elements in the matrices that multiply every token, without the head. Of the experts in a
+            mixture, only those that one token is routed to are counted.
+        trained: The number of those elements that have gradients, which excludes frozen weights and the base under adapters.
+        head: The number of elements of the head.
+        head_trained: The number of elements of the head that have gradients.
+        attention: The (width, window) of each layer: the sizes of queries and values added up over heads, and the maximum
+            number of keys that a query attends to, or None if it is unlimited.
+        parameters: The number of parameters of the model, including adapters and the head, each counted once.
+        parameters_trained: The number of trained parameters.
+        positions: The length of the longest document that the model supports; None if it is not known.
+        vocabulary: The number of rows of the input embeddings, an exclusive upper bound for token ids; 0 if it is not known.
     """
 
     weights: float
@@ -43,30 +43,31 @@ class ModelShape:
 
     @property
     def attention_ratio(self) -> float:
-        """Cost of attending to one earlier token, as a share of a token's matrix products; see `microbatch.cost`."""
+        """The cost of attending to one earlier token, as a fraction of a token's matrix products; see `microbatch.cost`."""
         return sum(width for width, _ in self.attention) / (2 * self.weights)
 
     def flops(self, lengths: Iterable[int], outputs: int, *, training: bool) -> float:
-        """FLOPs of a forward pass, and of the backward pass behind it.
+        """Return the FLOPs of a forward pass and, if training, of its backward pass.
 
         Args:
-            lengths: tokens of each document.
-            outputs: tokens whose output is asked of the head.
-            training: with the backward pass.
+            lengths: The number of tokens in each document.
+            outputs: The number of tokens on which the head runs.
+            training: Whether to include the backward pass.
         """
-        every = list(lengths)
-        tokens = sum(every)
+        all_lengths = list(lengths)
+        tokens = sum(all_lengths)
         forward = 2 * (self.weights * tokens + self.head * outputs)
-        attention = 2 * sum(width * sum(pairs(n, window) for n in every) for width, window in self.attention)
+        attention = 2 * sum(width * sum(pairs(n, window) for n in all_lengths) for width, window in self.attention)
         if not training:
             return forward + attention
-        # By its inputs every product has a gradient, by its weights only a trained one.
+        # Every product needs the gradient with respect to its inputs; only a trained one needs that with respect to its
+        # weights.
         by_weights = 2 * (self.trained * tokens + self.head_trained * outputs)
         return 2 * forward + by_weights + (1 + BACKWARD) * attention
 
 
 def pairs(length: int, window: int | None) -> int:
-    """Queries and keys that meet in causal attention over one document."""
+    """Return the number of query-key pairs in causal attention over one document."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
@@ -85,11 +86,11 @@ PEAK_TFLOPS = {
     "A40": 149.7,
     "A10": 125.0,
 }
-"""Dense bfloat16 tensor-core peaks from NVIDIA's data sheets, in 1e12 FLOP/s, by a part of the device's name; first match."""
+"""Dense bfloat16 tensor-core peaks from NVIDIA's data sheets, in 1e12 FLOP/s, by part of the device name; first match wins."""
 
 
 def known_peak_tflops(device_name: str, compute: str) -> float | None:
-    """A device's peak in 1e12 FLOP/s; None where it is not known, or for arithmetic other than 16 bits."""
+    """Return a device's peak in 1e12 FLOP/s; None if it is not known, or if `compute` is not a 16-bit format."""
     if compute not in ("bfloat16", "float16"):
         return None
     return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)

@@ -1,4 +1,4 @@
-"""What a model's head returns, what a loss says of itself, and what a step reports.
+"""The interface between engine and loss: the outputs of a model's head, the `Loss` protocol, and the result of a step.
 
 Axes: T tokens, N sequences.
 """
@@ -15,14 +15,14 @@ from .packing.batch import IGNORE, PackedBatch
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRequest:
-    """Which per-token numbers the head is to return.
+    """The per-token outputs that the head has to compute.
 
     Args:
-        log_probs: log-probability of the label.
-        entropy: entropy of the next-token distribution, in nats.
-        values: the value head's number.
-        greedy: the most likely next token.
-        temperature: logits are divided by it first.
+        log_probs: Whether to return the log-probability of the label.
+        entropy: Whether to return the entropy of the next-token distribution, in nats.
+        values: Whether to return the output of the value head.
+        greedy: Whether to return the most likely next token.
+        temperature: The number by which the logits are divided first.
     """
 
     log_probs: bool = False
@@ -33,20 +33,20 @@ class OutputRequest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The outputs asked for, in the order of `TokenOutputs`."""
+        """The names of the requested outputs, in the order of `TokenOutputs`."""
         return tuple(n for n in ("log_probs", "entropy", "values", "greedy") if getattr(self, n))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenOutputs:
-    """Per-token outputs of whole documents, whatever the parallel layout.
+    """Per-token outputs of complete documents, independent of the parallel layout.
 
     Args:
-        mask: `[T]` bool, the tokens that were asked for. Elsewhere the outputs are 0 and carry no gradient.
-        log_probs: `[T]` float, log-probability of `labels`.
-        entropy: `[T]` float, nats.
-        values: `[T]` float.
-        greedy: `[T]` int64, token ids; they carry no gradient.
+        mask: `[T]` bool, the selected tokens. Outputs of all other tokens are 0 and carry no gradient.
+        log_probs: `[T]` float, the log-probabilities of `labels`.
+        entropy: `[T]` float, the entropies in nats.
+        values: `[T]` float, the outputs of the value head.
+        greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
     """
 
     mask: Tensor
@@ -56,18 +56,18 @@ class TokenOutputs:
     greedy: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
-        """The outputs that were asked for, by name."""
-        found = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values, "greedy": self.greedy}
-        return {name: value for name, value in found.items() if value is not None}
+        """Return the requested outputs by name."""
+        outputs = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values, "greedy": self.greedy}
+        return {name: value for name, value in outputs.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossSums:
-    """What a loss returns for one micro-batch: sums, never means.
+    """The sums (never means) that a loss returns for one micro-batch.
 
     Args:
-        terms: additive term -> scalar sum. The engine divides each by its global weight and adds them up.
-        metrics: name -> (sum, count); the engine adds both over micro-batches and ranks, and divides.
+        terms: Term name -> scalar sum. The engine divides each sum by the term's global weight and adds up the quotients.
+        metrics: Metric name -> (sum, count). The engine adds up both over micro-batches and ranks, and reports sum / count.
     """
 
     terms: Mapping[str, Tensor]
@@ -75,53 +75,54 @@ class LossSums:
 
 
 class Loss(Protocol):
-    """A loss over packed documents. Implementations are pure: the same outputs and batch give the same sums.
+    """A loss over packed documents. Implementations must be pure: the same outputs and batch give the same sums.
 
-    One that has the attributes `token_fields` and `sequence_fields`, collections of names, says with them which fields of a batch it
-    has heard of; others, but for the batch's passengers, are then refused.
+    A loss may declare the batch fields that it reads with two optional attributes, `token_fields` and `sequence_fields`, which
+    are collections of names. The engine then rejects a batch that has any other field, except for the batch's passengers.
     """
 
     @property
     def request(self) -> OutputRequest:
-        """The outputs it needs."""
+        """The per-token outputs that the loss needs."""
         ...
 
     @property
     def linear(self) -> bool:
-        """Whether every term is linear in the outputs. The head then computes its gradient in the forward pass."""
+        """Whether every term is linear in the outputs. If so, the head computes its gradient during the forward pass."""
         ...
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """`[T]` bool: the tokens whose outputs it needs. The head runs on no other."""
+        """Return a `[T]` bool mask of the tokens whose outputs the loss needs. The head skips all others."""
         ...
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """The weight of each additive term: supervised tokens, pairs, ... Added up over the global batch."""
+        """Return the weight of each term (supervised tokens, pairs, ...), which the engine adds up over the global batch."""
         ...
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """The sums of one micro-batch."""
+        """Return the sums of one micro-batch."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank.
+    """The results of a step, the same on every rank.
 
     Args:
-        loss: the global batch's loss: sum over terms of sum / weight.
-        terms: the same by term; `router_aux` (mean over micro-batches) is reported here and not part of `loss`.
-        metrics: the loss's metrics, each sum / count over the global batch.
-        weights: global weight of each term.
-        counts: what each metric was divided by.
-        grad_norm: 2-norm of the whole gradient before clipping; None without an optimizer step.
-        skipped: the step was left out because the loss or the gradient was not finite.
-        lr: learning rate the step was made with.
-        tokens: tokens in the global batch.
-        sequences: documents in the global batch.
-        micro_batches: micro-batches of each rank.
-        flops: that the global batch needs, as `flops.ModelShape` counts.
-        peak_gib: memory of the rank that has used most so far: of its GPU, or of its process where there is none.
+        loss: The loss of the global batch: sum over terms of sum / weight.
+        terms: The loss by term. `router_aux` (mean over micro-batches) is reported here, but is not part of `loss`.
+        metrics: The metrics of the loss, each sum / count over the global batch.
+        weights: The global weight of each term.
+        counts: The count by which each metric was divided.
+        grad_norm: The 2-norm of the full gradient before clipping; None before `optimizer_step`.
+        skipped: Whether the optimizer step was skipped because the loss or the gradient was not finite.
+        lr: The learning rate of the step; None before `optimizer_step`.
+        tokens: The number of tokens in the global batch.
+        sequences: The number of documents in the global batch.
+        micro_batches: The number of micro-batches on each rank.
+        flops: The FLOPs that the global batch needs, as counted by `flops.ModelShape`.
+        peak_gib: The peak memory so far of the rank that has used most, in GiB: GPU memory, or the process's memory without a
+            GPU.
     """
 
     loss: float
@@ -141,12 +142,13 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRequest:
-    """What a backend's `forward_step` is asked for.
+    """The outputs that a backend's `forward_step` has to return for one micro-batch.
 
     Args:
-        outputs: which numbers.
-        mask: `[T]` bool, of which tokens.
-        expected: output name -> `[T]`, the gradient that the backward pass will bring, where it is known beforehand.
+        outputs: The outputs to compute.
+        mask: `[T]` bool, the tokens for which to compute them.
+        expected: Output name -> `[T]`, the gradient that the backward pass will pass to that output; None if not known in
+            advance.
     """
 
     outputs: OutputRequest
@@ -155,20 +157,20 @@ class HeadRequest:
 
 
 def loss_mask(batch: PackedBatch) -> Tensor:
-    """`[T]` bool: the tokens whose next token is supervised."""
+    """Return a `[T]` bool mask of the tokens whose next token is supervised."""
     return batch.labels != IGNORE
 
 
 def combine(sums: LossSums, weights: Mapping[str, float]) -> Tensor:
-    """The part of the global loss that these sums make: sum over terms of sum / weight."""
+    """Return the contribution of these sums to the global loss: sum over terms of sum / weight."""
     parts = [value / weights[name] for name, value in sums.terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
 def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Mapping[str, float]) -> dict[str, Tensor] | None:
-    """The gradient of the global loss by each output, for a loss that is linear in them; None for any other.
+    """Return the gradient of the global loss with respect to each output if the loss is linear in them, otherwise None.
 
-    Taken from the loss itself at outputs of zero: a linear loss has the same gradient everywhere.
+    A linear loss has the same gradient everywhere, so the loss is differentiated at outputs of zero.
     """
     if not loss.linear:
         return None

@@ -1,4 +1,4 @@
-"""Learning-rate schedules and the rule of weight decay: one vocabulary that every backend translates. Imports no torch."""
+"""Learning-rate schedules and the weight-decay rule, shared by all backends. Does not import torch."""
 
 import math
 
@@ -7,10 +7,14 @@ from .errors import ConfigError
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int | None) -> int:
-    """Steps of linear warm-up.
+    """Return the number of linear warmup steps.
+
+    Args:
+        optim: The optimizer settings.
+        total_steps: The number of steps of the run; None if it is not known.
 
     Raises:
-        ConfigError: `warmup_ratio` is given without a number of steps to take it of.
+        ConfigError: `warmup_ratio` is set, but `total_steps` is None.
     """
     if optim.warmup_steps or not optim.warmup_ratio:
         return optim.warmup_steps
@@ -20,17 +24,20 @@ def warmup_steps(optim: OptimConfig, total_steps: int | None) -> int:
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int | None) -> float:
-    """Learning rate of a step.
+    """Return the learning rate of a step.
 
-    Warm-up climbs linearly and reaches the peak at its last step. Then: `constant`; `linear` and `cosine` (Loshchilov &
-    Hutter 2017, arXiv:1608.03983) fall to `min_lr_ratio` at step `total_steps`; `inverse_sqrt` falls with the root of
-    the step (Vaswani et al. 2017, arXiv:1706.03762); `wsd` stays until the last `decay_ratio` of all steps and falls
-    linearly (Hu et al. 2024, arXiv:2404.06395).
+    During warmup the learning rate increases linearly and reaches its peak at the last warmup step. After that, `constant`
+    keeps it; `linear` and `cosine` (Loshchilov & Hutter 2017, arXiv:1608.03983) decrease it to the fraction `min_lr_ratio` at
+    step `total_steps`; `inverse_sqrt` decreases it with the square root of the step (Vaswani et al. 2017, arXiv:1706.03762);
+    `wsd` keeps it until the last `decay_ratio` of all steps, then decreases it linearly (Hu et al. 2024, arXiv:2404.06395).
 
     Args:
-        step: from 0.
-        optim: the settings.
-        total_steps: of the whole run; None where no schedule needs it.
+        step: The index of the step, starting at 0.
+        optim: The optimizer settings.
+        total_steps: The number of steps of the run; None if it is not known and the schedule does not need it.
+
+    Raises:
+        ConfigError: The schedule or the warmup needs `total_steps`, but it is None.
     """
     warmup = warmup_steps(optim, total_steps)
     if step < warmup:
@@ -59,5 +66,5 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def is_decayed(name: str, dimensions: int) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, never to norms, biases and other vectors."""
+    """Return whether weight decay applies: yes for matrices and embeddings, no for norms, biases and other vectors."""
     return dimensions > 1 and not name.endswith("bias")

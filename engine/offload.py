@@ -1,7 +1,7 @@
-"""Where an engine's parameters, gradients and optimizer state are: on the device, or resting on the host or on disk.
+"""Offloading of an engine's parameters, gradients and optimizer state from the device to the host or to disk.
 
-What rests is the memory, not the tensors: a storage is copied away and made empty, and filled again when it is needed. So
-every view of it, in a model, in an optimizer, in a flat buffer, is what it was, on any backend.
+Storages are offloaded, not tensors: a storage is copied and resized to zero, and restored when it is needed. All views of it,
+in a model, an optimizer or a flat buffer, therefore remain valid on any backend.
 """
 
 import ctypes
@@ -29,16 +29,16 @@ LOCATIONS: tuple[Location, ...] = ("device", "host", "disk")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory used so far: allocated on a GPU, or resident of this process where there is none."""
+    """Return the peak memory usage so far: allocated memory on a GPU, or this process's resident memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS reports bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offloaded:
-    """A storage that is elsewhere."""
+    """An offloaded storage and its copy."""
 
     storage: torch.UntypedStorage
     size: int
@@ -46,10 +46,10 @@ class _Offloaded:
 
 
 class Offloader:
-    """Keeps count of where each part is, and moves parts.
+    """Mover of the parts of an engine's state, which tracks their locations.
 
     Args:
-        tensors: of a part, sharing the memory that is to be moved; asked whenever the part leaves the device.
+        tensors: A function that returns tensors over all memory of a part. It is called whenever the part is offloaded.
     """
 
     def __init__(self, tensors: Callable[[Part], Iterable[Tensor]]) -> None:
@@ -58,18 +58,22 @@ class Offloader:
         self._offloaded: dict[Part, list[_Offloaded]] = {part: [] for part in PARTS}
 
     def location_of(self, part: Part) -> Location:
-        """Where a part is."""
+        """Return the location of a part."""
         return self._location[part]
 
     def to(self, location: str, parts: tuple[Part, ...]) -> None:
-        """Bring parts to a place.
+        """Move parts to a location.
+
+        Args:
+            location: The location: `device`, `host` or `disk`.
+            parts: The parts to move.
 
         Raises:
-            ConfigError: there is no such place, or the disk has no room; everything is on the device then.
+            ConfigError: The location is unknown, or the disk is full; the part that did not fit is then on the device.
         """
         target = next((p for p in LOCATIONS if p == location), None)
         if target is None:
-            raise ConfigError(f"to({location!r}): state can be on {', '.join(map(repr, LOCATIONS))}")
+            raise ConfigError(f"to({location!r}): state can be moved to {', '.join(map(repr, LOCATIONS))}")
         for part in parts:
             if self._location[part] != target:
                 self._reload(part)
@@ -80,7 +84,7 @@ class Offloader:
 
     @contextmanager
     def on_device(self, parts: tuple[Part, ...]) -> Iterator[bool]:
-        """Bring parts to the device, and back to where each of them was at the end; whether any was elsewhere."""
+        """Move parts to the device and, at the end, back to their locations. Yields whether any part was not on the device."""
         before = dict(self._location)
         self.to("device", parts)
         try:
@@ -90,14 +94,15 @@ class Offloader:
                 self.to(before[part], (part,))
 
     def close(self) -> None:
-        """Forget what rests."""
-        for offloaded in (r for storages in self._offloaded.values() for r in storages):
+        """Drop all offloaded copies."""
+        for offloaded in (o for storages in self._offloaded.values() for o in storages):
             if not isinstance(offloaded.copy, Tensor):
                 offloaded.copy.close()
         self._offloaded = {part: [] for part in PARTS}
 
     def _offload(self, part: Part, location: Location) -> None:
-        # Megatron's optimizer updates the parameters in place where they are float32: that memory is theirs, and is moved once.
+        # Megatron's optimizer updates float32 parameters in place, so it shares their memory, which belongs to the parameters
+        # and is moved only once.
         others = {
             storage_key(t)
             for other in PARTS
@@ -116,7 +121,8 @@ class Offloader:
             except OSError as e:
                 self._reload(part)
                 raise ConfigError(
-                    f"to({location!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with room, or use 'host'"
+                    f"to({location!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with "
+                    "enough space, or use 'host'"
                 ) from e
             storage.resize_(0)
             self._offloaded[part].append(_Offloaded(storage=storage, size=size, copy=copy))
@@ -126,7 +132,7 @@ class Offloader:
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             host.copy_(data)
             return host
-        # Without a name: it goes with this process, however that ends.
+        # The file has no name, so it disappears with this process, however that ends.
         file: IO[bytes] = tempfile.TemporaryFile(prefix="drivetrain-")
         try:
             file.write(host_bytes(data))
@@ -155,20 +161,21 @@ class Offloader:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back the memory of models and optimizers that nobody uses any more: modules, their hooks and FSDP's state refer to each
-    other in circles, which only a garbage collection takes apart.
+    """Free the memory of models and optimizers that are no longer in use.
+
+    Modules, their hooks and FSDP's state form reference cycles, which only a garbage collection breaks.
 
     Args:
-        device: whose memory the tensors are in.
+        device: The device whose memory is freed.
     """
     gc.collect()
-    # Emptying the allocator's cache waits for the device, which after an error may be in a collective that never ends.
+    # Emptying the allocator's cache waits for the device, which may be stuck in a collective after an error.
     if device.type == "cuda" and sys.exc_info()[0] is None:
         torch.cuda.empty_cache()
 
 
 def _trim() -> None:
-    """Give freed memory of the host back to the system: glibc keeps blocks for itself once larger ones have been freed."""
+    """Return freed host memory to the system. glibc otherwise keeps free blocks once larger ones have been freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -179,5 +186,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """The whole memory of a storage, as bytes."""
+    """Return a view of a storage's entire memory, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

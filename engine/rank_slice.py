@@ -1,6 +1,6 @@
-"""What one rank sees of a micro-batch: a contiguous slice of its tokens, and the way back to whole documents.
+"""A rank's view of a micro-batch: a contiguous slice of its tokens, and the conversion of its outputs back to full documents.
 
-Axes: T tokens of the micro-batch, t tokens of this rank's slice, S of them whose outputs are asked for.
+Axes: T tokens of the micro-batch, t tokens of this rank's slice, S selected tokens of the slice.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,19 @@ from .step_plan import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSlice:
-    """A slice of a packed micro-batch, padded in total to what the layout needs.
+    """A rank's slice of a packed micro-batch, after the micro-batch is padded to a multiple that the layout requires.
 
     Args:
-        input_ids: `[t]`.
-        position_ids: `[t]` or `[A, t]`, counted inside each document.
-        context: borders of all documents, the padding's own included, and the context-parallel group.
-        selected: `[S]` int64, positions in the slice.
-        targets: `[S]` int64 labels.
-        outputs: which numbers.
-        expected: gradients `[S]` that will arrive, by output name, where they are known.
-        real_tokens: the first tokens of the slice; what follows is the engine's own padding.
-        mask: `[T]`, the tokens that are asked for.
+        input_ids: `[t]`, the token ids.
+        position_ids: `[t]` or `[A, t]`, the positions within each document.
+        context: The boundaries of all documents, including the padding document, and the context-parallel group.
+        selected: `[S]` int64, the indices of the selected tokens in the slice.
+        targets: `[S]` int64, the labels of the selected tokens.
+        outputs: The outputs to compute.
+        expected: Output name -> `[S]`, the gradient that the backward pass will pass to that output; None if not known in
+            advance.
+        real_tokens: The number of real tokens, which come first in the slice; the rest is padding.
+        mask: `[T]` bool, the selected tokens of the micro-batch.
     """
 
     input_ids: Tensor
@@ -44,10 +45,10 @@ class RankSlice:
 
     @classmethod
     def cut(cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology) -> "RankSlice":
-        """This rank's slice. One more document, seen by nobody, fills the total up to `topology.token_multiple`."""
+        """Return this rank's slice. An additional, unsupervised document pads the micro-batch to `topology.token_multiple`."""
         batch, group = micro_batch.batch, topology.cp
         tokens = batch.num_tokens
-        # What the next token is likely to be can be asked of any token, how likely the next one is only where there is one.
+        # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
         mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
         bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
@@ -74,12 +75,12 @@ class RankSlice:
             mask=mask,
         )
 
-    def whole(self, found: Mapping[str, Tensor]) -> TokenOutputs:
-        """Outputs `[S]` of the selected tokens as outputs of the whole documents. Collective over the context-parallel ranks."""
+    def whole(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
+        """Convert outputs `[S]` of the selected tokens to outputs of complete documents. Collective over `Topology.cp`."""
         size, tokens = len(self.input_ids), len(self.mask)
         gathered = {
             name: gather_tokens(value.new_zeros(size).index_put((self.selected,), value), self.context.cp_group)[:tokens]
-            for name, value in found.items()
+            for name, value in outputs.items()
         }
         return TokenOutputs(mask=self.mask, **gathered)
 

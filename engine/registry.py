@@ -1,7 +1,7 @@
-"""Backend name -> engine class and options class, imported only when asked for.
+"""Registry of backends: maps each name to an engine class and an options class, which are imported on demand.
 
-The one place that names our backends, as strings. A third party adds its own through the entry-point group
-`drivetrain.engines`: the entry point's name is the backend's, its object a `BackendSpec`.
+This is the only module that names the built-in backends, as strings. A third party adds its own through the entry-point group
+`drivetrain.engines`: the entry point's name is the name of the backend, and its object is a `BackendSpec`.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,14 @@ ENTRY_POINT_GROUP = "drivetrain.engines"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """Where a backend's classes are, as `module:attribute`, so that naming a backend imports nothing.
+    """The locations of a backend's classes, as `module:attribute`, so that naming a backend does not import it.
 
     Args:
-        engine: the `BaseEngine` subclass.
-        options: the frozen dataclass behind `engine.options`; its module must import without torch.
-        needs: a module that the backend cannot do without.
-        extra: of drivetrain, that installs it.
+        engine: The location of the `BaseEngine` subclass.
+        options: The location of the frozen dataclass for `engine.options`, whose module must not import torch; None if the
+            backend has no settings of its own.
+        needs: A module that the backend requires.
+        extra: The extra of drivetrain that installs this module.
     """
 
     engine: str
@@ -51,16 +52,20 @@ _BACKENDS: dict[str, BackendSpec] = {
 def register(name: str, spec: BackendSpec) -> None:
     """Add a backend.
 
+    Args:
+        name: The name of the backend.
+        spec: The locations of its classes.
+
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: The name is already taken.
     """
     if name in _known():
-        raise ConfigError(f"backend {name!r} is registered already, by {_known()[name].engine}; choose another name")
+        raise ConfigError(f"backend {name!r} is already registered by {_known()[name].engine}; choose another name")
     _BACKENDS[name] = spec
 
 
 def unregister(name: str) -> None:
-    """Forget a backend that `register` added."""
+    """Remove a backend that `register` added."""
     del _BACKENDS[name]
 
 
@@ -69,7 +74,7 @@ def _known() -> dict[str, BackendSpec]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name in known:
             raise ConfigError(
-                f"two engines are called {point.name!r}: {known[point.name].engine} and the entry point {point.value}; "
+                f"two backends are called {point.name!r}: {known[point.name].engine} and the entry point {point.value}; "
                 "uninstall one of the two packages, or rename its entry point"
             )
         spec = point.load()
@@ -83,21 +88,24 @@ def _known() -> dict[str, BackendSpec]:
 
 
 def backends() -> dict[str, BackendSpec]:
-    """Every backend that can be named in `engine.backend`."""
+    """Return all backends that can be named in `engine.backend`."""
     return dict(sorted(_known().items()))
 
 
 def spec_of(name: str) -> BackendSpec:
-    """The spec of one backend.
+    """Return the spec of a backend.
+
+    Args:
+        name: The name of the backend.
 
     Raises:
-        ConfigError: no backend has this name; the nearest is suggested.
+        ConfigError: There is no backend of this name; the message suggests the closest one.
     """
     known = _known()
     if name not in known:
         near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "install the package that brings it."
-        raise ConfigError(f"engine.backend={name!r} is unknown; there are {', '.join(sorted(known))}: {hint}")
+        hint = f"did you mean {near[0]!r}?" if near else "install the package that provides it."
+        raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(known))}; {hint}")
     return known[name]
 
 
@@ -107,31 +115,34 @@ def _resolve(path: str) -> Any:
 
 
 def is_installed(name: str) -> bool:
-    """Whether what a backend stands on is there. Imports nothing."""
+    """Return whether the module that a backend requires is installed, without importing it."""
     needs = spec_of(name).needs
     try:
         return needs is None or find_spec(needs) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def options_class(name: str) -> type | None:
-    """The dataclass of `engine.options` for this backend, or None where it has no settings of its own."""
+    """Return the dataclass for `engine.options` of a backend; None if it has no settings of its own."""
     spec = spec_of(name)
     return _resolve(spec.options) if spec.options else None
 
 
 def engine_class(name: str) -> "type[BaseEngine]":
-    """The engine class of a backend; imports the backend.
+    """Import a backend and return its engine class.
+
+    Args:
+        name: The name of the backend.
 
     Raises:
-        ConfigError: what the backend stands on is not installed.
+        ConfigError: The module that the backend requires is not installed.
     """
     spec = spec_of(name)
     if not is_installed(name):
         raise ConfigError(
-            f"engine.backend={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or use "
-            "another engine.backend"
+            f"engine.backend={name} needs {spec.needs}, which is not installed: pip install 'drivetrain[{spec.extra}]', or "
+            "use another engine.backend"
         )
     engine: type[BaseEngine] = _resolve(spec.engine)
     return engine

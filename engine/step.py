@@ -1,4 +1,4 @@
-"""One step's outputs, the same for every backend: the loss's sums over micro-batches, or an inference pass's numbers.
+"""Consumers of a step's outputs, shared by all backends: accumulation of the loss, or collection of inference outputs.
 
 Axes: T tokens of a micro-batch.
 """
@@ -18,25 +18,32 @@ from .step_plan import MicroBatch, StepPlan
 
 
 class MicroBatchConsumer(Protocol):
-    """What a step does with each micro-batch's outputs."""
+    """An object that requests outputs for each micro-batch of a step and processes them."""
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
-        """What the head is to compute for a micro-batch."""
+        """Return the outputs that the head has to compute for a micro-batch."""
         ...
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
-        """Take a micro-batch's outputs; a scalar to go backward from.
+        """Process the outputs of a micro-batch and return the scalar from which the backward pass starts.
 
         Args:
-            micro_batch: the documents.
-            outputs: of the whole documents.
-            aux: a router's balancing loss of this micro-batch, before its coefficient.
+            micro_batch: The micro-batch.
+            outputs: The outputs of its complete documents.
+            aux: The router's load-balancing loss of this micro-batch, not yet multiplied by its coefficient.
         """
         ...
 
 
 class LossAccumulator:
-    """Evaluates the loss on micro-batches, and keeps its sums."""
+    """Consumer that evaluates the loss on micro-batches and accumulates its sums.
+
+    Args:
+        loss: The loss.
+        plan: The plan of the step.
+        aux_coef: The coefficient of the router's load-balancing loss.
+        backward: Whether there is a backward pass.
+    """
 
     def __init__(self, loss: Loss, plan: StepPlan, aux_coef: float, *, backward: bool) -> None:
         self._loss, self._plan, self._aux_coef, self._backward = loss, plan, aux_coef, backward
@@ -46,7 +53,7 @@ class LossAccumulator:
         self._error: Exception | None = None
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
-        """What the head is to compute for a micro-batch."""
+        """Return the outputs that the loss needs for a micro-batch."""
         batch = micro_batch.batch
         if micro_batch.is_dummy:
             mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
@@ -60,32 +67,33 @@ class LossAccumulator:
         return HeadRequest(outputs=self._loss.request, mask=mask, expected=expected)
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
-        """This micro-batch's part of the global loss."""
-        # A term of no weight that touches every output: ranks without supervised tokens still run their backward pass,
-        # and its collectives meet those of the others.
+        """Return the contribution of a micro-batch to the global loss."""
+        # A term of weight zero that depends on every output, so that ranks without supervised tokens still run the backward
+        # pass and enter the same collectives as the other ranks.
         total = torch.stack([value.sum() for value in outputs.present().values() if value.is_floating_point()]).sum() * 0.0
         if not micro_batch.is_dummy and self._error is None:
             try:
                 part = self._evaluate(micro_batch, outputs)
                 total = part if part.requires_grad else total + part
             except Exception as e:
-                # The other ranks are in this step's collectives, so this one stays in step with a gradient of zero; finish
-                # then raises on all.
+                # The other ranks are in this step's collectives, so this rank continues with a zero gradient; finish then
+                # raises the error on all ranks.
                 self._error = e
         if aux is not None:
-            share = aux / self._plan.real_micro_batches
-            total = total + (0.0 if micro_batch.is_dummy else self._aux_coef) * share
+            scaled = aux / self._plan.real_micro_batches
+            total = total + (0.0 if micro_batch.is_dummy else self._aux_coef) * scaled
             if not micro_batch.is_dummy:
-                self._aux.append(share.detach())
+                self._aux.append(scaled.detach())
         return total
 
     def _evaluate(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         sums = self._loss(outputs, micro_batch.batch)
         if not isinstance(sums, LossSums):
-            raise BatchError(f"{type(self._loss).__name__} returned a {type(sums).__name__}; a loss returns LossSums")
+            raise BatchError(f"{type(self._loss).__name__} returned a {type(sums).__name__}; a loss must return LossSums")
         if set(sums.terms) != set(self._plan.weights):
             raise BatchError(
-                f"the loss returned the terms {sorted(sums.terms)}, but weighs {sorted(self._plan.weights)}; they must agree"
+                f"the loss returned the terms {sorted(sums.terms)}, but has weights for {sorted(self._plan.weights)}; "
+                "they must match"
             )
         for name, value in sums.terms.items():
             self._terms[name].append(value.detach())
@@ -94,19 +102,20 @@ class LossAccumulator:
         return combine(sums, self._plan.weights)
 
     def finish(self, topology: Topology) -> StepResult:
-        """Add the sums up over ranks. Collective.
+        """Add up the sums over all ranks and return the step's result. Collective.
 
         Raises:
-            what the loss raised on this rank, or `RemoteError` for another's.
+            Exception: The error that the loss raised on this rank.
+            RemoteError: The loss raised an error on another rank.
         """
-        mine = {
+        local = {
             "terms": {name: _total(values) for name, values in self._terms.items()},
             "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
             "aux": _total(self._aux) if self._aux else None,
             "peak": peak_bytes(topology.device),
         }
-        found = topology.all_gather_object((topology.is_output_rank, mine), error=self._error)
-        counted = [part for counts, part in found if counts]
+        gathered = topology.all_gather_object((topology.is_output_rank, local), error=self._error)
+        counted = [part for counts, part in gathered if counts]
         terms = {
             name: sum(part["terms"].get(name, 0.0) for part in counted) / weight for name, weight in self._plan.weights.items()
         }
@@ -129,7 +138,7 @@ class LossAccumulator:
             sequences=self._plan.sequences,
             micro_batches=len(self._plan.parts),
             flops=self._plan.flops,
-            peak_gib=max(part["peak"] for _, part in found) / 2**30,
+            peak_gib=max(part["peak"] for _, part in gathered) / 2**30,
         )
 
 
@@ -138,40 +147,47 @@ def _total(values: Any) -> float:
 
 
 class OutputCollector:
-    """Per-token outputs of an inference pass, put back where the caller's tokens stand."""
+    """Consumer that collects the per-token outputs of an inference pass in the order of the caller's batch.
+
+    Args:
+        batch: The caller's batch.
+        request: The outputs to collect.
+        tokens: `[T]` bool, the selected tokens of the batch; see `BaseEngine.infer_batch`.
+        plan: The plan of the inference pass.
+    """
 
     def __init__(self, batch: PackedBatch, request: OutputRequest, tokens: Tensor | None, plan: StepPlan) -> None:
         self._batch, self._request, self._parts = batch, request, plan.parts
-        # Values exist for every token; log-probabilities only where there is a label.
+        # Every token has a value, but only tokens with a label have a log-probability.
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
         only_values = request.names == ("values",)
         self._mask = tokens if tokens is not None else everywhere if only_values else loss_mask(batch)
         self._out: dict[str, Tensor] = {}
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
-        """What the head is to compute for a part of the batch."""
+        """Return the outputs that the head has to compute for a micro-batch."""
         part = self._parts[micro_batch.index]
         mask = torch.zeros(1, dtype=torch.bool) if micro_batch.is_dummy else self._mask[self._batch.token_index(part)]
         return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
-        """Keep one micro-batch's outputs; there is nothing to go backward from."""
+        """Store the outputs of a micro-batch and return a zero, since there is no backward pass."""
         if not micro_batch.is_dummy:
-            where = self._batch.token_index(self._parts[micro_batch.index])
+            index = self._batch.token_index(self._parts[micro_batch.index])
             for name, value in outputs.present().items():
                 if name not in self._out:
                     self._out[name] = value.new_zeros(self._batch.num_tokens, device=self._batch.device)
-                self._out[name][where] = value.to(self._batch.device)
+                self._out[name][index] = value.to(self._batch.device)
         return torch.zeros((), device=micro_batch.batch.device)
 
     def result(self, topology: Topology) -> dict[str, Tensor]:
-        """Output name -> `[T]`, on the device of the caller's batch, on every rank. Collective over a pipeline's stages."""
+        """Return output name -> `[T]` on every rank, on the device of the caller's batch. Collective over pipeline stages."""
         return {name: topology.from_last_stage(value) for name, value in self._filled().items()}
 
     def _filled(self) -> dict[str, Tensor]:
         tokens, device = self._batch.num_tokens, self._batch.device
-        kinds = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
+        dtypes = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
         return {
-            name: self._out[name] if name in self._out else torch.zeros(tokens, dtype=kinds[name], device=device)
+            name: self._out[name] if name in self._out else torch.zeros(tokens, dtype=dtypes[name], device=device)
             for name in self._request.names
         }

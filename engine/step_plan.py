@@ -1,4 +1,4 @@
-"""How a global batch is worked on: what is refused of it, its global weights, its micro-batches. The same for every backend."""
+"""The plan of a step: checks of the global batch, its global weights and its micro-batches. Shared by all backends."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +21,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One forward pass.
+    """The input of one forward pass.
 
     Args:
-        batch: on the device; documents of this rank's share, or one unsupervised filler.
-        index: from 0.
-        count: micro-batches of this step, the same on every rank.
-        is_dummy: this rank had no more documents, but others do, and collectives must pair up.
+        batch: Documents of this rank's data-parallel shard, or one unsupervised document for a dummy micro-batch, on the
+            device.
+        index: The index of the micro-batch in the step, starting at 0.
+        count: The number of micro-batches in the step, the same on every rank.
+        is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
+            have some, and all ranks must enter the same collectives.
     """
 
     batch: PackedBatch
@@ -37,17 +39,17 @@ class MicroBatch:
 
     @property
     def is_last(self) -> bool:
-        """Whether gradients are complete after this one."""
+        """Whether the gradients of the step are complete after this micro-batch."""
         return self.index == self.count - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """What a micro-batch may hold.
+    """The maximum size of a micro-batch.
 
     Args:
-        tokens: at most.
-        setting: its name, for messages.
+        tokens: The maximum number of tokens.
+        setting: The name of the setting that determines it, for messages.
     """
 
     tokens: int
@@ -55,11 +57,11 @@ class TokenBudget:
 
     @classmethod
     def of(cls, sizes: MicroBatchConfig, *, training: bool) -> Self:
-        """The budget of training, or of inference.
+        """Return the token budget for training or for inference.
 
         Args:
-            sizes: the settings.
-            training: which of the two.
+            sizes: The micro-batch settings.
+            training: Whether to return the budget for training.
         """
         if training:
             return cls(tokens=sizes.max_tokens, setting="engine.micro_batch.max_tokens")
@@ -70,16 +72,16 @@ class TokenBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """How a global batch is worked on.
+    """The plan of a step: how a global batch is split into micro-batches.
 
     Args:
-        parts: for each micro-batch of this rank its sequences; an empty one is filler.
-        weights: global weight of each term.
-        tokens: of the global batch.
-        sequences: of the global batch.
-        flops: of the global batch; 0 without a loss.
-        real_micro_batches: micro-batches over all data-parallel ranks that are no filler.
-        longest: tokens of the global batch's longest document.
+        parts: The sequence indices of each micro-batch of this rank; empty for a dummy micro-batch.
+        weights: The global weight of each loss term.
+        tokens: The number of tokens in the global batch.
+        sequences: The number of sequences in the global batch.
+        flops: The FLOPs that the global batch needs; 0 without a loss.
+        real_micro_batches: The total number of micro-batches over all data-parallel ranks, not counting dummy ones.
+        longest: The number of tokens in the longest document of the global batch.
     """
 
     parts: list[list[int]]
@@ -91,7 +93,7 @@ class StepPlan:
     longest: int
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
-        """The micro-batches, in order, on the device."""
+        """Return the micro-batches in order, on the device."""
         count = len(self.parts)
         return [
             MicroBatch(
@@ -105,8 +107,8 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share:
-    """What a rank tells the others of its share."""
+class _ShardSummary:
+    """The summary of a rank's data-parallel shard that all ranks exchange."""
 
     counts: bool
     micro_batches: int
@@ -119,13 +121,13 @@ class _Share:
 
 
 class StepPlanner:
-    """Plans an engine's steps.
+    """Planner of an engine's steps.
 
     Args:
-        topology: of the engine.
-        sizes: of micro-batches.
-        model: settings.
-        shape: of the model: the cost of a document, its vocabulary, its positions.
+        topology: The topology of the engine.
+        sizes: The micro-batch settings.
+        model: The model settings.
+        shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
     """
 
     def __init__(self, topology: Topology, sizes: MicroBatchConfig, model: ModelConfig, shape: ModelShape) -> None:
@@ -141,26 +143,26 @@ class StepPlanner:
         asked: OutputRequest | None = None,
         total_weights: Mapping[str, float] | None = None,
     ) -> StepPlan:
-        """How a batch is worked on. Collective.
+        """Plan the step of a batch. Collective.
 
         Args:
-            batch: this rank's share.
-            loss: None for inference.
-            training: by the budget of training.
-            asked: outputs; those of the loss by default.
-            total_weights: see `BaseEngine.forward_backward`.
+            batch: This rank's data-parallel shard of the global batch.
+            loss: The loss; None for inference.
+            training: Whether to use the token budget of training instead of that of inference.
+            asked: The requested outputs; those of the loss if None.
+            total_weights: The weights to divide by; see `BaseEngine.forward_backward`.
 
         Raises:
-            ConfigError: the model's head has other outputs.
-            BatchError: see `plan_step`.
+            ConfigError: The model's head does not have the requested outputs.
+            BatchError: The batch cannot be run; see `plan_step`.
         """
         asked = asked or (OutputRequest() if loss is None else loss.request)
         if asked.values != (self._model.head == "value") or (len(asked.names) > 1 and asked.values):
             raise ConfigError(
-                f"{', '.join(asked.names) or 'nothing'} asked of a model with model.head={self._model.head}; a value head returns values, "
-                "a language-model head log_probs, entropy and greedy tokens"
+                f"{', '.join(asked.names) or 'nothing'} requested from a model with model.head={self._model.head}; a value "
+                "head returns values, a language-model head returns log_probs, entropy and greedy tokens"
             )
-        found = plan_step(
+        plan = plan_step(
             self._topology,
             batch,
             loss,
@@ -169,22 +171,24 @@ class StepPlanner:
             training=training and loss is not None,
             total_weights=total_weights,
         )
-        self.warn_of_positions(found.longest)
-        return found
+        self.warn_of_positions(plan.longest)
+        return plan
 
     def plan_all(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
-        """See `BaseEngine.check_batches`."""
+        """Plan the steps of several batches; see `BaseEngine.check_batches`. Collective."""
         counts = self._topology.all_gather_object(count)
         if len(set(counts)) > 1:
-            raise BatchError(f"the ranks are to make {', '.join(map(str, counts))} optimizer steps; give every rank as many")
+            raise BatchError(
+                f"the ranks have {', '.join(map(str, counts))} optimizer steps to run; give every rank the same number"
+            )
         return [self.plan(batch, loss, training=True) for batch in batches]
 
     def warn_of_positions(self, longest: int, which: str = "a document") -> None:
-        """Warn, once for an engine, that a document is longer than the model was made for.
+        """Warn, once per engine, if a document is longer than the model supports.
 
         Args:
-            longest: tokens of the longest document.
-            which: what is longer.
+            longest: The number of tokens in the longest document.
+            which: The beginning of the warning, which names the document.
         """
         positions = self._shape.positions
         if positions is None or longest <= positions or self._warned:
@@ -192,8 +196,8 @@ class StepPlanner:
         self._warned = True
         if self._topology.is_main:
             log.warning(
-                "%s is longer than the %d positions that %s was made for (max_position_embeddings): %d tokens; give shorter ones (the "
-                "trainers' data.max_length), or scale the model's rope",
+                "%s is longer than the %d positions that %s supports (max_position_embeddings): %d tokens; use shorter "
+                "documents (the trainers' data.max_length), or scale the model's RoPE",
                 which,
                 positions,
                 self._model.path,
@@ -211,56 +215,57 @@ def plan_step(
     training: bool = False,
     total_weights: Mapping[str, float] | None = None,
 ) -> StepPlan:
-    """Agree on weights and on the number of micro-batches. Collective.
+    """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
 
     Args:
-        topology: of the engine.
-        batch: this rank's data-parallel share.
-        loss: whose weights are added up; None for inference.
-        budget: of a micro-batch.
-        shape: of the model: the cost of a document, its vocabulary.
-        training: with a backward pass.
-        total_weights: used instead of the global batch's own, by a caller that accumulates over several batches.
+        topology: The topology of the engine.
+        batch: This rank's data-parallel shard of the global batch.
+        loss: The loss whose weights are added up; None for inference.
+        budget: The token budget of a micro-batch.
+        shape: The model's shapes, which determine the cost of a document and the vocabulary size.
+        training: Whether there is a backward pass.
+        total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
 
     Raises:
-        BudgetError: a sequence is over the budget.
-        BatchError: a term's global weight is zero; an id is no token of the model's; a field is one that the loss does not read.
-        RemoteError: another rank failed.
+        BudgetError: A sequence exceeds the token budget.
+        BatchError: A term's global weight is zero, a token id is not in the model's vocabulary, or a field is not read by the
+            loss.
+        RemoteError: Another rank failed.
     """
-    # Ranks that share a sequence hold equal slices, so a budget that they do not divide would be exceeded by its padding.
+    # Ranks that split a sequence get equal slices, so padding would exceed a budget that is not a multiple of their number.
     usable = budget.tokens // topology.token_multiple * topology.token_multiple
     ratio = shape.attention_ratio
-    mine: _Share | None = None
+    local: _ShardSummary | None = None
     error: Exception | None = None
     try:
-        mine = _share_of(topology, batch, loss, usable, budget.setting, shape, training)
-    except Exception as e:  # raised on all ranks by the exchange that every step makes anyway
+        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training)
+    except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
-    shares: list[_Share] = topology.all_gather_object(mine, error=error)
-    mine = shares[topology.rank]
-    _check_terms(topology, mine, shares)
-    most = max(share.micro_batches for share in shares)
-    most += -most % topology.micro_batch_multiple
-    counted = [share for share in shares if share.counts]
+    summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
+    local = summaries[topology.rank]
+    _check_terms(topology, local, summaries)
+    count = max(summary.micro_batches for summary in summaries)
+    count += -count % topology.micro_batch_multiple
+    counted = [summary for summary in summaries if summary.counts]
     totals = total_weights
     if totals is None:
-        totals = {term: sum(share.weights[term] for share in counted) for term in mine.weights}
-    sequences = sum(share.sequences for share in counted)
+        totals = {term: sum(summary.weights[term] for summary in counted) for term in local.weights}
+    sequences = sum(summary.sequences for summary in counted)
     _check_weights(totals, batch, sequences)
-    parts = _cut(batch, usable, most, ratio, budget.setting)
-    parts += [[] for _ in range(most - len(parts))]
+    parts = _split(batch, usable, count, ratio, budget.setting)
+    parts += [[] for _ in range(count - len(parts))]
     return StepPlan(
         parts=parts,
         weights=totals,
-        tokens=sum(share.tokens for share in counted),
+        tokens=sum(summary.tokens for summary in counted),
         sequences=sequences,
-        flops=sum(share.flops for share in counted),
-        real_micro_batches=sum(min(most, share.units) for share in counted),
-        longest=max(share.longest for share in shares),
+        flops=sum(summary.flops for summary in counted),
+        real_micro_batches=sum(min(count, summary.units) for summary in counted),
+        longest=max(summary.longest for summary in summaries),
     )
 
 
-def _share_of(
+def _summarize_shard(
     topology: Topology,
     batch: PackedBatch,
     loss: Loss | None,
@@ -268,19 +273,19 @@ def _share_of(
     setting: str,
     shape: ModelShape,
     training: bool,
-) -> _Share:
-    """What this rank tells the others of its share, which is checked first."""
+) -> _ShardSummary:
+    """Check this rank's data-parallel shard and return its summary."""
     weights: dict[str, float] = {}
     flops = 0.0
     check_ids(batch, shape.vocabulary)
-    count = len(_cut(batch, budget, 1, shape.attention_ratio, setting))
+    count = len(_split(batch, budget, 1, shape.attention_ratio, setting))
     if loss is not None:
         for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
             if (read := getattr(loss, kind, None)) is not None:
                 check_read(fields, read, batch.passengers)
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
         flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
-    return _Share(
+    return _ShardSummary(
         counts=topology.is_output_rank,
         micro_batches=count,
         units=len(set(batch.groups())),
@@ -292,12 +297,12 @@ def _share_of(
     )
 
 
-def _check_terms(topology: Topology, mine: _Share, shares: Sequence[_Share]) -> None:
-    for rank, share in zip(topology.ranks, shares, strict=True):
-        if share.weights.keys() != mine.weights.keys():
+def _check_terms(topology: Topology, local: _ShardSummary, summaries: Sequence[_ShardSummary]) -> None:
+    for rank, summary in zip(topology.ranks, summaries, strict=True):
+        if summary.weights.keys() != local.weights.keys():
             raise BatchError(
-                f"the loss weighs the terms {sorted(mine.weights)} here and {sorted(share.weights)} on rank {rank}; every rank must "
-                "return the same terms, with a weight of 0 where it has nothing"
+                f"the loss has weights for the terms {sorted(local.weights)} here, but for {sorted(summary.weights)} on rank "
+                f"{rank}; every rank must return the same terms, with a weight of 0 if it has nothing for a term"
             )
 
 
@@ -308,38 +313,41 @@ def _check_weights(totals: Mapping[str, float], batch: PackedBatch, sequences: i
             raise BatchError(
                 f"the global batch has a weight of {weight:g} for the loss term {term!r}: none of its {sequences} sequences "
                 f"has anything to learn from ({names}{', ...' if batch.num_sequences > 8 else ''}); check the labels, or "
-                "leave such samples out"
+                "remove such samples"
             )
 
 
 def check_ids(batch: PackedBatch, vocabulary: int) -> None:
-    """Refuse ids that have no row in the embeddings, which would end in an index error inside the model, or on a GPU in an
-    assertion that nothing can be done after.
+    """Check that every token id has a row in the embeddings.
+
+    An id without one would cause an index error inside the model or, on a GPU, a device-side assertion that leaves CUDA
+    unusable.
 
     Args:
-        batch: to look through.
-        vocabulary: rows of the embeddings; 0 where it is not known.
+        batch: The batch to check.
+        vocabulary: The number of rows of the embeddings; 0 if it is not known.
 
     Raises:
-        BatchError: names the sequence, the token and its id.
+        BatchError: An id has no embedding; the message names the sequence, the token and the id.
     """
     ids = batch.input_ids
     if not vocabulary or not len(ids):
         return
-    # On a device one read of two numbers, not two.
+    # One transfer from the device for both numbers instead of two.
     low, high = torch.stack(ids.aminmax()).tolist()
     if low >= 0 and high < vocabulary:
         return
     at = int(((ids < 0) | (ids >= vocabulary)).nonzero()[0])
     sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
     raise BatchError(
-        f"token {at - batch.bounds[sequence]} of {batch.name_of(sequence)} has the id {int(ids[at])}; the model has embeddings for the ids "
-        f"0 to {vocabulary - 1}: use the model's own tokenizer, or make the embeddings grow by model.added_tokens"
+        f"token {at - batch.bounds[sequence]} of {batch.name_of(sequence)} has the id {int(ids[at])}; the model has "
+        f"embeddings for the ids 0 to {vocabulary - 1}: use the model's own tokenizer, or extend the embeddings with "
+        "model.added_tokens"
     )
 
 
-def _cut(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
+def _split(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
     if budget < 1:
-        raise BudgetError(f"{setting}={budget} is less than one token for each rank that shares a sequence; raise it")
+        raise BudgetError(f"{setting}={budget} is less than one token for each rank that splits a sequence; increase it")
     groups = None if batch.group_ids is None else batch.groups()
     return partition(batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting)

@@ -1,6 +1,7 @@
-"""Every private name of torch that Drivetrain uses, checked when this module is imported.
+"""The private names of torch that Drivetrain uses. Importing this module checks that they exist.
 
-Read in torch 2.11, 2.12 and 2.13. `pyproject.toml` admits no later minor version; read the names again before raising its bound.
+Verified against the sources of torch 2.11, 2.12 and 2.13. `pyproject.toml` does not allow later minor versions; verify the
+names again before raising its bound.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ _missing = [name for name, exists in _NAMES if not exists]
 if _missing:
     raise ImportError(
         f"torch {torch.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a version of torch that "
-        "Drivetrain's pyproject.toml admits"
+        "Drivetrain's pyproject.toml allows"
     )
 
 
@@ -40,12 +41,12 @@ def default_store() -> torch.distributed.Store:
 
 
 def group_count() -> int:
-    """Return how many process groups this process has counted, which is a part of the next group's name."""
+    """Return this process's counter of process groups, which is part of the next group's name."""
     return len(c10d._world.pg_names)
 
 
 def clear_unsharded_gradients(root: nn.Module) -> None:
-    """Drop the gradients that FSDP2 keeps unsharded between micro-batches, for which it has no public method.
+    """Drop the unsharded gradients that FSDP2 keeps between micro-batches. FSDP2 has no public method for this.
 
     Args:
         root: A module whose submodules may be sharded by `fully_shard`.
@@ -56,7 +57,7 @@ def clear_unsharded_gradients(root: nn.Module) -> None:
         group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():
             parameter.unsharded_accumulated_grad = None
-            # FSDP2 sets it when the parameter is gathered for the first time.
+            # FSDP2 sets this attribute when it gathers the parameter for the first time.
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
                 unsharded.grad = None
@@ -65,21 +66,22 @@ def clear_unsharded_gradients(root: nn.Module) -> None:
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's shard and its offset in the global tensor.
 
-    Past the end of a tensor that has fewer rows than there are ranks, torch reports an offset at its end.
+    If a tensor has fewer rows than there are ranks, torch reports the end of the tensor as the offset of empty shards.
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply tensors in place, in as few kernels as possible."""
+    """Multiply tensors by a factor in place, with as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
 def constant_floats() -> AbstractContextManager[None]:
-    """Make torch.compile treat Python floats as constants of a graph.
+    """Make torch.compile treat Python floats as constants of the graph.
 
-    The name is checked by `patch` itself: importing the compiler's settings takes half a second, which few programs need.
+    `patch` itself checks the name of the setting. Checking it above would import the compiler's settings, which takes half a
+    second and is rarely needed.
     """
     context: AbstractContextManager[None] = torch._dynamo.config.patch(specialize_float=True)
     return context
@@ -93,7 +95,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a module's own parameter or buffer, without the checks that registering it again would make."""
+    """Replace a module's own parameter or buffer, without the checks of registering it again."""
     if isinstance(value, nn.Parameter):
         module._parameters[name] = value
     else:
@@ -101,12 +103,12 @@ def replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that tensors share when they share their memory, also after that memory has been freed."""
+    """Return a key that is equal for tensors that share their memory, even after that memory has been freed."""
     return tensor.untyped_storage()._cdata
 
 
 def saved_operators() -> frozenset[Any]:
-    """Return the operators whose outputs selective recomputation keeps: matrix products and attention."""
+    """Return the operators whose outputs selective recomputation saves: matrix products and attention."""
     import torch.nn.attention.varlen  # registers the operator of varlen attention
 
     aten = torch.ops.aten

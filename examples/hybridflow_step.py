@@ -112,7 +112,7 @@ def make_models(folder: Path) -> Path:
     """Tiny models that know digits: a policy, a reference that differs from it, a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from drivetrain.trainers.demo.addition import write_model
+    from drivetrain.trainers.tasks.addition import write_model
 
     for name, seed in (("policy", 0), ("reference", 1)):
         write_model(folder / name, seed)

@@ -1,4 +1,4 @@
-"""What a person launches."""
+"""The trainers and the other commands that users launch."""
 
-# Fails when the repository root is on sys.path and this is imported as a package of its own.
+# Fails if the repository root is on sys.path and this is imported as a top-level package.
 from .. import __version__ as __version__

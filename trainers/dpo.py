@@ -1,4 +1,4 @@
-"""Learning from preferences: DPO, IPO, hinge, SimPO, ORPO, CPO and KTO (dpo.loss).
+"""Preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO and KTO (dpo.loss).
 
 torchrun --nproc-per-node N -m drivetrain.trainers.dpo recipe=NAME key=value ...
 python -m drivetrain.trainers.dpo recipe=NAME key=value ...          (one process)
@@ -12,7 +12,11 @@ from .launch import launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit code."""
+    """Run the trainer and return its exit code.
+
+    Args:
+        argv: The command-line arguments, or None for those of this process.
+    """
     return launch(DPOConfig, "preference:PreferenceMethod", argv, __doc__)
 
 

@@ -1,4 +1,4 @@
-"""An exported folder to the Hugging Face Hub, when a run asks for it."""
+"""Upload of an exported folder to the Hugging Face Hub, if a run asks for it."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from ..engine.parallel.topology import Topology
 
 
 def check_push(repo: str) -> None:
-    """Refuse, before anything is trained, what could not be pushed.
+    """Check before training that the model can be pushed afterwards.
 
     Raises:
-        ConfigError: no name of a repository, or nobody is logged in.
+        ConfigError: The name is not that of a repository, or no user is logged in.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
@@ -19,23 +19,24 @@ def check_push(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as e:
-        raise ConfigError(f"trainer.push_to_hub={repo} is no name of a repository: {e}") from e
+        raise ConfigError(f"trainer.push_to_hub={repo} is not the name of a repository: {e}") from e
     if get_token() is None:
         raise ConfigError(
-            f"trainer.push_to_hub={repo} without a token of the Hub; log in with `hf auth login`, set HF_TOKEN, or unset it"
+            f"trainer.push_to_hub={repo} needs a token for the Hub, and there is none; log in with `hf auth login`, set "
+            "HF_TOKEN, or unset it"
         )
 
 
 def push(topology: Topology, folder: Path, repo: str) -> str:
-    """Upload a folder; its address. The repository is made, private, where there is none. Collective.
+    """Upload a folder and return its address. If the repository does not exist, it is created as private. Collective.
 
     Args:
-        topology: of the engine.
-        folder: to upload.
-        repo: `name` or `organisation/name`.
+        topology: The engine's topology.
+        folder: The folder to upload.
+        repo: The repository, as `name` or `organization/name`.
 
     Raises:
-        ConfigError: the Hub refused it; the folder stays.
+        ConfigError: The upload failed. The folder is kept.
     """
     address = ""
     with topology.collective_errors():
@@ -49,5 +50,5 @@ def push(topology: Topology, folder: Path, repo: str) -> str:
                 api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
                 address = str(repository)
             except (HfHubHTTPError, OSError) as e:
-                raise ConfigError(f"trainer.push_to_hub={repo}: {folder} is exported, but was not uploaded: {e}") from e
+                raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
     return str(topology.all_gather_object(address)[0])

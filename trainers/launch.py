@@ -1,4 +1,4 @@
-"""What every trainer's command does: parse, train, and turn an error into one line and an exit code."""
+"""The shared command of all trainers: parse, train, and turn an error into one line and an exit code."""
 
 import os
 import sys
@@ -15,9 +15,9 @@ def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | Non
 
     Args:
         config_class: The trainer's configuration.
-        method: Its `Method`, as `module:class` inside `trainers.methods`. It is imported after parsing: torch takes seconds, which
-            `--help` and a typing error need not wait for.
-        argv: The words of the command line; those of this process if None.
+        method: The trainer's `Method`, as `module:class` inside `trainers.methods`. It is imported after parsing, so that
+            `--help` and typos do not wait seconds for torch.
+        argv: The command-line arguments; None for those of this process.
         usage: The first lines of `--help`.
 
     Returns:
@@ -30,7 +30,7 @@ def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | Non
         from .run import run
 
         run(config, method_class(config))
-    except Exception as e:  # of any kind: this process must end now, or its peers would wait for it until their timeout
+    except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

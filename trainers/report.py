@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last one."""
+"""Log messages of a run before its first step and after its last one."""
 
 import logging
 from dataclasses import asdict
@@ -19,23 +19,23 @@ def announce(engine: BaseEngine, config: RunConfig, data: RunData, sampler: Samp
     """Log the settings, the layout, the model, the sources and the first sample.
 
     Args:
-        engine: The engine, initialized.
+        engine: The initialized engine.
         config: The run's settings.
         data: The run's data.
         sampler: The order of the training samples.
-        total_steps: The number of the last step.
+        total_steps: The number of steps in the run.
     """
-    log.info("settings (all of them: %s/config.yaml)", config.trainer.output_dir)
+    log.info("settings (complete list: %s/config.yaml)", config.trainer.output_dir)
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
     _announce_layout(engine, len(data.train), total_steps)
     _announce_sources(config, data, sampler)
     positions = engine.model_shape.positions
     if positions is not None:
-        longer = int((data.train.lengths > positions).any(1).sum())
-        engine.warn_of_positions(int(data.train.lengths.max()), f"the longest sample (of {longer} such)")
-    shown = "\n  ".join(marked(data.tokenizer, document) for document in data.train[0])
-    log.info("first sample, what is learned of it between « and »:\n  %s", shown)
+        longer_count = int((data.train.lengths > positions).any(1).sum())
+        engine.warn_of_positions(int(data.train.lengths.max()), f"the longest sample (one of {longer_count})")
+    marked_documents = "\n  ".join(marked(data.tokenizer, document) for document in data.train[0])
+    log.info("first sample, with the supervised parts between « and »:\n  %s", marked_documents)
 
 
 def _announce_layout(engine: BaseEngine, samples: int, total_steps: int) -> None:
@@ -47,34 +47,40 @@ def _announce_layout(engine: BaseEngine, samples: int, total_steps: int) -> None
     device = engine.topology.device.type
     log.info("%d samples, %d steps; %d %s on %s, %s", samples, total_steps, size, processes, device, layout)
     shape = engine.model_shape
-    log.info("%d parameters, %d of them trained", shape.parameters, shape.parameters_trained)
+    log.info("%d parameters, %d of them trainable", shape.parameters, shape.parameters_trained)
 
 
 def _announce_sources(config: RunConfig, data: RunData, sampler: Sampler) -> None:
     dataset = data.train
     columns = (config.data.train, dataset.sizes, sampler.drawn, dataset.tokens, dataset.split_chats)
-    for name, size, drawn, tokens, split in zip(*columns, strict=True):
-        times = "" if drawn == size else f"; {drawn} an epoch ({drawn / size:.2f} times)"
-        per_turn = f"; {split} chats, each answer a sample of its own (data.turns={config.data.turns})" if split else ""
-        log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, times, per_turn)
+    for name, size, samples_per_epoch, tokens, split_chats_count in zip(*columns, strict=True):
+        per_epoch = (
+            "" if samples_per_epoch == size else f"; {samples_per_epoch} per epoch ({samples_per_epoch / size:.2f} times)"
+        )
+        per_turn = (
+            f"; {split_chats_count} chats, with each answer as a separate sample (data.turns={config.data.turns})"
+            if split_chats_count
+            else ""
+        )
+        log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, per_epoch, per_turn)
 
 
 def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
-    """Log why training ended, unless all of its steps were made just now.
+    """Log why training ended, unless it has just completed all of its steps.
 
     Args:
-        result: How it ended.
-        start: Where it started.
-        run: All that took part.
+        result: The end of training.
+        start: The point at which training started.
+        run: Everything that training needs.
     """
     if result.reason is StopReason.SIGNAL:
-        log.info("stopped by a signal after step %d, which is saved; the same command resumes from there", result.step)
+        log.info("stopped by a signal after step %d, which was saved; the same command resumes from there", result.step)
     elif result.reason is StopReason.PATIENCE:
         log.info(
-            "stopped after step %d: %d evaluations without a better %s",
+            "stopped after step %d: %d evaluations without an improvement in %s",
             result.step,
             run.config.patience,
             run.early_stopping.metric,
         )
     elif result.step < start.step:
-        log.info("step %d of %d is done already; nothing to train", result.step, run.total_steps)
+        log.info("step %d of %d is already done; nothing to train", result.step, run.total_steps)

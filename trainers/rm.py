@@ -1,4 +1,4 @@
-"""Training a reward model from pairs of answers.
+"""Reward-model training on pairs of answers.
 
 torchrun --nproc-per-node N -m drivetrain.trainers.rm recipe=NAME key=value ...
 python -m drivetrain.trainers.rm recipe=NAME key=value ...          (one process)
@@ -12,7 +12,11 @@ from .launch import launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit code."""
+    """Run the trainer and return its exit code.
+
+    Args:
+        argv: The command-line arguments, or None for those of this process.
+    """
     return launch(RMConfig, "reward:RewardMethod", argv, __doc__)
 
 

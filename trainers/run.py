@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: data, engine, resume, training, export."""
+"""A complete run from its configuration: data, engine, resuming, training and export."""
 
 import datetime
 import logging
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at that moment: a live line on the terminal lifts it above itself."""
+    """A handler that looks up `sys.stderr` for every record, so that a live progress line stays below the record."""
 
     @property
     def stream(self) -> TextIO:
@@ -55,15 +55,16 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def run(config: RunConfig, method: Method) -> None:
-    """Train. Collective over all processes of the job.
+    """Run training from start to finish. Collective over all processes of the job.
 
     Args:
         config: The run's settings.
-        method: The method of training.
+        method: The training method.
 
     Raises:
-        DrivetrainError: With the setting, the file or the row that is wrong; on every rank. After an error the default process
-            group of several processes is left as it is, since the others may be waiting in it; end the process (`leave`).
+        DrivetrainError: A setting, a file or a row is wrong; the message names it. Raised on all ranks. After an error the
+            default process group is not destroyed if there are several processes, since the others may be waiting in it; end
+            the process (`leave`).
     """
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
@@ -72,8 +73,8 @@ def run(config: RunConfig, method: Method) -> None:
     try:
         _run(config, method)
     except BaseException:
-        # Not with peers: NCCL's groups wait, while they are destroyed, for ranks that may be stuck in a collective which this
-        # one never enters. The caller must end the process.
+        # With several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a collective that this rank
+        # never enters. The caller must end the process.
         if dist.get_world_size() == 1:
             close_distributed()
         raise
@@ -88,7 +89,11 @@ def _run(config: RunConfig, method: Method) -> None:
         data = load_data(config, method.kind, sample_budget(config, method))
         sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
         if not min(sampler.drawn):
-            log.warning("data.weights=%s: %d samples an epoch leave a source without any", config.data.weights, len(sampler))
+            log.warning(
+                "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
+                config.data.weights,
+                len(sampler),
+            )
         engine.total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(sampler) // config.data.batch_size)
         try:
             method.setup(engine, data.tokenizer, data.train, data.held_out)
@@ -156,7 +161,7 @@ def _evaluation(
     held_out = data.held_out
     if held_out is None:
         return None
-    # From all over the file: neighbors may be answers of one chat.
+    # Take samples from across the entire file, since neighboring samples may belong to the same chat.
     count = min(config.trainer.generate, len(held_out))
     samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
     budget = sample_budget(config, method).tokens
@@ -164,11 +169,11 @@ def _evaluation(
     def show_samples(step: int, stop: StopSignal) -> None:
         if not samples:
             return
-        given = answers(engine, data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)
+        sample_answers = answers(engine, data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)
 
         def write() -> None:
             for logger in loggers:
-                logger.answers(step, given)
+                logger.answers(step, sample_answers)
 
         engine.topology.all_gather_object(None, error=write_error(step, write))
 
@@ -177,18 +182,18 @@ def _evaluation(
 
 
 def _peak_flops(engine: BaseEngine, config: RunConfig) -> float | None:
-    """Return the peak FLOP/s of all devices together; None where it is not known."""
-    each, device = config.trainer.peak_tflops, engine.topology.device
-    if each is None and device.type == "cuda":
-        each = known_peak_tflops(torch.cuda.get_device_name(device), config.engine.precision.compute)
-    return None if each is None else each * 1e12 * engine.topology.size
+    """Return the peak FLOP/s of all devices together, or None if it is not known."""
+    per_device, device = config.trainer.peak_tflops, engine.topology.device
+    if per_device is None and device.type == "cuda":
+        per_device = known_peak_tflops(torch.cuda.get_device_name(device), config.engine.precision.compute)
+    return None if per_device is None else per_device * 1e12 * engine.topology.size
 
 
 @contextmanager
 def _loggers(
     engine: BaseEngine, config: RunConfig, total_steps: int, resumed_step: int, summary: Summary
 ) -> Iterator[list[Logger]]:
-    """Open the loggers on the first rank, and plot the loss at the end, also of a run that failed. Collective."""
+    """Open the loggers on the first rank, and plot the loss at the end even if the run failed. Collective."""
     output = Path(config.trainer.output_dir)
     loggers: list[Logger] = []
     with engine.topology.collective_errors():
@@ -206,17 +211,17 @@ def _loggers(
             if loggers and "jsonl" in config.trainer.loggers:
                 plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
         except OSError as e:
-            # A full disk, say: it is reported, but must not hide the error that the run may end with.
-            log.warning("metrics or the plot of the loss could not be written to the end: %s", e.strerror or e)
+            # An error such as a full disk is reported, but must not hide the error that may have ended the run.
+            log.warning("the metrics or the loss plot could not be written completely: %s", e.strerror or e)
 
 
 def _export_best(
     engine: BaseEngine, manager: CheckpointManager, config: RunConfig, early_stopping: EarlyStopping, last: int
 ) -> dict[str, str]:
-    """Export the best checkpoint where a best metric is followed, else the last step's model; return what lies where."""
+    """Export the best checkpoint if a best metric is tracked, or else the model of the last step; return the paths by name."""
     best = early_stopping.best_step
     if best is not None and best != last:
-        log.info("best %s: %.4g after step %d, which is exported", early_stopping.metric, early_stopping.best, best)
+        log.info("best %s: %.4g after step %d; exporting that checkpoint", early_stopping.metric, early_stopping.best, best)
         manager.restore_step(best)
     outputs = _export(engine, config, Path(config.trainer.output_dir))
     if config.trainer.push_to_hub:

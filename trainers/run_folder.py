@@ -1,4 +1,4 @@
-"""The folders that a run writes to: made, locked against a second run, and described by its `config.yaml`."""
+"""The folders that a run writes to: creating them, locking them against other runs, and writing their `config.yaml`."""
 
 import fcntl
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked_folders(config: TrainerConfig) -> Iterator[None]:
-    """Make a run's folders, and keep other runs out of them inside the block. Collective over all processes of the job.
+    """Create a run's folders, and lock them against other runs inside the block. Collective over all processes of the job.
 
     Args:
         config: The settings that name the folders.
@@ -43,26 +43,26 @@ def locked_folders(config: TrainerConfig) -> Iterator[None]:
 
 
 def make_folder(folder: Path, setting: str = "trainer.output_dir") -> None:
-    """A folder of the run, by the setting that names it.
+    """Create a folder of a run, given the setting that names it.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: The folder cannot be created or written.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{setting}={folder} is a file; choose a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{setting}={folder} cannot be made: {e.strerror or e}") from e
+        raise ConfigError(f"{setting}={folder} cannot be created: {e.strerror or e}") from e
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{setting}={folder} cannot be written by this user; choose another folder")
 
 
 def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
-    """Take a run's folder for this process alone; closing the file, or dying, gives it back.
+    """Lock a run's folder for this process until the returned file is closed or the process ends.
 
     Raises:
-        ConfigError: another run has it, or it cannot be written.
+        ConfigError: Another run holds the lock, or the folder cannot be written.
     """
     try:
         file = open(folder / ".lock", "a+")
@@ -75,11 +75,12 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
         owner = file.read().strip()
         file.close()
         raise ConfigError(
-            f"{setting}={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose another folder"
+            f"{setting}={folder} is in use by another run ({owner or 'just started'}); wait for it, stop it, or choose "
+            "another folder"
         ) from e
     except OSError as e:
-        # Some network file systems have no locks.
-        log.warning("%s cannot be locked (%s): a second run in it would not be noticed", folder, e.strerror or e)
+        # Some network file systems do not support locks.
+        log.warning("%s cannot be locked (%s): a second run in the same folder would not be noticed", folder, e.strerror or e)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -87,7 +88,7 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
 
 
 def write_config(topology: Topology, config: RunConfig, *, resumed: bool) -> None:
-    """Write `config.yaml`, after warning of what an earlier run of the folder had set otherwise. Collective.
+    """Write `config.yaml`, after warning about settings that differ from an earlier run in the folder. Collective.
 
     Args:
         topology: The engine's topology.
@@ -103,7 +104,7 @@ def write_config(topology: Topology, config: RunConfig, *, resumed: bool) -> Non
             try:
                 if resumed and file.is_file():
                     for line in differences(file, config):
-                        log.warning("resumed with another setting: %s", line)
+                        log.warning("resumed with a different setting: %s", line)
                 file.write_text(to_yaml(config))
             except OSError as e:
                 raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e

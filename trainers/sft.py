@@ -12,7 +12,11 @@ from .launch import launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit code."""
+    """Run the trainer and return its exit code.
+
+    Args:
+        argv: The command-line arguments, or None for those of this process.
+    """
     return launch(SFTConfig, "sft:SFTMethod", argv, __doc__)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a whole run before anything is built: the settings, and that they fit the method."""
+"""Checks of a run's settings, on their own and with its method, before anything is built."""
 
 import math
 
@@ -12,14 +12,14 @@ from .methods.base import Method
 
 
 def check_run(config: RunConfig, method: Method) -> None:
-    """Check all that can be checked without data and without a model. Not collective.
+    """Check everything that can be checked without data and without a model. Not collective.
 
     Args:
         config: The run's settings.
-        method: The method of training.
+        method: The training method.
 
     Raises:
-        ConfigError: Names the setting, its value and the way out.
+        ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
     """
     config.check()
     method.check()
@@ -31,24 +31,25 @@ def check_run(config: RunConfig, method: Method) -> None:
 
 
 def sample_budget(config: RunConfig, method: Method) -> Budget:
-    """Return the number of tokens that a sample may have, to fit training and inference micro-batches of the layout.
+    """Return the maximum number of tokens in a sample that fits the layout's training and inference micro-batches.
 
     Args:
         config: The run's settings.
-        method: The method of training.
+        method: The training method.
 
     Raises:
-        ConfigError: `data.max_length` is larger.
+        ConfigError: `data.max_length` is larger than this number.
     """
     sizes, multiple = config.engine.micro_batch, math.lcm(config.engine.parallel.token_multiple, method.token_multiple)
-    least, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
-    if (config.data.eval or method.infers) and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < least:
-        least, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
-    usable = least // multiple * multiple
-    longest = config.data.max_length
-    if longest is not None and longest > usable:
+    max_tokens, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
+    if (config.data.eval or method.infers) and sizes.infer_max_tokens is not None and sizes.infer_max_tokens < max_tokens:
+        max_tokens, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    usable = max_tokens // multiple * multiple
+    max_length = config.data.max_length
+    if max_length is not None and max_length > usable:
         raise ConfigError(
-            f"data.max_length={longest} is more than {name}={least}: such a sample would fit no micro-batch; raise the budget or lower the length"
+            f"data.max_length={max_length} is more than {name}={max_tokens}: a sample of that length would not fit in any "
+            "micro-batch; raise the budget or lower the length"
         )
-    rounded = "" if usable == least else f" ({usable}, since {multiple} ranks share it evenly)"
-    return Budget(tokens=usable, setting=f"{name}={least}{rounded}")
+    rounded = "" if usable == max_tokens else f" ({usable}, since it is split evenly across {multiple} ranks)"
+    return Budget(tokens=usable, setting=f"{name}={max_tokens}{rounded}")

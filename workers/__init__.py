@@ -1,11 +1,11 @@
-"""Roles above the engines; they know no backend.
+"""Worker roles for reinforcement learning. They run on the engines and do not depend on a backend.
 
-Names are resolved when asked for: a class of settings loads no more than it needs.
+Names are imported on first access, so that importing a configuration class loads no more than it needs.
 """
 
 from typing import TYPE_CHECKING
 
-# Fails when the repository root is on sys.path and this is imported as a package of its own.
+# This import fails if the repository root is on sys.path and this package is imported as a top-level one.
 from .. import __version__ as __version__
 from ..lazy_imports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""From rewards to advantages. Pure functions over padded answers.
+"""Advantages and returns from rewards, as pure functions of padded responses.
 
-Axes: B answers, R tokens of the longest one. `mask` `[B, R]` is 1 where an answer has a token of its own; results are 0
-elsewhere, whatever stands there. Lists of numbers are taken as tensors; integers and 16-bit floats are computed in float32. A number
-that is not finite, where it would be used, is an error that names its answer.
+Axes: B responses, R tokens of the longest response. `mask` `[B, R]` is 1 at the tokens of a response; results are 0 everywhere
+else, whatever the inputs hold there. Lists of numbers are converted to tensors, and integers and 16-bit floats are computed in
+float32. A value that is used and not finite raises an error that names its response.
 """
 
 from collections.abc import Sequence
@@ -15,137 +15,141 @@ from ..engine.errors import BatchError
 from ..engine.packing.batch import is_integer
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Sequence[float]]
-"""A tensor, or lists that make one."""
+"""A tensor, or nested lists that can be converted to one."""
 
 
 def token_rewards(rewards: Numbers, mask: Numbers, kl: Numbers | None = None, kl_coef: float = 0.0) -> Tensor:
-    """`[B, R]`: an answer's reward at its last token, less a penalty for leaving the reference at every token.
+    """Return `[B, R]`: each response's reward at its last token, minus a KL penalty at every token.
 
     Args:
-        rewards: `[B]`.
-        mask: `[B, R]`.
-        kl: `[B, R]`, estimate of the distance, where there is a penalty.
-        kl_coef: its weight.
+        rewards: `[B]`, the reward of each response.
+        mask: `[B, R]`, the mask of the response tokens.
+        kl: `[B, R]`, an estimate of the KL divergence from the reference; None adds no penalty.
+        kl_coef: The weight of the KL penalty.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, equation 2.
     """
-    real = _mask(mask)
-    given = _numbers("rewards", rewards, real.shape[:1], real.any(1))
-    last = real & (real.long().cumsum(1) == real.long().sum(1, keepdim=True))
-    found = torch.where(last, given[:, None], 0.0)
-    return found if kl is None else found - kl_coef * _numbers("kl", kl, real.shape, real)
+    response_mask = _mask(mask)
+    scores = _numbers("rewards", rewards, response_mask.shape[:1], response_mask.any(1))
+    last = response_mask & (response_mask.long().cumsum(1) == response_mask.long().sum(1, keepdim=True))
+    result = torch.where(last, scores[:, None], 0.0)
+    return result if kl is None else result - kl_coef * _numbers("kl", kl, response_mask.shape, response_mask)
 
 
 def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, and the returns that the critic learns.
+    """Compute generalized advantage estimates, and the returns that the critic is trained on.
 
-    A token that is masked inside an answer (a tool's) is stepped over: its neighbours follow each other.
+    A masked token inside a response (such as the output of a tool) is skipped: the tokens before and after it are treated as
+    adjacent.
 
     Args:
-        rewards: `[B, R]`, by token.
-        values: `[B, R]`, of the state in which the token was chosen.
-        mask: `[B, R]`.
-        gamma: discount by token.
-        lam: lambda, weight of longer estimates.
+        rewards: `[B, R]`, the reward of each token.
+        values: `[B, R]`, the value of the state in which the token was chosen.
+        mask: `[B, R]`, the mask of the response tokens.
+        gamma: The discount per token.
+        lam: lambda, the weight of longer estimates.
 
     Returns:
-        advantages `[B, R]` and returns `[B, R]`.
+        The advantages `[B, R]` and the returns `[B, R]`.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, equations 11, 12 and 16.
     """
-    real = _mask(mask)
-    earned, worth = (_numbers(n, v, real.shape, real) for n, v in (("rewards", rewards), ("values", values)))
-    worth = worth.to(torch.promote_types(earned.dtype, worth.dtype))
-    advantages = torch.zeros_like(worth)
-    following = worth.new_zeros(len(worth))
-    carried = torch.zeros_like(following)
-    for t in reversed(range(real.shape[1])):
-        delta = earned[:, t] + gamma * following - worth[:, t]
-        carried = torch.where(real[:, t], delta + gamma * lam * carried, carried)
-        following = torch.where(real[:, t], worth[:, t], following)
-        advantages[:, t] = torch.where(real[:, t], carried, 0.0)
-    return advantages, advantages + worth
+    response_mask = _mask(mask)
+    reward, value = (_numbers(n, v, response_mask.shape, response_mask) for n, v in (("rewards", rewards), ("values", values)))
+    value = value.to(torch.promote_types(reward.dtype, value.dtype))
+    advantages = torch.zeros_like(value)
+    next_value = value.new_zeros(len(value))
+    accumulated = torch.zeros_like(next_value)
+    for t in reversed(range(response_mask.shape[1])):
+        delta = reward[:, t] + gamma * next_value - value[:, t]
+        accumulated = torch.where(response_mask[:, t], delta + gamma * lam * accumulated, accumulated)
+        next_value = torch.where(response_mask[:, t], value[:, t], next_value)
+        advantages[:, t] = torch.where(response_mask[:, t], accumulated, 0.0)
+    return advantages, advantages + value
 
 
 def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8) -> Tensor:
-    """Shifted and scaled to a mean of 0 and a variance of 1 over the tokens of all answers.
+    """Shift and scale the values to mean 0 and variance 1 over the tokens of all responses.
 
     Args:
-        values: `[B, R]`.
-        mask: `[B, R]`.
-        eps: against division by zero.
+        values: `[B, R]`, the values of the tokens.
+        mask: `[B, R]`, the mask of the response tokens.
+        eps: A small constant that prevents a division by zero.
     """
-    real = _mask(mask)
-    given = _numbers("values", values, real.shape, real)
-    count = real.sum().clamp(min=1)
-    mean = given.sum() / count
-    apart = torch.where(real, given - mean, 0.0)
-    variance = (apart**2).sum() / (count - 1).clamp(min=1)
-    return apart * torch.rsqrt(variance + eps)
+    response_mask = _mask(mask)
+    floats = _numbers("values", values, response_mask.shape, response_mask)
+    count = response_mask.sum().clamp(min=1)
+    mean = floats.sum() / count
+    centered = torch.where(response_mask, floats - mean, 0.0)
+    variance = (centered**2).sum() / (count - 1).clamp(min=1)
+    return centered * torch.rsqrt(variance + eps)
 
 
 def grpo(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """`[B]`: how much better an answer is than the others to its prompt.
+    """Return `[B]`: each response's reward relative to the other responses to the same prompt.
 
     Args:
-        rewards: `[B]`.
-        groups: `[B]` int64, answers to one prompt have one number.
-        scale: divide by the group's standard deviation; False is Dr. GRPO (arXiv:2503.20783).
-        eps: against division by zero.
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        scale: Whether to divide by the group's standard deviation; False is Dr. GRPO (arXiv:2503.20783).
+        eps: A small constant that prevents a division by zero.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The deviation is the sample's (n - 1), as in the code of the paper's
-    followers; an answer without others has 0.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The standard deviation is the sample's (n - 1), as in common
+    implementations of the paper. A response without others in its group has an advantage of 0.
     """
-    given, which, counts = _grouped(rewards, groups)
-    # In float32 the mean of equal rewards may differ from them, and that difference would be scaled up to a whole advantage.
-    wide, n = given.double(), counts.double()
-    mean = torch.zeros_like(n).index_add(0, which, wide) / n
-    apart = wide - mean[which]
+    scores, group, counts = _grouped(rewards, groups)
+    # In float32 the mean of equal rewards can differ from them by rounding, and scaling would blow that difference up to a
+    # full-size advantage.
+    scores64, n = scores.double(), counts.double()
+    mean = torch.zeros_like(n).index_add(0, group, scores64) / n
+    advantages = scores64 - mean[group]
     if scale:
-        variance = torch.zeros_like(n).index_add(0, which, apart**2) / (n - 1).clamp(min=1)
-        apart = apart / (variance.sqrt()[which] + eps)
-    return apart.to(given.dtype)
+        variance = torch.zeros_like(n).index_add(0, group, advantages**2) / (n - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt()[group] + eps)
+    return advantages.to(scores.dtype)
 
 
 def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
-    """`[B]`: an answer's reward less the mean of the other answers to its prompt; 0 for an answer without others.
+    """Return `[B]`: each response's reward minus the mean reward of the other responses to the same prompt.
+
+    A response without others in its group has an advantage of 0.
 
     Args:
-        rewards: `[B]`.
-        groups: `[B]` int64.
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, section 3.2.
     """
-    given, which, counts = _grouped(rewards, groups)
-    wide, n = given.double(), counts.double()[which]
-    total = torch.zeros(len(counts), dtype=wide.dtype, device=wide.device).index_add(0, which, wide)[which]
-    found = torch.where(n > 1, wide - (total - wide) / (n - 1).clamp(min=1), torch.zeros_like(wide))
-    return found.to(given.dtype)
+    scores, group, counts = _grouped(rewards, groups)
+    scores64, n = scores.double(), counts.double()[group]
+    total = torch.zeros(len(counts), dtype=scores64.dtype, device=scores64.device).index_add(0, group, scores64)[group]
+    advantages = torch.where(n > 1, scores64 - (total - scores64) / (n - 1).clamp(min=1), torch.zeros_like(scores64))
+    return advantages.to(scores.dtype)
 
 
 def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Whitened returns, without a critic.
+    """Compute whitened returns as advantages, without a critic.
 
     Args:
-        rewards: `[B, R]`, by token, penalties included.
-        mask: `[B, R]`.
-        gamma: discount by token.
+        rewards: `[B, R]`, the reward of each token, penalties included.
+        mask: `[B, R]`, the mask of the response tokens.
+        gamma: The discount per token.
 
     Returns:
-        advantages `[B, R]` and returns `[B, R]`.
+        The advantages `[B, R]` and the returns `[B, R]`.
 
     Source: Hu 2025, arXiv:2501.03262, section 3.
     """
-    real = _mask(mask)
-    _, returns = gae(rewards, torch.zeros(real.shape, device=real.device), real, gamma, 1.0)
-    return whiten(returns, real), returns
+    response_mask = _mask(mask)
+    _, returns = gae(rewards, torch.zeros(response_mask.shape, device=response_mask.device), response_mask, gamma, 1.0)
+    return whiten(returns, response_mask), returns
 
 
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
-    """`[B, R]`: an answer's advantage `[B]` at each of its tokens."""
-    real = _mask(mask)
-    given = _numbers("advantages", values, real.shape[:1], real.any(1))
-    return torch.where(real, given[:, None], 0.0)
+    """Return `[B, R]`: each response's advantage `[B]` at each of its tokens."""
+    response_mask = _mask(mask)
+    advantages = _numbers("advantages", values, response_mask.shape[:1], response_mask.any(1))
+    return torch.where(response_mask, advantages[:, None], 0.0)
 
 
 def _tensor(name: str, values: Numbers) -> Tensor:
@@ -153,44 +157,40 @@ def _tensor(name: str, values: Numbers) -> Tensor:
         return torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError) as e:
         raise BatchError(
-            f"{name} makes no tensor ({str(e).splitlines()[0]}); it must be numbers, in rows of one length"
+            f"{name} cannot be converted to a tensor ({str(e).splitlines()[0]}); it must hold numbers, in rows of equal length"
         ) from e
 
 
 def _mask(mask: Numbers) -> Tensor:
-    real = _tensor("mask", mask) > 0
-    if real.dim() != 2:
-        raise BatchError(f"mask is {list(real.shape)}; it must be [B, R], one row for each answer")
-    return real
+    response_mask = _tensor("mask", mask) > 0
+    if response_mask.dim() != 2:
+        raise BatchError(f"mask is {list(response_mask.shape)}; it must be [B, R], one row per response")
+    return response_mask
 
 
 def _numbers(name: str, values: Numbers, shape: torch.Size, used: Tensor) -> Tensor:
-    """Floats of at least 32 bits, 0 where they are not used."""
-    given = _tensor(name, values)
-    if given.shape != shape:
-        raise BatchError(f"{name} is {list(given.shape)}; it must be {list(shape)}")
-    given = given.to(torch.promote_types(given.dtype, torch.float32))
-    wrong = (~torch.isfinite(given) & used).nonzero()
+    """Return the values as floats of at least 32 bits, set to 0 where they are not used."""
+    numbers = _tensor(name, values)
+    if numbers.shape != shape:
+        raise BatchError(f"{name} is {list(numbers.shape)}; it must be {list(shape)}")
+    numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    wrong = (~torch.isfinite(numbers) & used).nonzero()
     if len(wrong):
-        at = wrong[0].tolist()
-        place = f"at token {at[1]} of" if len(at) > 1 else "for"
-        raise BatchError(f"{name} has {float(given[tuple(at)])} {place} answer {at[0]}; it must be finite there")
-    return torch.where(used, given, 0.0)
+        index = wrong[0].tolist()
+        place = f"at token {index[1]} of" if len(index) > 1 else "for"
+        raise BatchError(f"{name} has {float(numbers[tuple(index)])} {place} response {index[0]}; it must be finite there")
+    return torch.where(used, numbers, 0.0)
 
 
 def _grouped(rewards: Numbers, groups: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards; the place of each answer's group among all; and the sizes of the groups."""
-    numbers, given = _tensor("groups", groups), _tensor("rewards", rewards)
-    if numbers.numel() and not is_integer(numbers):
-        raise BatchError(
-            f"groups is {str(numbers.dtype).removeprefix('torch.')}; it must be whole numbers, one for each prompt"
-        )
-    if given.dim() != 1:
-        raise BatchError(f"rewards is {list(given.shape)}; it must be [B], one number for each answer")
-    if numbers.shape != given.shape:
-        raise BatchError(
-            f"groups is {list(numbers.shape)}; it must be {list(given.shape)}, one number for each of the rewards [B]"
-        )
-    given = _numbers("rewards", given, given.shape, torch.ones_like(given, dtype=torch.bool))
-    _, which, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
-    return given, which, counts
+    """Return the rewards, the index of each response's group, and the sizes of the groups."""
+    ids, scores = _tensor("groups", groups), _tensor("rewards", rewards)
+    if ids.numel() and not is_integer(ids):
+        raise BatchError(f"groups is {str(ids.dtype).removeprefix('torch.')}; it must hold integers, one per prompt")
+    if scores.dim() != 1:
+        raise BatchError(f"rewards is {list(scores.shape)}; it must be [B], one number per response")
+    if ids.shape != scores.shape:
+        raise BatchError(f"groups is {list(ids.shape)}; it must be {list(scores.shape)}, one number per reward [B]")
+    scores = _numbers("rewards", scores, scores.shape, torch.ones_like(scores, dtype=torch.bool))
+    _, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return scores, group, counts

@@ -1,18 +1,19 @@
-"""The workers' door: what RL frameworks hold in, a PackedBatch through, the caller's own form out.
+"""Adapters between the batch formats of RL frameworks and `PackedBatch`.
 
     padded                                   packed (T = 9, no padding)
     prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2 B3 ...
-    . a1 a2 | A1 A2 A3                       numbers of a response token stand where it is predicted:
-    . . b1  | B1 B2 .                        at the token before it
+    . a1 a2 | A1 A2 A3                       the values of a response token are stored where the token
+    . . b1  | B1 B2 .                        is predicted: at the token before it
 
-Three forms are taken, each with whatever fields the caller has:
+Results go back in the caller's format. Three formats are accepted, each with any fields that the caller has:
 
-- padded tensors (a mapping or a TensorDict): `input_ids` and `attention_mask` `[B, L]`, padded on either side, and the responses
-  as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns (`response_mask` `[B, L]`). Fields
-  `[B, R]` belong to response tokens, fields `[B]` to rows.
-- a TensorDict of jagged tensors: `input_ids` `[B, j]` and the responses as `responses` or `response_mask` `[B, j']`, the last j'
-  tokens of each row, or a mask of all tokens. Fields with the responses' borders belong to their tokens.
-- a PackedBatch, whose labels say what the responses are.
+- Padded tensors (a mapping or a TensorDict): `input_ids` and `attention_mask` `[B, L]`, padded on either side, and the
+  responses either as the last R columns (`responses` or `response_mask` `[B, R]`) or as a mask over all columns
+  (`response_mask` `[B, L]`). Fields `[B, R]` belong to response tokens, fields `[B]` to rows.
+- A TensorDict of jagged tensors: `input_ids` `[B, j]`, and the responses either as `responses` or `response_mask` `[B, j']`,
+  the last j' tokens of each row, or as a mask over all tokens. Fields with the boundaries of the responses belong to their
+  tokens.
+- A `PackedBatch`, whose labels mark the responses.
 
 Axes: B rows, L padded length, R padded length of responses, T tokens.
 """
@@ -33,29 +34,29 @@ from ..engine.packing.convert import from_padded, from_tensordict
 from .losses.fields import SEQUENCE_FIELDS, TOKEN_FIELDS
 
 SHAPES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "labels", "group_ids")
-"""Names that are no fields of their own."""
+"""Names that describe the structure of a batch and are not data fields."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchAdapter(ABC):
-    """One caller's batch.
+    """A caller's batch in packed form, and the conversion of results back to the caller's format.
 
     Args:
-        batch: packed; labels at the tokens that predict a response's.
+        batch: The packed batch, with labels at the positions that predict response tokens.
     """
 
     batch: PackedBatch
 
     @abstractmethod
     def tokens(self, values: Tensor) -> Tensor:
-        """Numbers of response tokens `[T]`, in the caller's form; padding is 0."""
+        """Convert values `[T]` of response tokens to the caller's format; padding is 0."""
 
     def answer(self, fields: Mapping[str, Tensor]) -> Any:
-        """Numbers of tokens `[T]` by name, as the caller holds such."""
+        """Convert named token values `[T]` to a result in the caller's format."""
         return self._wrap({name: self.tokens(values) for name, values in fields.items()})
 
     def answer_rows(self, fields: Mapping[str, Tensor]) -> Any:
-        """Numbers of sequences `[N]` by name, as the caller holds such."""
+        """Convert named sequence values `[N]` to a result in the caller's format."""
         return self._wrap(dict(fields))
 
     def _wrap(self, fields: dict[str, Tensor]) -> Any:
@@ -63,22 +64,22 @@ class BatchAdapter(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedDoor(BatchAdapter):
-    """The caller holds a PackedBatch."""
+class PackedAdapter(BatchAdapter):
+    """The adapter of a caller who passes a `PackedBatch`."""
 
     def tokens(self, values: Tensor) -> Tensor:
-        """As they are."""
+        """Return the values unchanged."""
         return values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PaddedDoor(BatchAdapter):
-    """The caller holds padded tensors.
+class PaddedAdapter(BatchAdapter):
+    """The adapter of a caller who passes padded tensors.
 
     Args:
-        where: `[B, R]` bool, response tokens.
-        at: `[K]` int64, the packed position that predicts each of them, row by row.
-        tensordict: the caller holds a TensorDict.
+        where: `[B, R]` bool mask of the response tokens.
+        at: `[K]` int64, the packed position that predicts each response token, row by row.
+        tensordict: Whether results are returned as a TensorDict.
     """
 
     where: Tensor
@@ -86,7 +87,7 @@ class PaddedDoor(BatchAdapter):
     tensordict: bool
 
     def tokens(self, values: Tensor) -> Tensor:
-        """`[B, R]`."""
+        """Return the values as `[B, R]`, padded with 0."""
         padded = values.new_zeros(self.where.shape)
         padded[self.where] = values[self.at]
         return padded
@@ -96,13 +97,13 @@ class PaddedDoor(BatchAdapter):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JaggedDoor(BatchAdapter):
-    """The caller holds jagged tensors.
+class JaggedAdapter(BatchAdapter):
+    """The adapter of a caller who passes jagged tensors.
 
     Args:
-        offsets: `[B + 1]` int64, borders of the answers in the caller's form.
-        at: `[K]` int64, the packed position that predicts each token of theirs.
-        real: `[K]` bool, whether there is one: a first token has nothing before it.
+        offsets: `[B + 1]` int64, the boundaries of the responses in the caller's format.
+        at: `[K]` int64, the packed position that predicts each token of the caller's responses.
+        real: `[K]` bool, whether that position exists; nothing precedes the first token of a row.
     """
 
     offsets: Tensor
@@ -110,25 +111,28 @@ class JaggedDoor(BatchAdapter):
     real: Tensor
 
     def tokens(self, values: Tensor) -> Tensor:
-        """`[B, j']` nested."""
-        found = torch.where(self.real, values[self.at], torch.zeros_like(values[:1]))
-        return torch.nested.nested_tensor_from_jagged(found, self.offsets)
+        """Return the values as a nested tensor `[B, j']`."""
+        response_values = torch.where(self.real, values[self.at], torch.zeros_like(values[:1]))
+        return torch.nested.nested_tensor_from_jagged(response_values, self.offsets)
 
     def _wrap(self, fields: dict[str, Tensor]) -> Any:
         return _tensordict(fields, len(self.offsets) - 1)
 
 
 def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = False) -> BatchAdapter:
-    """Take a caller's batch.
+    """Convert a caller's batch to packed form.
 
     Args:
-        data: one of the forms of this module. Lists of numbers are taken as tensors.
-        passengers: fields that ride along and that nobody reads, where they are numbers of tokens or rows; any other that nobody
-            reads is refused.
-        every: all numbers are read, as by a reward function.
+        data: The batch, in one of the formats of this module. Lists of numbers are converted to tensors.
+        passengers: The names of fields that nothing reads. They are carried along if they hold numbers per token or row. Any
+            other field that nothing reads raises an error.
+        every: Whether all numeric fields count as read, as they do for a reward function.
+
+    Returns:
+        The adapter, which holds the packed batch.
 
     Raises:
-        BatchError: it is none of them; a field has another shape than its batch, or nobody reads it.
+        BatchError: The batch has none of these formats, a field's shape does not match the batch, or nothing reads a field.
     """
     if isinstance(data, PackedBatch):
         declared = data.passengers | frozenset(passengers)
@@ -136,29 +140,29 @@ def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = Fa
             declared |= data.token_fields.keys() | data.sequence_fields.keys()
         check_read(data.token_fields, TOKEN_FIELDS, declared)
         check_read(data.sequence_fields, SEQUENCE_FIELDS, declared)
-        return PackedDoor(batch=data.with_passengers(*declared) if declared else data)
+        return PackedAdapter(batch=data.with_passengers(*declared) if declared else data)
     keys = list(data.keys()) if hasattr(data, "keys") else []
     if "input_ids" not in keys:
         raise BatchError(
-            f"a batch is a PackedBatch, or has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; this is a "
-            f"{type(data).__name__}{f' with {keys}' if keys else ''}"
+            "a batch is a PackedBatch, has input_ids [B, L] with attention_mask, or is a TensorDict with jagged input_ids; "
+            f"this is a {type(data).__name__}{f' with {keys}' if keys else ''}"
         )
     if not every:
         check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, passengers)
     tensordict = _is_tensordict(data)
-    held = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers)) is not None}
-    opened: BatchAdapter = (
-        _open_jagged(held, passengers) if held["input_ids"].is_nested else _open_padded(held, passengers, tensordict)
+    fields = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers)) is not None}
+    adapter: BatchAdapter = (
+        _open_jagged(fields, passengers) if fields["input_ids"].is_nested else _open_padded(fields, passengers, tensordict)
     )
-    batch = opened.batch
-    # By which a message can name a row wherever it is worked on.
-    named = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
+    batch = adapter.batch
+    # With these names an error message can identify the row on whichever rank processes it.
+    named_batch = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
     read = {*batch.token_fields, *batch.sequence_fields} if every else set()
-    return replace(opened, batch=named.with_passengers(*passengers, *read))
+    return replace(adapter, batch=named_batch.with_passengers(*passengers, *read))
 
 
 def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
-    """A field as a tensor; None for a passenger that is none."""
+    """Convert a field to a tensor; return None for a passenger that is not a tensor."""
     if torch.is_tensor(value):
         if name == "input_ids" and not is_integer(value):
             raise BatchError(f"input_ids are {str(value.dtype).removeprefix('torch.')}; token ids are integers")
@@ -169,129 +173,136 @@ def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
         except (ValueError, TypeError, RuntimeError) as e:
             if name not in passengers:
                 raise BatchError(
-                    f"{name} is a {type(value).__name__} that makes no tensor ({str(e).splitlines()[0]}); rows of several lengths are padded, "
-                    "or jagged, and what is no number goes beside the batch, as columns, or is declared as a passenger"
+                    f"{name} is a {type(value).__name__} that cannot be converted to a tensor ({str(e).splitlines()[0]}); pad "
+                    "rows of different lengths or make them jagged, and pass non-numeric data separately, as columns, or "
+                    "declare it as a passenger"
                 ) from e
     elif name not in passengers:
         raise BatchError(
-            f"{name} is a {type(value).__name__}; a field is a tensor, and what is no number goes beside the batch, as columns, or is "
-            "declared as a passenger"
+            f"{name} is a {type(value).__name__}; a field must be a tensor; pass non-numeric data separately, as columns, or "
+            "declare it as a passenger"
         )
     return None
 
 
-def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensordict: bool) -> PaddedDoor:
+def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensordict: bool) -> PaddedAdapter:
     ids = data["input_ids"]
     if "attention_mask" not in data:
-        raise BatchError("padded input_ids need attention_mask [B, L], or padding could not be told from tokens")
-    shown = data.get("response_mask", data.get("responses"))
-    if shown is None:
+        raise BatchError("padded input_ids need attention_mask [B, L] to distinguish padding from tokens")
+    responses = data.get("response_mask", data.get("responses"))
+    if responses is None:
         raise BatchError("padded input_ids need responses [B, R], the last R columns, or response_mask [B, R] or [B, L]")
-    if ids.dim() != 2 or shown.dim() != 2 or len(shown) != len(ids) or shown.shape[1] > ids.shape[1]:
+    if ids.dim() != 2 or responses.dim() != 2 or len(responses) != len(ids) or responses.shape[1] > ids.shape[1]:
         raise BatchError(
-            f"input_ids is {list(ids.shape)} and the responses are {list(shown.shape)}; they must be [B, L] and [B, R], R <= L"
+            f"input_ids is {list(ids.shape)} and the responses are {list(responses.shape)}; they must be [B, L] and [B, R], "
+            "R <= L"
         )
     if data["attention_mask"].shape != ids.shape:
-        raise BatchError(f"attention_mask is {list(data['attention_mask'].shape)}; it must be {list(ids.shape)}, as input_ids")
+        raise BatchError(
+            f"attention_mask is {list(data['attention_mask'].shape)}; it must be {list(ids.shape)}, like input_ids"
+        )
     mask = _binary(data["attention_mask"], "attention_mask")
-    width = shown.shape[1]
+    width = responses.shape[1]
     begin = ids.shape[1] - width
     where = mask[:, begin:].clone()
     if "responses" in data:
         _check_responses(data["responses"], ids, mask)
-    if "response_mask" in data and bool((_binary(shown, "response_mask") & ~where).any()):
-        raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be a response's")
+    if "response_mask" in data and bool((_binary(responses, "response_mask") & ~where).any()):
+        raise BatchError("response_mask is 1 where attention_mask is 0: padding cannot be part of a response")
     if not begin:
         if "response_mask" not in data:
             raise BatchError(
-                f"responses is as wide as input_ids ({width}): there is no prompt; give response_mask [B, L] to tell it"
+                f"responses is as wide as input_ids ({width}), so there is no prompt; give response_mask [B, L] to mark the "
+                "responses"
             )
-        where &= shown.bool()
+        where &= responses.bool()
     supervised = torch.zeros_like(mask)
     supervised[:, begin:] = where
-    # A response's first token is predicted by the prompt's last.
-    starts = mask.long().cumsum(1) == 1
-    lonely = (supervised & starts & mask).any(1).nonzero()[:, 0].tolist()
-    if lonely:
-        raise BatchError(f"row {lonely[0]} has no prompt: its response's first token has nothing that predicts it")
+    # A response's first token is predicted by the prompt's last token.
+    first = mask.long().cumsum(1) == 1
+    promptless = (supervised & first & mask).any(1).nonzero()[:, 0].tolist()
+    if promptless:
+        raise BatchError(f"row {promptless[0]} has no prompt: nothing predicts the first token of its response")
     packed = from_padded(ids, mask, supervised=supervised, group_ids=data.get("group_ids"))
-    place = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
-    at = place[:, begin:][where] - 1
-    tokens: dict[str, Tensor] = {}
-    rows: dict[str, Tensor] = {}
+    packed_index = (mask.flatten().long().cumsum(0) - 1).view_as(mask)
+    positions = packed_index[:, begin:][where] - 1
+    token_fields: dict[str, Tensor] = {}
+    row_fields: dict[str, Tensor] = {}
     for name, value in data.items():
         if name in SHAPES:
             continue
         if value.shape == where.shape and (name in passengers or name not in SEQUENCE_FIELDS - TOKEN_FIELDS):
             field = as_int64(value)
-            tokens[name] = field.new_zeros(packed.num_tokens).index_put((at,), field[where])
+            token_fields[name] = field.new_zeros(packed.num_tokens).index_put((positions,), field[where])
         elif name in passengers:
             if value.shape == (len(ids),):
-                rows[name] = value
+                row_fields[name] = value
         elif name in TOKEN_FIELDS:
-            raise BatchError(
-                f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number for each response token"
-            )
+            raise BatchError(f"{name} is {list(value.shape)}; it must be {list(where.shape)}, one number per response token")
         elif value.dim() == 1 or name in SEQUENCE_FIELDS:
-            rows[name] = _row_field(name, value, len(ids))
-    batch = packed.with_fields(**tokens).with_sequence_fields(**rows)
-    return PaddedDoor(batch=batch, where=where, at=at, tensordict=tensordict)
+            row_fields[name] = _row_field(name, value, len(ids))
+    batch = packed.with_fields(**token_fields).with_sequence_fields(**row_fields)
+    return PaddedAdapter(batch=batch, where=where, at=positions, tensordict=tensordict)
 
 
-def _open_jagged(data: Mapping[str, Any], passengers: Collection[str]) -> JaggedDoor:
+def _open_jagged(data: Mapping[str, Any], passengers: Collection[str]) -> JaggedAdapter:
     ids: Any = data["input_ids"]
     if ids.layout != torch.jagged:
-        raise BatchError("input_ids is nested without layout=torch.jagged; make it so")
-    borders = ids.offsets()
-    shown = data.get("response_mask", data.get("responses"))
-    if shown is None or not shown.is_nested:
+        raise BatchError("input_ids is a nested tensor without layout=torch.jagged; create it with that layout")
+    boundaries = ids.offsets()
+    responses = data.get("response_mask", data.get("responses"))
+    if responses is None or not responses.is_nested:
         raise BatchError(
             "jagged input_ids need jagged responses [B, j'], the last tokens of each row, or a jagged response_mask"
         )
-    offsets = shown.offsets()
-    lengths, answers = borders.diff(), offsets.diff()
-    if len(offsets) != len(borders) or bool((answers > lengths).any()):
-        raise BatchError(f"the responses' lengths {answers.tolist()[:8]} do not fit those of input_ids {lengths.tolist()[:8]}")
-    whole = torch.equal(offsets, borders)
-    first = borders[1:] - answers
-    row = torch.repeat_interleave(torch.arange(len(answers), device=first.device), answers)
+    offsets = responses.offsets()
+    lengths, response_lengths = boundaries.diff(), offsets.diff()
+    if len(offsets) != len(boundaries) or bool((response_lengths > lengths).any()):
+        raise BatchError(
+            f"the responses' lengths {response_lengths.tolist()[:8]} do not match those of input_ids {lengths.tolist()[:8]}"
+        )
+    full_mask = torch.equal(offsets, boundaries)
+    first = boundaries[1:] - response_lengths
+    row = torch.repeat_interleave(torch.arange(len(response_lengths), device=first.device), response_lengths)
     token = first[row] + torch.arange(len(row), device=first.device) - offsets[:-1][row]
-    real = token > borders[:-1][row]
-    if whole:
-        real &= _binary(shown.values(), "response_mask") if "response_mask" in data else real
+    real = token > boundaries[:-1][row]
+    if full_mask:
+        real &= _binary(responses.values(), "response_mask") if "response_mask" in data else real
     elif not bool(real.all()):
-        raise BatchError(f"row {int(row[~real][0])} has no prompt: its response's first token has nothing that predicts it")
-    if "responses" in data and "response_mask" not in data and not torch.equal(shown.values(), ids.values()[token]):
+        raise BatchError(f"row {int(row[~real][0])} has no prompt: nothing predicts the first token of its response")
+    if "responses" in data and "response_mask" not in data and not torch.equal(responses.values(), ids.values()[token]):
         raise BatchError("responses are not the last tokens of input_ids")
-    at = (token - 1).clamp(min=0)
+    positions = (token - 1).clamp(min=0)
     supervised = torch.zeros(len(ids.values()), dtype=torch.bool, device=first.device)
     supervised[token[real]] = True
     from tensordict import TensorDict
 
-    plain: dict[str, Any] = {"input_ids": ids, "loss_mask": torch.nested.nested_tensor_from_jagged(supervised, borders)}
+    columns: dict[str, Any] = {"input_ids": ids, "loss_mask": torch.nested.nested_tensor_from_jagged(supervised, boundaries)}
     if "group_ids" in data:
-        plain["group_ids"] = data["group_ids"]
-    packed = from_tensordict(TensorDict(plain, batch_size=[len(answers)]))
-    tokens: dict[str, Tensor] = {}
-    rows: dict[str, Tensor] = {}
+        columns["group_ids"] = data["group_ids"]
+    packed = from_tensordict(TensorDict(columns, batch_size=[len(response_lengths)]))
+    token_fields: dict[str, Tensor] = {}
+    row_fields: dict[str, Tensor] = {}
     for name, value in data.items():
         if name in SHAPES:
             continue
         if value.is_nested:
             if not torch.equal(value.offsets(), offsets):
                 if name in TOKEN_FIELDS and name not in passengers:
-                    raise BatchError(f"{name} has other borders than the responses: {value.offsets().tolist()[:8]}")
+                    raise BatchError(f"{name} has different boundaries from the responses: {value.offsets().tolist()[:8]}")
                 continue
             flat = value.values()
-            tokens[name] = flat.new_zeros(packed.num_tokens).index_put((at[real],), flat[real])
+            token_fields[name] = flat.new_zeros(packed.num_tokens).index_put((positions[real],), flat[real])
         elif name in passengers:
-            if value.shape == (len(answers),):
-                rows[name] = value
+            if value.shape == (len(response_lengths),):
+                row_fields[name] = value
         elif name in TOKEN_FIELDS:
-            raise BatchError(f"{name} is {list(value.shape)}; beside jagged responses it must be jagged like them")
+            raise BatchError(f"{name} is {list(value.shape)}; with jagged responses it must be jagged as well")
         elif value.dim() == 1:
-            rows[name] = _row_field(name, value, len(answers))
-    return JaggedDoor(batch=packed.with_fields(**tokens).with_sequence_fields(**rows), offsets=offsets, at=at, real=real)
+            row_fields[name] = _row_field(name, value, len(response_lengths))
+    return JaggedAdapter(
+        batch=packed.with_fields(**token_fields).with_sequence_fields(**row_fields), offsets=offsets, at=positions, real=real
+    )
 
 
 def _binary(mask: Tensor, name: str) -> Tensor:
@@ -301,26 +312,33 @@ def _binary(mask: Tensor, name: str) -> Tensor:
 
 
 def _check_responses(responses: Tensor, ids: Tensor, mask: Tensor) -> None:
-    """A framework that packs prompt and response against each other has them elsewhere than in the last columns."""
+    """Check that the responses are the last columns of `input_ids`.
+
+    A framework that concatenates unpadded prompts and responses has them elsewhere.
+
+    Raises:
+        BatchError: The responses are not the last columns; the message names the row.
+    """
     begin = ids.shape[1] - responses.shape[1]
-    # Padding may be of another id in the two, but where the row goes on, and where it could only go on by mistake, they are one.
-    wrong = (responses != ids[:, begin:]) & (mask[:, begin:] | ~mask[:, begin:].any(1, keepdim=True))
-    if bool(wrong.any()):
-        row = int(wrong.any(1).nonzero()[0])
+    # The two may use different padding ids. They must agree on the row's tokens, and everywhere if the mask leaves no token
+    # in these columns, which can only be a mistake.
+    mismatch = (responses != ids[:, begin:]) & (mask[:, begin:] | ~mask[:, begin:].any(1, keepdim=True))
+    if bool(mismatch.any()):
+        row = int(mismatch.any(1).nonzero()[0])
         raise BatchError(
-            f"row {row}: responses are not the last {responses.shape[1]} columns of input_ids; where responses stand elsewhere, give "
+            f"row {row}: responses are not the last {responses.shape[1]} columns of input_ids; if they are elsewhere, give "
             "response_mask [B, L] instead"
         )
 
 
 def _row_field(name: str, value: Tensor, rows: int) -> Tensor:
     if value.shape != (rows,):
-        raise BatchError(f"{name} is {list(value.shape)}; it must be [{rows}], one number for each row")
+        raise BatchError(f"{name} is {list(value.shape)}; it must be [{rows}], one number per row")
     return value
 
 
 def _is_tensordict(data: Any) -> bool:
-    # Who holds one has imported it.
+    # A caller that has a TensorDict has already imported the package.
     return "tensordict" in sys.modules and isinstance(data, sys.modules["tensordict"].TensorDictBase)
 
 

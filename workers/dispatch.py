@@ -1,7 +1,8 @@
-"""Which part of a global batch each data-parallel rank works on, and how the parts become one answer again.
+"""Distribution of a global batch over data-parallel ranks, and reassembly of the ranks' results.
 
-A worker's methods take the rank's own share, as an engine does. A group of workers is called with the global batch: what a
-method's share is, and what it returns, is said where the method is defined. Pure functions of lengths and groups.
+A worker's methods take this rank's data-parallel shard, like an engine's. A group of workers is called with the global batch.
+How a method's arguments are split, and what it returns, is declared where the method is defined, with `register`. The
+functions that assign rows depend only on lengths and groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +24,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What a group does with a method.
+    """How a group calls a method of its workers.
 
     Args:
-        split: `all`: every rank is called with the same arguments; `dp`: the first argument is a batch, divided among
-            data-parallel ranks; `minibatches`: the same, in the mini-batches of an update.
-        returns: What a method with `dp` returns: numbers for `tokens` or for `rows`, by name, or a list of `objects`, one for each
-            row.
-        columns: The option of a method with `dp` that has one object for each row, by name, to be divided with the rows.
+        split: How the arguments are split. `all`: every rank is called with the same arguments. `dp`: the first argument is a
+            batch, which is split over the data-parallel ranks. `minibatches`: like `dp`, but separately for each mini-batch of
+            an update.
+        returns: What a `dp` method returns: named values per token (`tokens`) or per row (`rows`), or a list with one object
+            per row (`objects`).
+        columns: The name of the option of a `dp` method that maps column names to one object per row and is split with the
+            rows.
     """
 
     split: Split
@@ -49,45 +52,46 @@ def register(split: Split, returns: Returns = "tokens", *, columns: str | None =
 
 
 def check_columns(columns: Mapping[str, Sequence[Any]], rows: int) -> None:
-    """Refuse columns that are not one object for each row.
+    """Check that every column is a sequence with one object per row.
 
     Raises:
-        BatchError: names the column.
+        BatchError: A column is not; the message names it.
     """
     if not isinstance(columns, Mapping):
         raise BatchError(f"columns is a {type(columns).__name__}; it must be a mapping from names to sequences of {rows}")
     for name, values in columns.items():
         if isinstance(values, str) or not hasattr(values, "__len__"):
             raise BatchError(
-                f"column {name!r} is a {type(values).__name__}; it must be a sequence of {rows}, one for each row"
+                f"column {name!r} is a {type(values).__name__}; it must be a sequence of {rows}, one entry per row"
             )
         if len(values) != rows:
             raise BatchError(f"column {name!r} has {len(values)} entries for {rows} rows")
 
 
 def dispatch_of(worker: type, method: str) -> Dispatch:
-    """What a group does with a worker's method.
+    """Return how a group calls a worker's method.
 
     Raises:
-        ConfigError: the worker has no such method, or it is not for groups.
+        ConfigError: The worker has no such method, or groups cannot call it.
     """
-    found = getattr(getattr(worker, method, None), "dispatch", None)
-    if found is None:
+    dispatch = getattr(getattr(worker, method, None), "dispatch", None)
+    if dispatch is None:
         offered = sorted(name for name in dir(worker) if hasattr(getattr(worker, name), "dispatch"))
         raise ConfigError(f"{worker.__name__} has no method {method!r} that a group can call; it has {', '.join(offered)}")
-    assert isinstance(found, Dispatch)
-    return found
+    assert isinstance(dispatch, Dispatch)
+    return dispatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatches:
-    """How an update cuts a batch into optimizer steps, the same on every layout.
+    """How an update splits a batch into optimizer steps, independent of the parallel layout.
 
     Args:
-        size: sequences of a step, all ranks together; None: all of the batch. Sequences of one group stay together.
-        epochs: passes over the batch.
-        shuffle: a new order in every pass.
-        seed: of the order.
+        size: The number of sequences in a step, over all ranks; None uses the entire batch. Sequences of one group stay
+            together.
+        epochs: The number of passes over the batch.
+        shuffle: Whether every pass uses a new order.
+        seed: The seed of the order.
     """
 
     size: int | None = None
@@ -101,36 +105,36 @@ class MiniBatches:
                 raise ConfigError(f"{name}={value}; it must be at least 1")
 
     def steps(self, groups: Sequence[int]) -> list[list[int]]:
-        """The sequences of each step.
+        """Return the sequences of each optimizer step.
 
         Args:
-            groups: the group of each sequence of the batch.
+            groups: The group of each sequence of the batch.
         """
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
         units = list(members.values())
         size = len(groups) if self.size is None else self.size
-        found: list[list[int]] = []
+        steps: list[list[int]] = []
         for epoch in range(self.epochs):
             order = np.random.default_rng([self.seed, epoch]).permutation(len(units)) if self.shuffle else range(len(units))
             step: list[int] = []
             for unit in order:
                 if step and len(step) + len(units[unit]) > size:
-                    found.append(sorted(step))
+                    steps.append(sorted(step))
                     step = []
                 step += units[unit]
-            found += [sorted(step)] if step else []
-        return found
+            steps += [sorted(step)] if step else []
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What each data-parallel rank gets.
+    """The assignment of sequences to data-parallel ranks.
 
     Args:
-        rows: by rank, sequences of the global batch.
-        steps: by rank and optimizer step, places among the rank's rows; None where there are no steps.
+        rows: For each rank, the sequences of the global batch that it processes.
+        steps: For each rank and optimizer step, indices into the rank's rows; None if the call has no steps.
     """
 
     rows: list[list[int]]
@@ -138,47 +142,52 @@ class Assignment:
 
 
 def assign_batch(batch: PackedBatch, dp_size: int, ratio: float) -> Assignment:
-    """Deal a batch, balanced by cost."""
+    """Assign the sequences of a batch to ranks, balanced by cost."""
     groups = None if batch.group_ids is None else batch.groups()
     return Assignment(rows=balance(batch.lengths, dp_size, groups=groups, ratio=ratio))
 
 
 def assign_mini_batches(batch: PackedBatch, dp_size: int, ratio: float, mini_batches: MiniBatches) -> Assignment:
-    """Deal each of an update's steps by itself, so that every step is balanced. A rank gets each of its sequences once, in
-    however many steps it works on them."""
+    """Assign each optimizer step of an update separately, so that every step is balanced.
+
+    A rank receives each of its sequences once, no matter how many steps use it.
+    """
     lengths, groups = batch.lengths, batch.groups()
-    parts: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for step in mini_batches.steps(groups):
-        dealt = balance([lengths[i] for i in step], dp_size, groups=[groups[i] for i in step], ratio=ratio)
-        for rank, part in enumerate(dealt):
-            parts[rank].append([step[i] for i in part])
-    rows = [sorted({i for step in rank for i in step}) for rank in parts]
-    places = [{row: place for place, row in enumerate(own)} for own in rows]
-    return Assignment(rows=rows, steps=[[[places[r][i] for i in step] for step in rank] for r, rank in enumerate(parts)])
+        assigned = balance([lengths[i] for i in step], dp_size, groups=[groups[i] for i in step], ratio=ratio)
+        for rank, part in enumerate(assigned):
+            rank_steps[rank].append([step[i] for i in part])
+    rows = [sorted({i for step in rank for i in step}) for rank in rank_steps]
+    indices = [{row: index for index, row in enumerate(rank_rows)} for rank_rows in rows]
+    return Assignment(rows=rows, steps=[[[indices[r][i] for i in step] for step in rank] for r, rank in enumerate(rank_steps)])
 
 
 def gather(
     batch: PackedBatch, rows: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Tensor]], returns: Returns
 ) -> dict[str, Tensor]:
-    """Put the shares' answers where their tokens or rows stand in the global batch.
+    """Arrange the ranks' results in the order of the tokens or rows of the global batch.
 
     Args:
-        batch: the global one.
-        rows: of each share, sequences of the batch.
-        answers: of each share, by name.
-        returns: what the answers are of.
+        batch: The global batch.
+        rows: For each rank, its sequences of the batch.
+        answers: For each rank, its named results.
+        returns: What the results hold values of: `tokens` or `rows`.
 
     Raises:
-        BatchError: an answer has another size than its share.
+        BatchError: The size of a result does not match its shard.
     """
     count = batch.num_tokens if returns == "tokens" else batch.num_sequences
-    places = [batch.token_index(own) if returns == "tokens" else torch.tensor(own, dtype=torch.long) for own in rows]
-    found: dict[str, Tensor] = {}
+    indices = [
+        batch.token_index(rank_rows) if returns == "tokens" else torch.tensor(rank_rows, dtype=torch.long)
+        for rank_rows in rows
+    ]
+    gathered: dict[str, Tensor] = {}
     for name in answers[0]:
-        for where, answer in zip(places, answers, strict=True):
-            if answer[name].shape[:1] != where.shape:
-                raise BatchError(f"{name} has {len(answer[name])} numbers for a share of {len(where)} {returns}")
-            if name not in found:
-                found[name] = answer[name].new_zeros((count, *answer[name].shape[1:]))
-            found[name][where] = answer[name]
-    return found
+        for index, answer in zip(indices, answers, strict=True):
+            if answer[name].shape[:1] != index.shape:
+                raise BatchError(f"{name} has {len(answer[name])} numbers for a shard of {len(index)} {returns}")
+            if name not in gathered:
+                gathered[name] = answer[name].new_zeros((count, *answer[name].shape[1:]))
+            gathered[name][index] = answer[name]
+    return gathered

@@ -1,1 +1,1 @@
-"""Hugging Face models as Megatron-core holds them: sizes, names and slices, as data. One small file per family."""
+"""How Hugging Face models map to Megatron-core: sizes, names and slices, as data. One small file per family."""

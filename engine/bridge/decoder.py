@@ -1,4 +1,4 @@
-"""A decoder's sizes and switches in one vocabulary, whatever its family calls them. Imports no torch."""
+"""A decoder's sizes and options under common names, whatever its family calls them. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,25 +8,26 @@ from ..errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts.
+    """The settings of a mixture of experts.
 
     Args:
-        count: experts of a layer.
-        per_token: experts that a token visits.
-        ffn: inner size of one expert.
-        normalised: the chosen experts' weights add up to one.
-        layers: for each layer whether it is a mixture.
-        sigmoid: scores are sigmoids, chosen with a bias that is no part of the weights; otherwise a softmax.
-        groups: of experts, of which a token may visit some.
-        chosen_groups: how many.
-        factor: on the experts' weights.
-        shared_ffn: inner size of the experts that every token visits; None for none.
+        count: The number of experts per layer.
+        per_token: The number of experts that each token is routed to.
+        ffn: The inner size of one expert.
+        normalized: Whether the weights of the chosen experts add up to one.
+        layers: For each layer, whether it is a mixture.
+        sigmoid: Whether the scores are sigmoids, with a bias that affects the choice of experts but not their weights;
+            otherwise they are a softmax.
+        groups: The number of groups of experts, of which a token may be routed to some; None if there are no groups.
+        chosen_groups: The number of groups that a token may be routed to.
+        factor: The factor on the experts' weights.
+        shared_ffn: The inner size of the shared experts, which process every token; None if there are none.
     """
 
     count: int
     per_token: int
     ffn: int
-    normalised: bool
+    normalized: bool
     layers: tuple[bool, ...]
     sigmoid: bool = False
     groups: int | None = None
@@ -37,16 +38,16 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention.
+    """The settings of multi-head latent attention.
 
     Args:
-        query_rank: of the queries' latent; None for none.
-        kv_rank: of the keys' and values' latent.
-        plain: size of a head's part without rotation.
-        rotated: size of its rotated part.
-        value: size of a value head.
-        interleaved: the two halves of a rotation stand side by side.
-        scale: factor on the logits (YaRN's, for all dimensions).
+        query_rank: The rank of the queries' latent; None if the queries have no latent.
+        kv_rank: The rank of the keys' and values' latent.
+        plain: The size of the part of a head without rotation.
+        rotated: The size of the rotated part of a head.
+        value: The size of a value head.
+        interleaved: Whether the two halves of a rotation are next to each other.
+        scale: The factor on the logits (YaRN's, for all dimensions).
     """
 
     query_rank: int | None
@@ -60,32 +61,34 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """What Megatron-core needs to know of a decoder.
+    """The properties of a decoder that Megatron-core needs.
 
     Args:
-        hidden: size of the hidden states.
-        layers: their number.
-        heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: size of a head.
-        ffn: inner size of the dense feed-forward layers.
-        vocabulary: rows of the embeddings.
-        positions: longest document that it was made for.
-        norm_eps: of the norms.
-        norm_offset: added to the norms' weights (Gemma's 1).
-        activation: of the feed-forward layers' gate.
-        qkv_bias: on query, key and value projections.
-        proj_bias: on the output projection of attention.
-        qk_norm: a norm on each query and key head.
-        sandwich: further norms after attention and after the feed-forward layer, before they are added.
-        scale: of attention logits; None for head_dim ** -0.5.
-        softcap: of attention logits.
-        windows: for each layer how many tokens a token sees; None for all.
-        rotary: for each layer the kind of its rotary embedding, a key of the config's rope_parameters; "" where it has one.
-        embedding_scale: factor on the embeddings.
-        tied: the head's matrix is the embeddings'.
-        experts: of a mixture; None for a dense model.
-        latent: of multi-head latent attention; None for heads of their own.
+        hidden: The size of the hidden states.
+        layers: The number of layers.
+        heads: The number of query heads.
+        kv_heads: The number of key/value heads.
+        head_dim: The size of a head.
+        ffn: The inner size of the dense feed-forward layers.
+        vocabulary: The number of rows of the embeddings.
+        positions: The maximum document length that the model supports.
+        norm_eps: The epsilon of the norms.
+        norm_offset: The constant that is added to the norms' weights (Gemma's 1).
+        activation: The activation of the feed-forward layers' gate.
+        qkv_bias: Whether the query, key and value projections have biases.
+        proj_bias: Whether the output projection of attention has a bias.
+        qk_norm: Whether there is a norm on each query and key head.
+        sandwich: Whether there are additional norms after attention and after the feed-forward layer, before the residual
+            additions.
+        scale: The scale of the attention logits; None for head_dim ** -0.5.
+        softcap: The soft cap of the attention logits; None for no soft cap.
+        windows: For each layer, the number of tokens that a token attends to; None for all.
+        rotary: For each layer, the kind of its rotary embedding, a key of the config's rope_parameters; "" if there is only
+            one kind.
+        embedding_scale: The factor on the embeddings.
+        tied: Whether the head shares the matrix of the embeddings.
+        experts: The settings of the mixture; None for a dense model.
+        latent: The settings of multi-head latent attention; None for regular attention.
     """
 
     hidden: int
@@ -114,7 +117,7 @@ class Decoder:
 
     @property
     def rotary_kinds(self) -> tuple[str, ...]:
-        """The kinds of rotary embeddings that there are, in order of their first layer."""
+        """The kinds of rotary embeddings in use, in the order of their first layer."""
         return tuple(dict.fromkeys(self.rotary))
 
 
@@ -125,7 +128,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 
 
-UNREAD: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "no_rope_layers": None,
     "partial_rotary_factor": 1.0,
     "logits_scaling": 1.0,
@@ -136,33 +139,34 @@ UNREAD: dict[str, Any] = {
     "clip_qkv": None,
     "router_jitter_noise": 0.0,
 }
-"""What some families' configs have and no bridge reads, with the value that means nothing."""
+"""Config settings of some families that no bridge supports, each with the value that has no effect."""
 
 
 def read_decoder(config: Any, **different: Any) -> Decoder:
-    """A decoder from a Hugging Face config of Llama's vocabulary.
+    """Read a decoder from a Hugging Face config that uses Llama's setting names.
 
     Args:
-        config: of the model.
-        different: fields that the family has otherwise.
+        config: The model's config.
+        different: The fields that differ in the family.
 
     Raises:
-        ModelError: an activation that is not known, or a setting that no bridge reads.
+        ModelError: The activation is unknown, or no bridge supports a setting.
     """
-    for name, plain in UNREAD.items():
+    for name, plain in UNSUPPORTED.items():
         if getattr(config, name, None) not in (None, plain):
             raise ModelError(
-                f"{name}={getattr(config, name)} in the config: no bridge to Megatron-core knows what to do with it; use engine.backend=fsdp"
+                f"{name}={getattr(config, name)} in the config is not supported by any bridge to Megatron-core; use "
+                "engine.backend=fsdp"
             )
     for name in ("rms_norm_eps", "rope_parameters", "num_key_value_heads"):
         if getattr(config, name, None) is None:
             raise ModelError(
-                f"the config of {config.model_type} has no {name}: the bridge wants RMS norms, rotary embeddings and key/value heads; use "
-                "engine.backend=fsdp"
+                f"the config of {config.model_type} has no {name}: the bridge requires RMS norms, rotary embeddings and "
+                "key/value heads; use engine.backend=fsdp"
             )
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if act not in ACTIVATIONS:
-        raise ModelError(f"hidden_act={act} in the config: the bridge knows {', '.join(ACTIVATIONS)}")
+        raise ModelError(f"hidden_act={act} in the config: the bridge supports {', '.join(ACTIVATIONS)}")
     layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",) * layers
     window = getattr(config, "sliding_window", None)
@@ -171,8 +175,8 @@ def read_decoder(config: Any, **different: Any) -> Decoder:
     for part in rope.values() if by_kind else [rope]:
         if part.get("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(
-                f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge rotates whole heads; use "
-                "engine.backend=fsdp"
+                f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge supports only the "
+                "rotation of entire heads; use engine.backend=fsdp"
             )
     fields: dict[str, Any] = {
         "hidden": config.hidden_size,

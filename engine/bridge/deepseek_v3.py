@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, and a mixture whose router scores by sigmoids within groups."""
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention, and a mixture whose router scores experts with sigmoids within groups."""
 
 import math
 from typing import Any
@@ -33,8 +33,9 @@ def _decoder(config: Any) -> Decoder:
     if not config.norm_topk_prob or config.q_lora_rank is None or config.num_experts_per_tok != 2 * config.topk_group:
         raise ModelError(
             f"norm_topk_prob={config.norm_topk_prob}, q_lora_rank={config.q_lora_rank}, num_experts_per_tok="
-            f"{config.num_experts_per_tok}, topk_group={config.topk_group}: Megatron-core's router and this bridge want weights "
-            "that add up to one, queries through a latent, and two experts for each chosen group; use engine.backend=fsdp"
+            f"{config.num_experts_per_tok}, topk_group={config.topk_group}: Megatron-core's router and this bridge require "
+            "weights that add up to one, queries through a latent, and two experts for each chosen group; use "
+            "engine.backend=fsdp"
         )
     rope = config.rope_parameters
     all_dim = rope.get("mscale_all_dim", 0) if rope.get("rope_type", "default") != "default" else 0
@@ -51,7 +52,7 @@ def _decoder(config: Any) -> Decoder:
         count=config.n_routed_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,
-        normalised=True,
+        normalized=True,
         layers=tuple(i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)),
         sigmoid=True,
         groups=config.n_group,

@@ -1,4 +1,4 @@
-"""A family of models: how its config is read, and which tensors its modules are made of. Imports no torch."""
+"""A family of models: how its config is read, and which tensors its modules consist of. Imports no torch."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,20 +24,21 @@ FAMILIES = (
     "qwen3_moe",
     "seed_oss",
 )
-"""Each has a module of its name beside this one."""
+"""Each has a module with its name in this package."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one family's models are named on disk.
+    """The reader of one family's configs, and the names of its tensors on disk.
 
     Args:
-        decoder: reads a Hugging Face config.
-        layer: module inside a Megatron-core layer -> rule, whose names stand under `prefix.N.`; or a tensor, by its full name.
-        outer: module outside the layers -> rule.
-        prefix: of the layers' names.
+        decoder: A function that reads a Hugging Face config.
+        layer: The rules inside a layer: Megatron-core module -> rule, whose names are relative to `prefix.N.`; or the full
+            name of a tensor -> rule.
+        outer: The rules outside the layers: Megatron-core module -> rule.
+        prefix: The prefix of the layers' names.
     """
 
     decoder: Callable[[Any], Decoder]
@@ -46,19 +47,19 @@ class Family:
     prefix: str = "model.layers"
 
     def rule(self, parameter: str) -> tuple[Rule, tuple[str, ...]]:
-        """The rule of a Megatron-core parameter, and the names on disk behind it.
+        """Return the rule of a Megatron-core parameter and its names on disk.
 
         Args:
-            parameter: its name in an unsharded model: layers counted over all ranks.
+            parameter: The name of the parameter in an unsharded model, with layers counted over all ranks.
 
         Raises:
-            ModelError: the family has no rule for it.
+            ModelError: The family has no rule for the parameter.
         """
         numbered = _LAYER.match(parameter)
         rules, stem = (self.outer, "") if numbered is None else (self.layer, f"{self.prefix}.{numbered[1]}.")
         inner = parameter if numbered is None else numbered[2]
         module, _, leaf = inner.rpartition(".")
-        # A tensor that is called otherwise on disk has a rule of its own, with the leaf.
+        # A tensor with a different name on disk has its own rule, under its full name including the leaf.
         rule, end = (rules[inner], "") if inner in rules else (rules.get(module), f".{leaf}")
         if rule is None:
             raise ModelError(f"the bridge of this family has no rule for {parameter}")
@@ -67,15 +68,15 @@ class Family:
 
 @cache
 def find_family(model_type: str) -> Family:
-    """The bridge of a family.
+    """Return the bridge of a family.
 
     Raises:
-        ModelError: there is none.
+        ModelError: The family has no bridge.
     """
     if model_type not in FAMILIES:
         raise ModelError(
-            f"model family {model_type!r} has no bridge to Megatron-core; there are {', '.join(FAMILIES)}: use "
-            "engine.backend=fsdp, or add it (docs/add-a-model.md)"
+            f"model family {model_type!r} has no bridge to Megatron-core; the supported families are "
+            f"{', '.join(FAMILIES)}: use engine.backend=fsdp, or add a bridge (docs/add-a-model.md)"
         )
     family: Family = import_module(f".{model_type}", __package__).FAMILY
     return family

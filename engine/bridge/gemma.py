@@ -1,4 +1,4 @@
-"""Gemma: Llama with scaled embeddings, and norms whose weights count from one."""
+"""Gemma: Llama with scaled embeddings, and norms that add one to their weights."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .llama import ATTENTION, DENSE, OUTER
 
 
 def gemma_decoder(config: Any, **different: Any) -> Decoder:
-    """A decoder from a config of Gemma's vocabulary."""
+    """Read a decoder from a config that uses Gemma's setting names."""
     return read_decoder(config, **{"norm_offset": 1.0, "embedding_scale": config.hidden_size**0.5, **different})
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2: norms on both sides of attention and feed-forward layer, soft caps, every other layer with a window."""
+"""Gemma 2: norms before and after attention and the feed-forward layer, soft caps, and a window in every other layer."""
 
 from .family import Family
 from .gemma import gemma_decoder

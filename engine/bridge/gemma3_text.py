@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 without soft caps, with norms on query and key heads, and rotary embeddings of two kinds."""
+"""Gemma 3: Gemma 2 without soft caps, with norms on query and key heads, and two kinds of rotary embeddings."""
 
 from .family import Family
 from .gemma import gemma_decoder

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral as a mixture of experts, under names of its own."""
+"""Mixtral: Mistral as a mixture of experts, with its own tensor names."""
 
 from .decoder import Experts, read_decoder
 from .family import Family
@@ -18,7 +18,7 @@ FAMILY = Family(
             count=config.num_local_experts,
             per_token=config.num_experts_per_tok,
             ffn=config.intermediate_size,
-            normalised=True,
+            normalized=True,
             layers=(True,) * config.num_hidden_layers,
         ),
     ),

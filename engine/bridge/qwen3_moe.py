@@ -23,7 +23,7 @@ def _decoder(config: Any) -> Decoder:
         count=config.num_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,
-        normalised=config.norm_topk_prob,
+        normalized=config.norm_topk_prob,
         layers=sparse,
     )
     return read_decoder(config, qk_norm=True, experts=experts)

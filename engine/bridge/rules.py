@@ -1,6 +1,6 @@
-"""Which rows and columns of which Hugging Face tensors a rank's Megatron-core parameter is made of. Imports no torch.
+"""Rules for the rows and columns of Hugging Face tensors that a rank's Megatron-core parameter consists of. Imports no torch.
 
-A rule belongs to a module; its weight and its bias follow the same rule. Names are of modules, without the leaf.
+A rule belongs to a module; its weight and its bias follow the same rule. Names are module names, without the leaf.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a module a rank holds.
+    """The part of a module that a rank holds.
 
     Args:
-        size: tensor-parallel ranks that share it.
-        rank: this one.
-        experts: that the rank holds, of a layer of experts.
-        first_expert: number of the first of them.
+        size: The number of tensor-parallel ranks over which the module is split.
+        rank: This rank's number among them.
+        experts: The number of experts that the rank holds, in a layer of experts.
+        first_expert: The number of the first expert that the rank holds.
     """
 
     size: int = 1
@@ -30,57 +30,57 @@ class Part:
 
 
 class Rule(Protocol):
-    """How one module's parameters are cut."""
+    """A rule for how one module's parameters are split."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The Hugging Face modules behind it."""
+        """The Hugging Face modules that the module consists of."""
         ...
 
     def is_split(self, dimensions: int) -> bool:
-        """Whether tensor-parallel ranks hold different parts of a parameter of so many dimensions."""
+        """Return whether tensor-parallel ranks hold different parts of a parameter with this number of dimensions."""
         ...
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """The segments of a local parameter.
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return the stored slices of a local parameter.
 
         Args:
-            names: of the tensors on disk, one for each of `modules`.
-            shape: of the local parameter.
-            part: the rank's.
-            decoder: sizes of the model.
+            names: The names of the tensors on disk, one for each of `modules`.
+            shape: The shape of the local parameter.
+            part: The part that the rank holds.
+            decoder: The sizes of the model.
         """
         ...
 
 
 @dataclass(frozen=True)
-class _OfOne:
-    """A rule of one Hugging Face module."""
+class _SingleModule:
+    """A rule with a single Hugging Face module."""
 
     module: str
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """One."""
+        """The single Hugging Face module."""
         return (self.module,)
 
 
 @dataclass(frozen=True)
-class Replicated(_OfOne):
-    """The same on every rank: norms, routers."""
+class Replicated(_SingleModule):
+    """A module that is the same on every rank: norms, routers."""
 
     def is_split(self, dimensions: int) -> bool:
-        """Never."""
+        """Return False: the module is never split."""
         return False
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """One."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice."""
         return [StoredSlice(names[0], shape, whole(shape))]
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """A column-parallel linear layer: each rank has some of the rows, of each of the stacked tensors."""
+    """A column-parallel linear layer: each rank has some of the rows of each stacked tensor."""
 
     stacked: tuple[str, ...]
 
@@ -89,15 +89,15 @@ class ColumnParallel:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that are stacked: one, or gate and up."""
+        """The stacked modules: one, or gate and up."""
         return self.stacked
 
     def is_split(self, dimensions: int) -> bool:
-        """Always."""
+        """Return True: the module is always split."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """One for each stacked tensor."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice for each stacked tensor."""
         rows, rest = shape[0] // len(names), shape[1:]
         zeros = (0,) * len(rest)
         return [
@@ -109,15 +109,15 @@ class ColumnParallel:
 
 
 @dataclass(frozen=True)
-class VocabParallel(_OfOne):
-    """Embeddings and heads: rows in order over the ranks, padded at the end to equal numbers."""
+class VocabParallel(_SingleModule):
+    """Embeddings and heads: the rows are split in order over the ranks, padded at the end to equal counts."""
 
     def is_split(self, dimensions: int) -> bool:
-        """Always."""
+        """Return True: the module is always split."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """One, or none for a rank that holds padding alone."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice, or none for a rank that has only padding."""
         first = part.rank * shape[0]
         rows = min(shape[0], decoder.vocabulary - first)
         if rows <= 0:
@@ -131,15 +131,15 @@ class VocabParallel(_OfOne):
 
 
 @dataclass(frozen=True)
-class RowParallel(_OfOne):
-    """A row-parallel linear layer: each rank has some of the columns; the bias is whole everywhere."""
+class RowParallel(_SingleModule):
+    """A row-parallel linear layer: each rank has some of the columns, and the entire bias."""
 
     def is_split(self, dimensions: int) -> bool:
-        """The weight is, the bias is not."""
+        """Return True for the weight and False for the bias."""
         return dimensions > 1
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """One."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice."""
         if not self.is_split(len(shape)):
             return [StoredSlice(names[0], shape, whole(shape))]
         rows, columns = shape
@@ -148,22 +148,22 @@ class RowParallel(_OfOne):
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The first layer of a rank's experts, one expert under the other: rows of gate, rows of up. `{e}` is the expert."""
+    """The first layer of a rank's experts, stacked by expert: rows of gate, then rows of up. `{e}` is the expert's number."""
 
     gate: str
     up: str
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Two for each expert."""
+        """The two modules of each expert: gate and up."""
         return (self.gate, self.up)
 
     def is_split(self, dimensions: int) -> bool:
-        """Always."""
+        """Return True: the module is always split."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """Two for each of the rank's experts."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return two stored slices for each of the rank's experts."""
         rows, columns = shape[0] // part.experts // 2, shape[1]
         return [
             StoredSlice(
@@ -178,15 +178,15 @@ class ExpertRows:
 
 
 @dataclass(frozen=True)
-class ExpertColumns(_OfOne):
-    """The second layer of a rank's experts, one expert under the other. `{e}` is the expert."""
+class ExpertColumns(_SingleModule):
+    """The second layer of a rank's experts, stacked by expert. `{e}` is the expert's number."""
 
     def is_split(self, dimensions: int) -> bool:
-        """Always."""
+        """Return True: the module is always split."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """One for each of the rank's experts."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice for each of the rank's experts."""
         rows, columns = shape[0] // part.experts, shape[1]
         return [
             StoredSlice(
@@ -209,26 +209,26 @@ class QKVParallel:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Three."""
+        """The three modules: query, key and value."""
         return (self.query, self.key, self.value)
 
     def is_split(self, dimensions: int) -> bool:
-        """Always."""
+        """Return True: the module is always split."""
         return True
 
-    def segments(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
-        """Three for each of the rank's groups."""
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return three stored slices for each of the rank's groups."""
         size, rest = decoder.head_dim, shape[1:]
         per_group = decoder.heads // decoder.kv_heads
         groups = decoder.kv_heads // part.size
         zeros = (0,) * len(rest)
-        found = []
+        slices = []
         for local in range(groups):
             group, at = part.rank * groups + local, local * (per_group + 2) * size
             for name, heads, total in zip(
                 names, (per_group, 1, 1), (decoder.heads, decoder.kv_heads, decoder.kv_heads), strict=True
             ):
-                found.append(
+                slices.append(
                     StoredSlice(
                         name,
                         (total * size, *rest),
@@ -237,4 +237,4 @@ class QKVParallel:
                     )
                 )
                 at += heads * size
-        return found
+        return slices

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on query, key and value, and perhaps on attention's output."""
+"""Seed-OSS: Llama with biases on query, key and value, and optionally on the attention output."""
 
 from .decoder import read_decoder
 from .family import Family

@@ -1,1 +1,1 @@
-"""The checkpoint format: files of tensors, folders with a manifest, an engine state as boxes."""
+"""The checkpoint format: safetensors files, folders with a manifest, and engine state as tensor slices."""

@@ -1,6 +1,6 @@
-"""A Hugging Face folder of safetensors files: which tensor goes where, and writing them in any order. Imports no torch.
+"""Hugging Face folders of safetensors files: assigning tensors to files, and writing them in any order. Imports no torch.
 
-Export from a running engine and merging of a checkpoint share it, so that they make the same files.
+Exporting from a running engine and merging a checkpoint share this module, so that both produce the same files.
 """
 
 import json
@@ -21,13 +21,13 @@ from .storage import LocalStore, fsync_folder
 SHARD_BYTES = 5 * 2**30
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
 WRITER = "drivetrain"
-"""In the header of every file of weights that is exported: an export is replaced by the next one, and nothing else is."""
+"""Written to the header of every exported weight file: the next export may replace an export, and nothing else."""
 BESIDE = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-"""Endings of all that an export holds."""
+"""Suffixes of all files in an export."""
 CONFIGS = {MODEL_STEM: "config.json", ADAPTER_STEM: "adapter_config.json"}
 
 Entry = tuple[str, tuple[int, ...]]
-"""(safetensors dtype, shape)."""
+"""The (safetensors dtype, shape) of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class FolderPlan:
     """The files of a folder.
 
     Args:
-        stem: `model`, or `adapter_model` for adapters alone.
-        files: name -> key -> (dtype, shape), in the order in which they lie there.
+        stem: The stem of the file names: `model`, or `adapter_model` for an adapter-only export.
+        files: The files: name -> key -> (dtype, shape), in the order in which the tensors are stored.
     """
 
     stem: str
@@ -44,29 +44,29 @@ class FolderPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of all tensors."""
+        """The total size of all tensors."""
         return sum(tensor_bytes(*entry) for part in self.files.values() for entry in part.values())
 
     def index(self) -> bytes | None:
-        """What `*.safetensors.index.json` says; None for a single file."""
+        """Return the contents of `*.safetensors.index.json`; None for a single file."""
         if len(self.files) == 1:
             return None
-        where = {key: name for name, part in self.files.items() for key in part}
-        return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": where}, indent=2).encode()
+        weight_map = {key: name for name, part in self.files.items() for key in part}
+        return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
 def plan_folder(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES, *, adapters: bool = False) -> FolderPlan:
-    """Cut tensors, in the natural order of their names, into files.
+    """Assign tensors to files, in the natural order of their names.
 
     Args:
-        entries: key -> (dtype, shape).
-        shard_bytes: size of a file, at most, unless one tensor is larger.
-        adapters: they are adapters alone, which stay in one file.
+        entries: The tensors: key -> (dtype, shape).
+        shard_bytes: The maximum size of a file, unless a single tensor is larger.
+        adapters: Whether the export contains only adapters, which stay in one file.
     """
     parts: list[dict[str, Entry]] = [{}]
     used = 0
     if adapters:
-        # peft looks for one file.
+        # peft expects a single file.
         shard_bytes = sum(tensor_bytes(*entry) for entry in entries.values())
     for key in sorted(entries, key=natural):
         size = tensor_bytes(*entries[key])
@@ -84,7 +84,7 @@ def plan_folder(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES, *,
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """A key that sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
@@ -92,8 +92,8 @@ class FolderWriter:
     """Writes the tensors of a plan, in any order and from several threads.
 
     Args:
-        folder: to write into.
-        plan: of its files.
+        folder: The folder to write into.
+        plan: The plan of its files.
     """
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
@@ -102,18 +102,18 @@ class FolderWriter:
         for name, part in plan.files.items():
             first, starts, size = layout(part, {"writer": WRITER})
             with open(folder / name, "xb") as file:
-                # Its whole size at once: a disk that is too small says so now.
+                # Allocate the full size at once, so that a full disk is noticed now.
                 os.posix_fallocate(file.fileno(), 0, size)
             self._put(name, 0, memoryview(first))
             self._where |= {key: (name, start) for key, start in starts.items()}
 
     def write(self, key: str, start: int, data: memoryview) -> None:
-        """Write a tensor's bytes, or some of them from the byte `start` on."""
+        """Write a tensor's bytes, or some of them starting at byte `start`."""
         name, first = self._where[key]
         self._put(name, first + start, data)
 
     def _put(self, name: str, start: int, data: memoryview) -> None:
-        # Opened anew for every block: a model may have more files than a process may hold open.
+        # Reopened for every block: a model may have more files than a process may have open.
         handle = os.open(self._folder / name, os.O_WRONLY)
         try:
             while len(data):
@@ -123,7 +123,7 @@ class FolderWriter:
             os.close(handle)
 
     def finish(self) -> None:
-        """When all is written: on the disk, and with its index."""
+        """Sync all files to disk and write the index, once all tensors have been written."""
         for name in self._plan.files:
             with open(self._folder / name, "rb") as file:
                 os.fsync(file.fileno())
@@ -143,63 +143,66 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def model_files(files: Mapping[str, bytes], *, adapters: bool) -> dict[str, bytes]:
-    """Those that belong beside the weights: a merged model must not look like an adapter to peft, nor an adapter like a model
-    to transformers."""
-    out = CONFIGS[MODEL_STEM if adapters else ADAPTER_STEM]
-    return {name: data for name, data in files.items() if name != out}
+    """Return the files that belong next to the weights.
+
+    A merged model must not look like an adapter to peft, nor an adapter like a model to transformers.
+    """
+    excluded = CONFIGS[MODEL_STEM if adapters else ADAPTER_STEM]
+    return {name: data for name, data in files.items() if name != excluded}
 
 
 def check_target(final: Path | str) -> None:
-    """Refuse to replace what is no export of ours, and nothing else.
+    """Check that a target is free, or contains only an earlier export of ours, which may be replaced.
 
     Raises:
-        CheckpointError: it says what is there.
+        CheckpointError: Something else is there; the message says what.
     """
     if ":/" in str(final):
-        raise CheckpointError(f"{final} is a URL; exports are written to folders of this machine")
+        raise CheckpointError(f"{final} is a URL; exports are written to local folders")
     final = Path(final)
     if not final.exists():
         return
     if not final.is_dir():
         raise CheckpointError(f"{final} is a file; choose a folder")
-    store, own = LocalStore(final), False
+    store, is_export = LocalStore(final), False
     for path in sorted(final.iterdir()):
         if path.suffix == ".safetensors" and path.is_file():
             file = CheckedFile(store, path.name, path.stat().st_size, None)
-            own = read_metadata(file).get("writer") == WRITER
+            is_export = read_metadata(file).get("writer") == WRITER
         if path.name == TEMPLATES:
             continue
-        if (path.suffix == ".safetensors" and not own) or path.suffix not in BESIDE or not path.is_file():
+        if (path.suffix == ".safetensors" and not is_export) or path.suffix not in BESIDE or not path.is_file():
             raise CheckpointError(
-                f"{final} exists and holds {path.name}, which no export has made; it would be lost: choose another folder"
+                f"{final} exists and contains {path.name}, which no export wrote and which would be lost; choose "
+                "another folder"
             )
-    if not own and any(final.iterdir()):
-        raise CheckpointError(f"{final} exists and is no export; it would be lost: choose another folder")
+    if not is_export and any(final.iterdir()):
+        raise CheckpointError(f"{final} exists and is not an export, so its contents would be lost; choose another folder")
 
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill that takes its name, and the place of an older one, when all has been written."""
+    """Yield a folder to fill, which takes its final name and replaces an older folder once everything is written."""
     check_target(final)
     final = final.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
-    for left in [*final.parent.glob(f".tmp-{final.name}-????????"), *final.parent.glob(f".del-{final.name}-????????")]:
-        # Of a write that was killed.
-        shutil.rmtree(left)
-    made = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
-    made.mkdir()
+    for leftover in [*final.parent.glob(f".tmp-{final.name}-????????"), *final.parent.glob(f".del-{final.name}-????????")]:
+        # Left behind by a write that was killed.
+        shutil.rmtree(leftover)
+    temporary = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
     try:
-        yield made
-        fsync_folder(made)
+        yield temporary
+        fsync_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
             old = final.parent / f".del-{final.name}-{uuid.uuid4().hex[:8]}"
             final.rename(old)
-            made.rename(final)
+            temporary.rename(final)
             shutil.rmtree(old)
         else:
-            # In place of nothing, or of an empty folder.
-            made.rename(final)
+            # There is no older folder, or it is empty.
+            temporary.rename(final)
         fsync_folder(final.parent)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise

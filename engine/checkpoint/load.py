@@ -1,4 +1,4 @@
-"""A checkpoint of any layout into an engine's memory, by boxes. Knows no backend."""
+"""Loading a checkpoint of any layout into an engine's memory, by tensor slices. Independent of the backend."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,14 +20,15 @@ READERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredState:
-    """What a loaded checkpoint says beside tensors.
+    """The non-tensor state of a loaded checkpoint.
 
     Args:
-        step: its number.
-        extra: the trainer's and loader's state.
-        model: path of the model that training began with.
-        fingerprint: of that model; None where the checkpoint does not say.
-        same_layout: the same ranks in the same grid: random state was restored too, and the run continues to the bit.
+        step: The checkpoint's step.
+        extra: The state of the trainer and the data loader.
+        model: The path of the model that training started from.
+        fingerprint: The fingerprint of that model; None if the checkpoint does not have it.
+        same_layout: Whether the world size and the parallel layout are unchanged: then the random state was restored too, and
+            the run continues bit-identically.
     """
 
     step: int
@@ -45,44 +46,44 @@ def load_state(
     optimizer: str | None,
     verify: bool,
 ) -> Manifest:
-    """Fill this rank's boxes from a checkpoint of any layout. Collective.
+    """Fill this rank's local shards from a checkpoint of any layout. Collective.
 
     Args:
-        store: the checkpoint's folder.
-        topology: of the engine.
-        pieces: gives this rank's boxes, which are written into.
-        optimizer: its name, where its state is needed.
-        verify: compare what is read with the checksums.
+        store: The checkpoint's folder.
+        topology: The engine's topology.
+        pieces: A function that returns this rank's local shards, which are written into.
+        optimizer: The name of the optimizer if its state is needed, otherwise None.
+        verify: Whether to verify checksums when reading.
 
     Returns:
-        the manifest, for what is no tensor.
+        The manifest, for the non-tensor state.
     """
     with topology.collective_errors():
         manifest = Manifest.read(store)
-        mine = list(pieces())
+        shards = list(pieces())
         saved = (manifest.data["optim"] or {}).get("name")
         if optimizer is not None and saved != optimizer:
             raise CheckpointError(
-                f"{store} was saved {'without an optimizer' if saved is None else f'with optim.name={saved}'}, but this run has "
-                f"optim.name={optimizer}; use the same, or start from exported weights"
+                f"{store} was saved {'without an optimizer' if saved is None else f'with optim.name={saved}'}, but this run "
+                f"has optim.name={optimizer}; use the same optimizer, or start from exported weights"
             )
-        _check_shards(manifest, mine)
-        _check_state(manifest, mine, topology, optimizer)
-    held = set().union(*topology.all_gather_object({p.name for p in mine}))
-    left = sorted(set(manifest.names) - held)
-    if left:
+        _check_shards(manifest, shards)
+        _check_state(manifest, shards, topology, optimizer)
+    model_names = set().union(*topology.all_gather_object({p.name for p in shards}))
+    unknown = sorted(set(manifest.names) - model_names)
+    if unknown:
         raise CheckpointError(
-            f"{store} has {len(left)} tensors that the model has not, {', '.join(left[:3])} among them; it is a checkpoint of "
-            "another model"
+            f"{store} has {len(unknown)} tensors that the model does not have, including {', '.join(unknown[:3])}; it is a "
+            "checkpoint of another model"
         )
-    # Nothing has been changed so far; from here on all ranks go on together.
+    # Nothing has been changed so far; from here on, all ranks continue together.
     with topology.collective_errors():
-        fill(manifest, mine, manifest.tensor_files(verify=verify))
+        fill(manifest, shards, manifest.tensor_files(verify=verify))
     return manifest
 
 
 def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) -> bool:
-    """Give every rank its random state back, or in another layout a fresh one from seed numbers; whether it was given back."""
+    """Restore every rank's random state, or seed a new one if the layout differs; return whether it was restored."""
     same = _same_layout(manifest, topology)
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
@@ -95,70 +96,68 @@ def _same_layout(manifest: Manifest, topology: Topology) -> bool:
     return bool(manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel))
 
 
-def _check_state(manifest: Manifest, pieces: Iterable[LocalShard], topology: Topology, optimizer: str | None) -> None:
-    """Look at what is no tensor while nothing has been changed yet."""
+def _check_state(manifest: Manifest, shards: Iterable[LocalShard], topology: Topology, optimizer: str | None) -> None:
+    """Check the non-tensor state before anything is changed."""
     if _same_layout(manifest, topology):
         try:
             check_rng(manifest.data["ranks"][topology.rank]["rng"])
         except (ValueError, KeyError, TypeError) as e:
-            raise CheckpointError(
-                f"{manifest.store} has no random state of rank {topology.rank} that can be taken: {e}"
-            ) from e
+            raise CheckpointError(f"{manifest.store} has no usable random state for rank {topology.rank}: {e}") from e
     if optimizer is not None:
         counts = (manifest.data["optimizer"] or {}).get("step") or {}
-        missing = [p.name for p in pieces if p.kind != "value" and p.name not in counts]
+        missing = [p.name for p in shards if p.kind != "value" and p.name not in counts]
         if missing:
-            raise CheckpointError(f"{manifest.store} does not say how many steps {missing[0]} has been updated in")
+            raise CheckpointError(f"{manifest.store} has no update count for {missing[0]}")
 
 
-def _check_shards(manifest: Manifest, pieces: Iterable[LocalShard]) -> None:
+def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
     tensors = manifest.data["tensors"]
-    for piece in pieces:
-        entry = tensors.get(piece.name)
-        if entry is None or piece.kind not in entry["kinds"]:
+    for shard in shards:
+        entry = tensors.get(shard.name)
+        if entry is None or shard.kind not in entry["kinds"]:
             raise CheckpointError(
-                f"{manifest.store} has no {piece.kind} of {piece.name}; it is a checkpoint of another model, of other "
+                f"{manifest.store} has no {shard.kind} of {shard.name}; it is a checkpoint of another model, of other "
                 "adapters, or of another head"
             )
-        dtype = entry["kinds"][piece.kind]["dtype"]
-        if dtype != DTYPES[piece.data.dtype]:
+        dtype = entry["kinds"][shard.kind]["dtype"]
+        if dtype != DTYPES[shard.data.dtype]:
             raise CheckpointError(
-                f"{piece.kind} of {piece.name} is {DTYPES[piece.data.dtype]} in the model and {dtype} in {manifest.store}; use the "
-                "engine.precision.params that it was saved with"
+                f"{shard.kind} of {shard.name} is {DTYPES[shard.data.dtype]} in the model and {dtype} in {manifest.store}; "
+                "use the engine.precision.params that it was saved with"
             )
-        if tuple(entry["shape"]) != piece.shape:
+        if tuple(entry["shape"]) != shard.shape:
             raise CheckpointError(
-                f"{piece.name} is {list(piece.shape)} in the model and {entry['shape']} in {manifest.store}; it is a "
+                f"{shard.name} is {list(shard.shape)} in the model and {entry['shape']} in {manifest.store}; it is a "
                 "checkpoint of another model"
             )
 
 
 def fill(manifest: Manifest, pieces: Iterable[LocalShard], files: TensorFiles) -> None:
-    """Write a checkpoint's numbers into views, several at a time.
+    """Copy a checkpoint's values into local shards, several at a time.
 
     Raises:
-        DamagedError: a checksum differs.
-        CheckpointError: a part is not covered, or not what the manifest says.
+        DamagedError: A checksum differs.
+        CheckpointError: A shard is not fully covered, or a slice differs from the manifest.
     """
     kinds: dict[str, Mapping[str, StoredTensor]] = {}
 
-    def one(piece: LocalShard) -> None:
-        found = kinds[piece.name][piece.kind]
+    def fill_shard(shard: LocalShard) -> None:
+        tensor = kinds[shard.name][shard.kind]
         filled = 0
-        for stored in found.boxes:
-            shared = intersect(piece.box, stored.box)
+        for stored in tensor.boxes:
+            shared = intersect(shard.box, stored.box)
             if shared is not None:
-                manifest.check_box(files, stored, found.dtype)
-                target = piece.data[shared.within(piece.offset)] if piece.offset else piece.data
+                manifest.check_slice(files, stored, tensor.dtype)
+                target = shard.data[shared.within(shard.offset)] if shard.offset else shard.data
                 read_part(files, stored.file, stored.key, shared.seen_from(stored.box.offset), target)
                 filled += shared.volume
-        if filled != piece.box.volume:
+        if filled != shard.box.volume:
             raise CheckpointError(
-                f"{manifest.store} covers {filled} of the {piece.box.volume} elements of {piece.kind} of {piece.name}"
+                f"{manifest.store} covers only {filled} of the {shard.box.volume} elements of {shard.kind} of {shard.name}"
             )
 
-    wanted = list(pieces)
-    for piece in wanted:
-        if piece.name not in kinds:
-            kinds[piece.name] = manifest.kinds(piece.name)
-    in_parallel(READERS, (partial(one, piece) for piece in wanted))
+    shards = list(pieces)
+    for shard in shards:
+        if shard.name not in kinds:
+            kinds[shard.name] = manifest.kinds(shard.name)
+    in_parallel(READERS, (partial(fill_shard, shard) for shard in shards))

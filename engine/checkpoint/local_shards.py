@@ -1,4 +1,4 @@
-"""Boxes of tensors in memory, and their numbers to and from files."""
+"""Local shards: the tensor slices that a rank holds in memory, and how they are read from and written to files."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,21 +30,21 @@ DTYPES = {
 }
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 _SIGNED: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""What torch takes over from NumPy, by size."""
+"""The NumPy types that torch accepts, by item size."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalShard:
-    """A box of a global tensor that this rank holds.
+    """A slice of a global tensor that this rank holds.
 
     Args:
-        kind: value, exp_avg or exp_avg_sq.
-        name: the tensor's Hugging Face name.
-        shape: the tensor's global shape.
-        offset: where the box begins.
-        data: a view into live memory; loading writes into it.
-        owned: whether this rank writes the box when saving; another rank holds the same one otherwise.
+        kind: The kind of tensor: value, exp_avg or exp_avg_sq.
+        name: The tensor's Hugging Face name.
+        shape: The tensor's global shape.
+        offset: The start of the slice in the global tensor.
+        data: A view into live memory; loading writes into it.
+        owned: Whether this rank writes the slice when saving; otherwise another rank that holds the same slice does.
     """
 
     kind: str
@@ -56,59 +56,59 @@ class LocalShard:
 
     @property
     def box(self) -> TensorSlice:
-        """In the global tensor."""
+        """The slice's position in the global tensor."""
         return TensorSlice(self.offset, tuple(self.data.shape))
 
 
 def cut_local_shards(
-    kind: str, segments: Iterable[StoredSlice], box: TensorSlice, data: Tensor, *, owned: bool = True
+    kind: str, stored_slices: Iterable[StoredSlice], box: TensorSlice, data: Tensor, *, owned: bool = True
 ) -> Iterator[LocalShard]:
-    """The pieces of a box of a parameter.
+    """Yield the local shards that make up a slice of a parameter.
 
     Args:
-        kind: value, exp_avg or exp_avg_sq.
-        segments: what the parameter is made of.
-        box: in the parameter.
-        data: that box, a view into live memory.
-        owned: whether this rank writes them when saving.
+        kind: The kind of tensor: value, exp_avg or exp_avg_sq.
+        stored_slices: The stored slices that the parameter consists of.
+        box: The slice of the parameter.
+        data: The data of that slice, a view into live memory.
+        owned: Whether this rank writes the shards when saving.
     """
-    for segment in segments:
-        found = segment.part(box)
-        if found is None:
+    for stored in stored_slices:
+        match = stored.part(box)
+        if match is None:
             continue
-        shared, offset = found
+        shared, offset = match
         view = data[shared.within(box.offset)] if box.offset else data
-        for _ in range(segment.dropped):
+        for _ in range(stored.dropped):
             view = view.select(0, 0)
-        yield LocalShard(kind=kind, name=segment.name, shape=segment.shape, offset=offset, data=view, owned=owned)
+        yield LocalShard(kind=kind, name=stored.name, shape=stored.shape, offset=offset, data=view, owned=owned)
 
 
 def raw(tensor: Tensor) -> Any:
-    """A tensor of the host as an array of `RAW` numbers that shares its memory."""
+    """Return a CPU tensor as an array of `RAW` numbers that shares its memory."""
     size = tensor.dtype.itemsize
-    # Not `Tensor.numpy`: it forbids for good that the memory is given back, as it is where state rests on disk.
+    # Not `Tensor.numpy`: it permanently prevents the memory from being freed, which offloading state to disk requires.
     return np.from_dlpack(tensor.detach().view(_SAME_SIZE[size])).view(RAW[size])
 
 
 def as_tensor(array: Any, dtype: str) -> Tensor:
-    """An array of `RAW` numbers as a tensor of the type that they are of, sharing its memory."""
-    made: Tensor = torch.from_numpy(array.view(_SIGNED[array.itemsize]))
-    return made.view(TORCH_DTYPES[dtype])
+    """Return an array of `RAW` numbers as a tensor of the given dtype that shares its memory."""
+    tensor: Tensor = torch.from_numpy(array.view(_SIGNED[array.itemsize]))
+    return tensor.view(TORCH_DTYPES[dtype])
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous and on the host."""
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     flat = raw(tensor.detach().cpu().contiguous().reshape(-1))
     return memoryview(flat).cast("B") if flat.size else memoryview(b"")
 
 
 def read_part(files: TensorFiles, file: str, key: str, part: TensorSlice, target: Tensor) -> None:
-    """Copy a part of a stored tensor into a tensor of the part's shape, of any number format and on any device."""
-    stored = TORCH_DTYPES[files.array(file, key).dtype]
+    """Copy a slice of a stored tensor into a tensor of the same shape, of any dtype and on any device."""
+    stored_dtype = TORCH_DTYPES[files.array(file, key).dtype]
     with torch.no_grad():
-        if target.device.type == "cpu" and target.dtype == stored:
+        if target.device.type == "cpu" and target.dtype == stored_dtype:
             files.read(file, key, part, raw(target))
         else:
-            there = torch.empty(part.length, dtype=stored)
-            files.read(file, key, part, raw(there))
-            target.copy_(there)
+            staging = torch.empty(part.length, dtype=stored_dtype)
+            files.read(file, key, part, raw(staging))
+            target.copy_(staging)

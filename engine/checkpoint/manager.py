@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved while it goes on, rotated, found again after whatever happened."""
+"""A run's checkpoints: saving during training, rotation, and resuming after a crash."""
 
 import logging
 import threading
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Checkpointable(Protocol):
-    """What a `CheckpointManager` needs of an engine."""
+    """The interface that `CheckpointManager` requires of an engine."""
 
     @property
     def topology(self) -> "Topology":
-        """The engine's ranks."""
+        """The engine's topology."""
         ...
 
     def snapshot(self, step: int, extra: Mapping[str, Any] | None, copies: HostCopies) -> Snapshot:
@@ -40,7 +40,7 @@ class Checkpointable(Protocol):
         ...
 
     def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> AbstractContextManager[Snapshot]:
-        """View the state without a copy; see `CheckpointableEngine.live_snapshot`."""
+        """View the state without copying it; see `CheckpointableEngine.live_snapshot`."""
         ...
 
     def load_checkpoint(self, folder: Path | str, *, verify: bool = True) -> RestoredState:
@@ -49,17 +49,17 @@ class Checkpointable(Protocol):
 
 
 class CheckpointManager:
-    """Saves and restores an engine, of any backend. Every method but `failure` is collective over the engine's ranks.
+    """Saves and restores an engine of any backend. Every method except `failure` is collective over the engine's ranks.
 
-    As a context manager it waits, at the end, for what is still being written.
+    As a context manager, it waits on exit for the save that is still being written.
 
     Args:
-        engine: initialised.
-        root: folder of all checkpoints of the run, or its URL.
-        keep_last: how many to keep; None keeps all.
-        keep_every: those of every so many steps are kept beside them.
-        background: a save returns when the state has been copied to the host's memory, and is written meanwhile.
-        verify: compare what is loaded with its checksums.
+        engine: The initialized engine.
+        root: The folder of all checkpoints of the run, or its URL.
+        keep_last: The number of checkpoints to keep; None keeps all.
+        keep_every: The step interval at which checkpoints are kept permanently; None for none.
+        background: Whether a save returns once the state has been copied to host memory, and is written in the background.
+        verify: Whether to verify checksums when loading.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._damaged: set[str] = set()
-        """Folders that were passed over: they do not count as kept."""
+        """The names of damaged folders that were skipped: they do not count as kept."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,18 +89,20 @@ class CheckpointManager:
         if error is None:
             self.wait()
         elif self._thread is not None:
-            # The run has failed; what it saved before is nevertheless worth waiting for.
+            # The run has failed; the checkpoint that is still being written is nevertheless worth waiting for.
             self._thread.join()
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Get the room for copies ready while the first steps run: pages that are touched for the first time take longer to
-        write than to copy into."""
+        """Allocate the host buffers while the first steps run.
+
+        Touching memory pages for the first time takes longer than copying into them.
+        """
         if self._copies is not None and self._thread is None:
             with self._engine.live_snapshot(0) as snapshot:
-                pieces = list(snapshot.pieces)
-            self._start("checkpoint-room", partial(self._copies.reserve, pieces))
+                shards = list(snapshot.pieces)
+            self._start("checkpoint-buffers", partial(self._copies.reserve, shards))
 
     def _start(self, name: str, work: Callable[[], object]) -> None:
         def run() -> None:
@@ -113,16 +115,16 @@ class CheckpointManager:
         self._thread.start()
 
     def save(self, step: int, extra: Mapping[str, Any], *, keep: Collection[int] = (), last: bool = False) -> None:
-        """Save as the step's checkpoint and delete those that are not to be kept. Waits for an earlier save.
+        """Save the step's checkpoint and delete those that are no longer to be kept. Waits for an earlier save.
 
         Args:
-            step: number of the checkpoint.
-            extra: JSON-able state of the trainer and the loader.
-            keep: steps whose checkpoints stay.
-            last: no step follows, so nothing is copied, and the save is complete when it returns.
+            step: The step of the checkpoint.
+            extra: The JSON-serializable state of the trainer and the data loader.
+            keep: The steps whose checkpoints are kept.
+            last: Whether no step follows; then nothing is copied, and the save is complete on return.
 
         Raises:
-            CheckpointError: this save, or the one before that was still being written, failed.
+            CheckpointError: This save failed, or the previous one, which was still being written.
         """
         self.wait()
         topology = self._engine.topology
@@ -132,12 +134,12 @@ class CheckpointManager:
             return
         snapshot = self._engine.snapshot(step, extra, self._copies)
         if self._group is None:
-            # Of its own: collectives of two threads on one group would meet in different orders on different ranks.
+            # A separate group: collectives of two threads on the same group would run in different orders on different ranks.
             self._group = topology.private_group()
         self._start(f"checkpoint-{step}", partial(self._write, snapshot, self._group, keep))
 
     def _write(self, snapshot: Snapshot, group: "ProcessGroup", keep: Collection[int]) -> None:
-        def rotated() -> None:
+        def rotate_checkpoints() -> None:
             try:
                 damaged = {name for name in self._damaged if (step_of(name) or (-1, 0))[0] != snapshot.step}
                 rotate(
@@ -151,17 +153,20 @@ class CheckpointManager:
             except OSError as e:
                 raise CheckpointError(f"an old checkpoint in {self.root} cannot be removed: {e}") from e
 
-        write_snapshot(snapshot, self.root, self._engine.topology, group, rotated)
+        write_snapshot(snapshot, self.root, self._engine.topology, group, rotate_checkpoints)
 
     def failure(self) -> Exception | None:
-        """What a save failed with meanwhile; not waited for. A loop asks after each step, and tells the other ranks."""
+        """Return the error of a failed background save, or None, without waiting for it.
+
+        The training loop calls this after each step and reports the error to the other ranks.
+        """
         return self._failure
 
     def wait(self) -> None:
-        """Wait for a save that is being written.
+        """Wait for the save that is being written.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: The save failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -173,7 +178,7 @@ class CheckpointManager:
     # ---- restoring -----------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Remove what crashed saves left behind; nobody else may be saving there."""
+        """Remove what crashed saves left behind. No other process may be saving there."""
         with self._engine.topology.collective_errors():
             if self._engine.topology.is_main:
                 try:
@@ -183,48 +188,51 @@ class CheckpointManager:
                     raise CheckpointError(f"{self.root} cannot be cleared of unfinished checkpoints: {e}") from e
 
     def present(self) -> list[str]:
-        """Names of the checkpoint folders there are, oldest first, complete or not."""
-        found: list[str] = self._on_main(lambda: steps(self.root))
-        return found
+        """Return the names of the existing checkpoint folders, oldest first, complete or not."""
+        names: list[str] = self._on_main(lambda: steps(self.root))
+        return names
 
-    def _on_main(self, look: Callable[[], T]) -> T:
-        """What the first rank sees, on all: another might see a shared file system a moment later. Its error is everybody's."""
+    def _on_main(self, read: Callable[[], T]) -> T:
+        """Call `read` on rank 0 and return its result on all ranks; its error is raised on all ranks.
+
+        The other ranks do not read themselves, because they may see changes of a shared file system later.
+        """
         topology = self._engine.topology
         result: T | None = None
         with topology.collective_errors():
             if topology.is_main:
                 try:
-                    result = look()
+                    result = read()
                 except CheckpointError:
                     raise
-                except Exception as e:  # of many kinds: a disk's, or of any store's own library
+                except Exception as e:  # of many types: disk errors, or errors of a store's own library
                     raise CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}") from e
         shared: T = topology.all_gather_object(result)[0]
         return shared
 
     def restore_last(self) -> tuple[str, RestoredState] | None:
-        """Load the last checkpoint that is complete and undamaged, and say why others were passed over.
+        """Load the last complete and undamaged checkpoint, and log why later ones were skipped.
 
         Returns:
-            where it lies, and what it says beside tensors; None where there is none to load.
+            The checkpoint's location and its non-tensor state; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: of another model; of a format that is not known; or there are checkpoints, and all of them are damaged.
+            CheckpointError: The checkpoint is of another model or an unknown format, or all checkpoints are damaged.
         """
         topology = self._engine.topology
-        found = newest_first(self.root) if topology.is_main else iter(())
+        candidates = newest_first(self.root) if topology.is_main else iter(())
         reasons: list[str] = []
         while True:
-            name, why = self._on_main(lambda: self._next(found))
-            for reason in why:
-                log.warning("not resumed from: %s", reason)
-            reasons += why
+            name, skipped = self._on_main(lambda: self._next(candidates))
+            for reason in skipped:
+                log.warning("checkpoint skipped: %s", reason)
+            reasons += skipped
             if name is None:
                 if reasons:
-                    # Some of their numbers may have been read already; and a run that began again would push the others out.
+                    # Some tensors may have been loaded already, and a run that started over would rotate the checkpoints out.
                     raise CheckpointError(
-                        f"{self.root} has no checkpoint that is undamaged ({'; '.join(reasons)}); restore a copy of one, or "
-                        "begin again in another folder"
+                        f"{self.root} has no undamaged checkpoint ({'; '.join(reasons)}); restore one from a backup, or "
+                        "start over in another folder"
                     )
                 return None
             folder = str(self.root.child(name))
@@ -234,34 +242,34 @@ class CheckpointManager:
                 damages = [d for d in topology.all_gather_object(str(e) if isinstance(e, DamagedError) else None) if d]
                 if not damages:
                     raise
-                log.warning("not resumed from: %s", damages[0])
+                log.warning("checkpoint skipped: %s", damages[0])
                 reasons.append(damages[0])
                 self._damaged.add(name)
 
     @staticmethod
-    def _next(found: Any) -> tuple[str | None, list[str]]:
-        """The next checkpoint that looks complete, and why those before it do not."""
-        why: list[str] = []
-        for name, manifest in found:
+    def _next(candidates: Any) -> tuple[str | None, list[str]]:
+        """Return the next checkpoint that looks complete, and the reasons why those before it do not."""
+        skipped: list[str] = []
+        for name, manifest in candidates:
             if isinstance(manifest, Manifest):
-                return name, why
+                return name, skipped
             if not isinstance(manifest, DamagedError):
-                # Whole, and of a newer version say: to go on from an older one would push it out.
+                # It is intact but, for example, of a newer version: resuming from an older one would rotate it out.
                 raise manifest
-            why.append(str(manifest))
-        return None, why
+            skipped.append(str(manifest))
+        return None, skipped
 
     def restore(self, where: Path | str) -> tuple[str, RestoredState]:
-        """Load a checkpoint: itself, or the last one of a run.
+        """Load the checkpoint at a path or URL: the folder itself, or the last checkpoint of a run.
 
         Raises:
-            CheckpointError: there is none, or it cannot be used.
+            CheckpointError: There is none, or it cannot be used.
         """
         folder = self._on_main(lambda: str(find_checkpoint(where).store))
         return folder, self._engine.load_checkpoint(folder, verify=self._verify)
 
     def restore_step(self, step: int) -> RestoredState:
-        """Load the checkpoint of a step, once nothing is being written any more."""
+        """Load the checkpoint of a step, after waiting for the save that is being written."""
         self.wait()
         names = [name for name in self.present() if (step_of(name) or (-1, 0))[0] == step]
         if not names:

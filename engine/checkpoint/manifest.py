@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the manifest, read as an untrusted file. Imports no torch.
+"""The manifest of a checkpoint, read as an untrusted file. Imports no torch.
 
 docs/checkpoint-format.md is its specification.
 """
@@ -20,19 +20,19 @@ SEAL = "manifest.xxh3"
 MANIFEST_LIMIT = 2**31
 MODEL = f"{MODEL_FOLDER}/"
 TEMPLATES = "additional_chat_templates"
-"""The one folder inside `model/`, where a tokenizer has several chat templates."""
+"""The only folder inside `model/`, for a tokenizer with several chat templates."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Endings of files that hold weights, or say which do."""
+"""Suffixes of files that hold weights or an index of weights."""
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A part of a tensor in a file.
+class StoredFileSlice:
+    """A slice of a tensor in a file.
 
     Args:
-        box: in the global tensor.
-        file: name inside the folder.
-        key: name inside the file.
+        box: The slice's position in the global tensor.
+        file: The name of the file in the folder.
+        key: The name of the slice in the file.
     """
 
     box: TensorSlice
@@ -42,19 +42,19 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """All parts of one kind (value, exp_avg, exp_avg_sq) of one tensor."""
+    """All slices of one kind (value, exp_avg, exp_avg_sq) of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[StoredBox, ...]
+    boxes: tuple[StoredFileSlice, ...]
 
 
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
-        data: the parsed JSON.
-        store: the checkpoint's folder.
+        data: The parsed JSON.
+        store: The checkpoint's folder.
     """
 
     def __init__(self, data: Mapping[str, Any], store: Store) -> None:
@@ -62,22 +62,22 @@ class Manifest:
 
     @classmethod
     def read(cls, store: Store) -> "Manifest":
-        """Read and check a folder, without reading tensors.
+        """Read and check a folder's manifest, without reading tensors.
 
         Raises:
-            DamagedError: no manifest, one that does not match its checksum, a file missing or of another size.
-            CheckpointError: an unknown format, a manifest that makes no sense, a path that leaves the folder.
+            DamagedError: The manifest is missing or does not match its checksum, or a file is missing or has another size.
+            CheckpointError: The format is unknown, the manifest is malformed, or a path leaves the folder.
         """
         where = f"{store}/{MANIFEST}"
         size = store.size(MANIFEST)
         if size is None:
-            raise DamagedError(f"{store} is no complete checkpoint: it has no {MANIFEST}")
+            raise DamagedError(f"{store} is not a complete checkpoint: it has no {MANIFEST}")
         if size > MANIFEST_LIMIT:
-            raise CheckpointError(f"{where} has {size} bytes, more than any checkpoint's")
+            raise CheckpointError(f"{where} has {size} bytes, too many for a manifest")
         text = store.read(MANIFEST)
         checksum = store.read(SEAL) if store.size(SEAL) == 16 else b""
         if not checksum:
-            raise DamagedError(f"{store} is no complete checkpoint: it has no {SEAL}")
+            raise DamagedError(f"{store} is not a complete checkpoint: it has no {SEAL}")
         if checksum != _seal(text):
             raise DamagedError(f"{where} does not match {SEAL}: the checkpoint is damaged")
         try:
@@ -85,8 +85,8 @@ class Manifest:
         except (ValueError, RecursionError) as e:
             raise CheckpointError(f"{where} cannot be read: {e}") from e
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
-            raise CheckpointError(f"{where} has format {found!r}; this version reads format {FORMAT}")
+            version = data.get("format") if isinstance(data, dict) else None
+            raise CheckpointError(f"{where} has format {version!r}; this version reads format {FORMAT}")
         try:
             manifest = cls(data, store)
             manifest._check()
@@ -98,7 +98,7 @@ class Manifest:
         data = self.data
         count(data["step"])
         if count(data["world_size"]) != len(data["ranks"]):
-            raise ValueError(f"{data['world_size']} ranks, but the state of {len(data['ranks'])}")
+            raise ValueError(f"world_size is {data['world_size']}, but there is state for {len(data['ranks'])} ranks")
         for key, kind in (("parallel", dict), ("engine", dict), ("model", dict), ("extra", dict), ("backend", str)):
             if not isinstance(data[key], kind):
                 raise ValueError(f"{key} is {type(data[key]).__name__}")
@@ -106,10 +106,10 @@ class Manifest:
         if data["optim"] is not None and not isinstance(data["optim"]["name"], str):
             raise ValueError("optim has no name")
         if not isinstance(data["engine"]["precision"]["params"], str):
-            raise ValueError("engine.precision.params is no name of a number format")
+            raise ValueError("engine.precision.params is not the name of a dtype")
         for name, number in ((data["optimizer"] or {}).get("step") or {}).items():
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 2**53:
-                raise ValueError(f"{name} has been updated {number!r} times")
+                raise ValueError(f"{name} has an invalid update count: {number!r}")
         for name, entry in data["files"].items():
             self._check_file(name, entry)
         for name in data["tensors"]:
@@ -120,91 +120,98 @@ class Manifest:
         known = name.startswith(f"{MODEL}{TEMPLATES}/") and len(parts) == 2
         if (len(parts) > 1 and not known) or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
             raise CheckpointError(
-                f"{self.store}/{MANIFEST} names the file {name!r}, which is not a plain name inside the folder"
+                f"{self.store}/{MANIFEST} lists the file {name!r}, which is not a plain name inside the folder"
             )
-        said, actual = count(entry["bytes"]), self.store.size(name)
-        if actual != said:
+        expected, actual = count(entry["bytes"]), self.store.size(name)
+        if actual != expected:
             shown = "missing" if actual is None else f"{actual} bytes"
-            raise DamagedError(f"{self.store}/{name} is {shown}; the manifest says {said} bytes: the checkpoint is damaged")
-        if len(entry["xxh3"]) != -(-said // CHUNK_BYTES) or not all(isinstance(d, str) for d in entry["xxh3"]):
-            raise ValueError(f"{name} has {len(entry['xxh3'])} checksums for {said} bytes")
+            raise DamagedError(
+                f"{self.store}/{name} is {shown}; the manifest says {expected} bytes: the checkpoint is damaged"
+            )
+        if len(entry["xxh3"]) != -(-expected // CHUNK_BYTES) or not all(isinstance(d, str) for d in entry["xxh3"]):
+            raise ValueError(f"{name} has {len(entry['xxh3'])} checksums for {expected} bytes")
 
     @property
     def step(self) -> int:
-        """Number of the checkpoint."""
-        found: int = self.data["step"]
-        return found
+        """The step of the checkpoint."""
+        step: int = self.data["step"]
+        return step
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return list(self.data["tensors"])
 
     def kinds(self, name: str) -> dict[str, StoredTensor]:
-        """The kinds stored of one tensor."""
+        """Return the stored kinds of one tensor."""
         entry = self.data["tensors"][name]
         shape = shape_of(entry["shape"])
-        found = {}
+        tensors = {}
         for kind, stored in entry["kinds"].items():
             if stored["dtype"] not in ITEMSIZE:
                 raise ValueError(f"{kind} of {name} has the unknown dtype {stored['dtype']!r}")
-            found[kind] = StoredTensor(shape, stored["dtype"], tuple(self._box(b, shape) for b in stored["boxes"]))
-        return found
+            tensors[kind] = StoredTensor(shape, stored["dtype"], tuple(self._stored_slice(b, shape) for b in stored["boxes"]))
+        return tensors
 
-    def _box(self, b: Mapping[str, Any], shape: tuple[int, ...]) -> StoredBox:
+    def _stored_slice(self, b: Mapping[str, Any], shape: tuple[int, ...]) -> StoredFileSlice:
         if b["file"] not in self.data["files"]:
             raise CheckpointError(f"{self.store}/{MANIFEST} uses the file {b['file']!r}, which it does not list")
-        box = TensorSlice(shape_of(b["offset"]), shape_of(b["length"]))
-        if len(box.offset) != len(shape) or any(end > n for end, n in zip(box.end, shape, strict=True)):
-            raise ValueError(f"a box from {list(box.offset)}, {list(box.length)} long, of a tensor of {list(shape)}")
-        return StoredBox(box, b["file"], b["key"])
+        tensor_slice = TensorSlice(shape_of(b["offset"]), shape_of(b["length"]))
+        if len(tensor_slice.offset) != len(shape) or any(end > n for end, n in zip(tensor_slice.end, shape, strict=True)):
+            raise ValueError(
+                f"a slice of length {list(tensor_slice.length)} at {list(tensor_slice.offset)} does not fit into the "
+                f"tensor's shape {list(shape)}"
+            )
+        return StoredFileSlice(tensor_slice, b["file"], b["key"])
 
     def tensor_files(self, *, verify: bool = True) -> TensorFiles:
-        """Reads its tensors.
+        """Return a reader of the checkpoint's tensors.
 
         Args:
-            verify: compare what is read with the checksums.
+            verify: Whether to verify checksums when reading.
         """
         return TensorFiles(self.store, {n: e["xxh3"] for n, e in self.data["files"].items()} if verify else None)
 
     def check_cover(self, files: TensorFiles, name: str, kind: str) -> StoredTensor:
-        """A tensor whose boxes cover it exactly once, each as large in its file as the manifest says.
+        """Return a tensor after checking that its slices cover it exactly once and match their files.
 
         Raises:
-            CheckpointError: a gap, an overlap, or a box that its file has otherwise.
+            CheckpointError: There is a gap or an overlap, or a slice differs from its file.
         """
-        found = self.kinds(name)[kind]
-        # First that each is there: boxes that nothing stands behind cost a writer nothing, and a reader time.
-        for box in found.boxes:
-            self.check_box(files, box, found.dtype)
-        if not covers(found.shape, [b.box for b in found.boxes]):
-            raise CheckpointError(f"{self.store}: the boxes of {kind} of {name} do not cover {list(found.shape)} exactly once")
-        return found
+        tensor = self.kinds(name)[kind]
+        # First check that each slice exists: slices without data cost a writer nothing to declare, but cost a reader time.
+        for stored in tensor.boxes:
+            self.check_slice(files, stored, tensor.dtype)
+        if not covers(tensor.shape, [b.box for b in tensor.boxes]):
+            raise CheckpointError(
+                f"{self.store}: the slices of {kind} of {name} do not cover {list(tensor.shape)} exactly once"
+            )
+        return tensor
 
-    def check_box(self, files: TensorFiles, box: StoredBox, dtype: str) -> None:
-        """Compare a box with its file.
+    def check_slice(self, files: TensorFiles, box: StoredFileSlice, dtype: str) -> None:
+        """Check that a slice matches its file.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: The dtype or the shape differs.
         """
         array = files.array(box.file, box.key)
         if (array.dtype, array.shape) != (dtype, box.box.length):
             raise CheckpointError(
-                f"{self.store}/{box.file} has {array.dtype} {list(array.shape)} under {box.key!r}, the manifest {dtype} "
-                f"{list(box.box.length)}"
+                f"{self.store}/{box.file} has {array.dtype} {list(array.shape)} under {box.key!r}, but the manifest says "
+                f"{dtype} {list(box.box.length)}"
             )
 
     def model_files(self) -> Iterator[tuple[str, bytes]]:
-        """Config, tokenizer and the like: names and contents, checked.
+        """Yield the names and contents of the config, tokenizer and similar files, after checking them.
 
         Raises:
-            DamagedError: one does not match its checksum.
+            DamagedError: A file does not match its checksum.
         """
         for name, entry in self.data["files"].items():
             if name.startswith(MODEL):
                 plain = name.removeprefix(MODEL)
                 if plain.startswith(".") or plain.endswith(WEIGHTS):
-                    raise CheckpointError(f"{self.store}/{name} is none of the files that stand beside a model's weights")
+                    raise CheckpointError(f"{self.store}/{name} is not a file that belongs next to a model's weights")
                 data = self.store.read(name)
                 if digests_of(data) != entry["xxh3"]:
                     raise DamagedError(f"{self.store}/{name} does not match its checksum: the checkpoint is damaged")
@@ -212,7 +219,7 @@ class Manifest:
 
 
 def write_manifest(store: Store, data: Mapping[str, Any]) -> None:
-    """Write a manifest and, before it, its checksum."""
+    """Write the checksum of a manifest, then the manifest."""
     text = json.dumps(data).encode()
     store.write(SEAL, _seal(text))
     store.write(MANIFEST, text)
@@ -223,27 +230,27 @@ def _seal(text: bytes) -> bytes:
 
 
 def merge_index(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One index of tensors from those of all ranks, checked to cover every tensor exactly once.
+    """Merge the tensor indexes of all ranks and check that the slices cover every tensor exactly once.
 
     Args:
-        parts: of each rank: name -> {shape, kinds: {kind: {dtype, boxes}}}.
+        parts: The index of each rank: name -> {shape, kinds: {kind: {dtype, boxes}}}.
 
     Raises:
-        CheckpointError: a gap, an overlap, or ranks that disagree on a shape or a dtype.
+        CheckpointError: There is a gap or an overlap, or ranks disagree on a shape or a dtype.
     """
     tensors: dict[str, Any] = {}
     for part in parts:
         for name, entry in part.items():
-            whole_entry = tensors.setdefault(name, {"shape": entry["shape"], "kinds": {}})
-            if whole_entry["shape"] != entry["shape"]:
-                raise CheckpointError(f"ranks disagree on the shape of {name}: {whole_entry['shape']} and {entry['shape']}")
+            merged = tensors.setdefault(name, {"shape": entry["shape"], "kinds": {}})
+            if merged["shape"] != entry["shape"]:
+                raise CheckpointError(f"ranks disagree on the shape of {name}: {merged['shape']} and {entry['shape']}")
             for kind, stored in entry["kinds"].items():
-                known = whole_entry["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})
+                known = merged["kinds"].setdefault(kind, {"dtype": stored["dtype"], "boxes": []})
                 if known["dtype"] != stored["dtype"]:
                     raise CheckpointError(f"ranks disagree on {kind} of {name}: {known['dtype']} and {stored['dtype']}")
                 known["boxes"].extend(stored["boxes"])
     for name, entry in tensors.items():
         for kind, stored in entry["kinds"].items():
             if not covers(entry["shape"], [TensorSlice(tuple(b["offset"]), tuple(b["length"])) for b in stored["boxes"]]):
-                raise CheckpointError(f"the boxes of {kind} of {name} do not cover {entry['shape']} exactly once")
+                raise CheckpointError(f"the slices of {kind} of {name} do not cover {entry['shape']} exactly once")
     return tensors

@@ -1,4 +1,4 @@
-"""The checkpoints of one run side by side: names, the last complete one, rotation. Imports no torch."""
+"""The folder names, lookup and rotation of a run's checkpoints. Imports no torch."""
 
 import logging
 import re
@@ -15,25 +15,27 @@ _NAME = re.compile(r"step-(\d{8,})(?:\+(\d+))?")
 
 
 def folder_name(step: int) -> str:
-    """`step-00000100`."""
+    """Return the folder name of a step, such as `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """A checkpoint folder's step, and which attempt at it this is; None for a folder of another name."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else (int(found[1]), int(found[2] or 0))
+    """Return the step and the attempt number of a checkpoint folder; None for a folder with another kind of name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def steps(root: Store) -> list[str]:
-    """Names of checkpoint folders, oldest first, complete or not."""
-    found = {name: step_of(name) for name in root.folders()}
-    return sorted((name for name, step in found.items() if step is not None), key=lambda name: found[name] or (0, 0))
+    """Return the names of checkpoint folders, oldest first, complete or not."""
+    numbers = {name: step_of(name) for name in root.folders()}
+    return sorted((name for name, step in numbers.items() if step is not None), key=lambda name: numbers[name] or (0, 0))
 
 
 def recover(root: Store) -> None:
-    """Give complete checkpoints back the name that a crash has kept from them: when a step is saved a second time, there is an
-    instant at which neither the old folder nor the new one has it. Nobody else may be saving."""
+    """Restore the names of complete checkpoints after a crash. No other process may be saving.
+
+    When a step is saved a second time, there is a moment at which neither the old folder nor the new one has the final name.
+    """
     if not isinstance(root, LocalStore):
         return
     for prefix in (TEMPORARY, DELETED):
@@ -45,11 +47,11 @@ def recover(root: Store) -> None:
                 except CheckpointError:
                     continue
                 (root.path / name).rename(root.path / final)
-                log.warning("%s/%s was complete and is taken back", root, final)
+                log.warning("%s/%s is complete and was recovered after a crash", root, final)
 
 
 def newest_first(root: Store) -> Iterator[tuple[str, Manifest | CheckpointError]]:
-    """Checkpoint folders, the last one first, each with its manifest or why it has none that can be used."""
+    """Yield checkpoint folders, newest first, each with its manifest or the reason why it has no usable one."""
     for name in reversed(steps(root)):
         try:
             yield name, Manifest.read(root.child(name))
@@ -58,20 +60,20 @@ def newest_first(root: Store) -> Iterator[tuple[str, Manifest | CheckpointError]
 
 
 def latest(root: Store) -> tuple[Manifest | None, list[str]]:
-    """The last complete checkpoint, and why later ones were passed over."""
+    """Return the last complete checkpoint and the reasons why later ones were skipped."""
     skipped: list[str] = []
-    for _, found in newest_first(root):
-        if isinstance(found, Manifest):
-            return found, skipped
-        skipped.append(str(found))
+    for _, candidate in newest_first(root):
+        if isinstance(candidate, Manifest):
+            return candidate, skipped
+        skipped.append(str(candidate))
     return None, skipped
 
 
 def find_checkpoint(where: Path | str) -> Manifest:
-    """The checkpoint at a path or URL: itself, or the last complete one of a run or of a folder of checkpoints.
+    """Return the checkpoint at a path or URL: the folder itself, or the last complete one of a run or of a checkpoint folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is none.
     """
     store, root = open_store(where), find_root(where)
     if root is not None:
@@ -79,47 +81,47 @@ def find_checkpoint(where: Path | str) -> Manifest:
         if manifest is None:
             raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(skipped)}")
         for reason in skipped:
-            log.warning("passed over: %s", reason)
+            log.warning("checkpoint skipped: %s", reason)
         return manifest
     if store.size(MANIFEST) is None and isinstance(store, LocalStore):
-        raise CheckpointError(_what_else(store.path))
+        raise CheckpointError(_describe_other(store.path))
     return Manifest.read(store)
 
 
 def find_root(where: Path | str) -> Store | None:
-    """The folder of checkpoints at a path or URL: itself, or that of a run; None where there are none."""
+    """Return the folder of checkpoints at a path or URL: the folder itself, or that of a run; None if there are none."""
     store = open_store(where)
-    return next((root for root in (store, store.child("checkpoints"), *_elsewhere(store)) if steps(root)), None)
+    return next((root for root in (store, store.child("checkpoints"), *_configured_root(store)) if steps(root)), None)
 
 
-def _elsewhere(store: Store) -> Iterator[Store]:
-    """Where a run's settings say that its checkpoints are."""
+def _configured_root(store: Store) -> Iterator[Store]:
+    """Yield the checkpoint folder that is configured in a run's settings."""
     if store.size("config.yaml") is not None:
         import yaml
 
         try:
-            found = yaml.safe_load(store.read("config.yaml"))["trainer"]["checkpoint_dir"]
+            folder = yaml.safe_load(store.read("config.yaml"))["trainer"]["checkpoint_dir"]
         except (yaml.YAMLError, KeyError, TypeError):
             return
-        if isinstance(found, str):
-            log.warning("%s: its checkpoints are in %s (trainer.checkpoint_dir of its config.yaml)", store, found)
-            yield open_store(found)
+        if isinstance(folder, str):
+            log.warning("%s: its checkpoints are in %s (trainer.checkpoint_dir in its config.yaml)", store, folder)
+            yield open_store(folder)
 
 
-def _what_else(path: Path) -> str:
-    """What a path is that is no checkpoint, and what it is for."""
+def _describe_other(path: Path) -> str:
+    """Describe what is at a path that is not a checkpoint, and how to use it."""
     if not path.exists():
         return f"{path} does not exist"
     if not path.is_dir():
         return f"{path} is a file; give the folder of a checkpoint or of a run"
     if (path / ".metadata").is_file() or any(path.glob("model_world_size_*_rank_*.pt")):
-        return f"{path} is a checkpoint of another program; take it over with: drivetrain import {path} OUT --model MODEL"
+        return f"{path} is a checkpoint of another program; import it with: drivetrain import {path} OUT --model MODEL"
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return f"{path} is a Hugging Face folder, and no checkpoint"
+        return f"{path} is a Hugging Face folder, not a checkpoint"
     runs = sorted(p.name for p in path.iterdir() if (p / "checkpoints").is_dir())
     if runs:
-        return f"{path} is no checkpoint, but a folder of runs: {', '.join(runs[:5])}"
-    return f"{path} is no complete checkpoint: it has no {MANIFEST}"
+        return f"{path} is not a checkpoint but a folder of runs: {', '.join(runs[:5])}"
+    return f"{path} is not a complete checkpoint: it has no {MANIFEST}"
 
 
 def rotate(
@@ -134,12 +136,13 @@ def rotate(
     """Delete old checkpoints.
 
     Args:
-        root: folder of all checkpoints of a run.
-        keep_last: how many to keep; None keeps all.
-        newest: the step just saved. Later folders are damaged ones that were passed over.
-        keep_every: those of every so many steps stay too.
-        keep: steps that stay.
-        damaged: names that do not count as kept, as those without a manifest do not; they go with the good ones of their age.
+        root: The folder of all checkpoints of a run.
+        keep_last: The number of checkpoints to keep; None keeps all.
+        newest: The step just saved. Later folders are damaged ones that were skipped.
+        keep_every: The step interval at which checkpoints are kept permanently; None for none.
+        keep: The steps whose checkpoints are kept.
+        damaged: The names of damaged checkpoints. Like folders without a manifest, they do not count toward `keep_last`;
+            they are deleted together with the good ones of their age.
     """
     if keep_last is None:
         return

@@ -1,4 +1,4 @@
-"""Random state of a process as JSON, so that a resumed run draws what the uninterrupted one would have."""
+"""The random state of a process as JSON, so that a resumed run draws the same numbers as an uninterrupted one."""
 
 import random
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's, NumPy's and Python's generators."""
+    """Return the state of torch's, NumPy's and Python's generators."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {
@@ -21,22 +21,22 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng(state: Any) -> None:
-    """Refuse what `restore_rng` could not take, before anything is changed.
+    """Check that `restore_rng` accepts a state, before anything is changed.
 
     Raises:
-        ValueError: it is no random state.
+        ValueError: It is not a valid random state.
     """
     before = rng_state()
     try:
         restore_rng(state)
-    except Exception as e:  # of an untrusted file anything can be wrong
+    except Exception as e:  # anything can be wrong in an untrusted file
         raise ValueError(f"{type(e).__name__} {e}") from e
     finally:
         restore_rng(before)
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Take back what `rng_state` gave."""
+    """Restore a state that `rng_state` returned."""
     torch.set_rng_state(_tensor(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
@@ -47,7 +47,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(*parts: int) -> None:
-    """Seed all generators from several numbers, each combination differently."""
+    """Seed all generators from several numbers; each combination gives different seeds."""
     entropy = np.random.SeedSequence(list(parts)).generate_state(3, dtype=np.uint32)
     torch.manual_seed(int(entropy[0]))
     np.random.seed(int(entropy[1]))

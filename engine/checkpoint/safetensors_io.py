@@ -1,6 +1,6 @@
-"""safetensors files: the header, a streaming writer, digests by chunks, parts read and checked. Imports no torch.
+"""safetensors files: the header, a streaming writer, digests per chunk, and verified reads of parts. Imports no torch.
 
-Digests are xxh3-64 of consecutive chunks of a file, so that a part of it can be checked without reading the rest.
+Digests are xxh3-64 of consecutive chunks of a file, so that a part of it can be verified without reading the rest.
 """
 
 import json
@@ -36,32 +36,32 @@ ITEMSIZE = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of an element, by safetensors' name of its type."""
+"""Bytes per element, by safetensors dtype name."""
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Numbers of a type's size: to copy elements their meaning is not needed."""
+"""NumPy types by item size: elements can be copied without knowing their meaning."""
 
 
 class DamagedError(CheckpointError):
-    """Bytes of a checkpoint are not those that were written."""
+    """The bytes of a checkpoint are not those that were written."""
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Size of a tensor."""
+    """Return the size of a tensor in bytes."""
     return ITEMSIZE[dtype] * math.prod(shape)
 
 
 def layout(
     entries: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """A file of tensors one after the other.
+    """Lay out a file with tensors one after the other.
 
     Args:
-        entries: key -> (dtype, shape).
-        metadata: strings for the header.
+        entries: The tensors: key -> (dtype, shape).
+        metadata: The strings for the header.
 
     Returns:
-        the file's first bytes; where each tensor begins; the size of the file.
+        The file's first bytes, the start of each tensor, and the size of the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at, starts = 0, {}
@@ -76,7 +76,7 @@ def layout(
 
 
 class Digests:
-    """xxh3-64 of a stream, chunk by chunk."""
+    """The xxh3-64 digests of a stream, chunk by chunk."""
 
     def __init__(self) -> None:
         self._open, self._filled = xxhash.xxh3_64(), 0
@@ -94,47 +94,47 @@ class Digests:
                 self._open, self._filled = xxhash.xxh3_64(), 0
 
     def finish(self) -> list[str]:
-        """Of all chunks, the last one being what is left."""
+        """Return the digests of all chunks; the last chunk is the remainder."""
         return [*self._done, self._open.hexdigest()] if self._filled else list(self._done)
 
 
 def digests_of(data: bytes) -> list[str]:
-    """Of a small file."""
-    found = Digests()
-    found.update(memoryview(data))
-    return found.finish()
+    """Return the digests of a small file."""
+    digests = Digests()
+    digests.update(memoryview(data))
+    return digests.finish()
 
 
 class TensorWriter:
-    """Writes a file whose header is known before its data, as a stream. No second copy of the data is made.
+    """Writes a file, whose header is known before its data, as a stream, without copying the data.
 
     Args:
-        file: to write, from its beginning.
-        entries: key -> (dtype, shape), in the order in which `write` will be called.
+        file: The file to write, from its beginning.
+        entries: The tensors: key -> (dtype, shape), in the order in which `write` will be called.
     """
 
     def __init__(self, file: BinaryIO, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
         first, _, self.size = layout(entries)
         self._file, self._digests = file, Digests()
-        self._left = {key: size for key, entry in entries.items() if (size := tensor_bytes(*entry))}
+        self._remaining = {key: size for key, entry in entries.items() if (size := tensor_bytes(*entry))}
         self._put(memoryview(first))
 
     def write(self, key: str, data: memoryview) -> None:
-        """Append a tensor's bytes, all of them or the next ones."""
+        """Append a tensor's bytes: either all or the next part."""
         if not len(data):
             return
-        expected = next(iter(self._left), None)
+        expected = next(iter(self._remaining), None)
         assert key == expected, (key, expected)
-        assert len(data) <= self._left[key], key
-        self._left[key] -= len(data)
-        if not self._left[key]:
-            del self._left[key]
+        assert len(data) <= self._remaining[key], key
+        self._remaining[key] -= len(data)
+        if not self._remaining[key]:
+            del self._remaining[key]
         for start in range(0, len(data), BLOCK_BYTES):
             self._put(data[start : start + BLOCK_BYTES])
 
     def finish(self) -> dict[str, Any]:
-        """The file's entry in a manifest."""
-        assert not self._left, f"{next(iter(self._left))} was not written"
+        """Return the file's entry in a manifest."""
+        assert not self._remaining, f"{next(iter(self._remaining))} was not written"
         return {"bytes": self.size, "xxh3": self._digests.finish()}
 
     def _put(self, data: memoryview) -> None:
@@ -147,9 +147,9 @@ class StoredArray:
     """A tensor in a file.
 
     Args:
-        dtype: safetensors' name of its type.
-        shape: of it.
-        start: its first byte in the file.
+        dtype: The safetensors dtype name.
+        shape: The shape of the tensor.
+        start: The position of its first byte in the file.
     """
 
     dtype: str
@@ -158,26 +158,26 @@ class StoredArray:
 
 
 class CheckedFile:
-    """Reads parts of a file, checking each chunk that it meets, once.
+    """Reads parts of a file and verifies each chunk that it reads, once.
 
     Args:
-        store: the folder.
-        name: of the file.
-        size: in bytes.
-        digests: of its chunks; None reads without checking.
+        store: The folder of the file.
+        name: The name of the file.
+        size: The size of the file in bytes.
+        digests: The digests of its chunks; None reads without verification.
     """
 
     def __init__(self, store: Store, name: str, size: int, digests: Sequence[str] | None) -> None:
         self.store, self.name, self.size, self._digests = store, name, size, digests
-        # Shared by threads: that two of them check the same chunk is a waste, and no harm.
+        # Shared by threads: two of them verifying the same chunk is wasteful but harmless.
         self._good: set[int] = set()
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on.
+        """Fill `out` with the bytes starting at `start`.
 
         Raises:
-            DamagedError: they are not those that were written.
-            CheckpointError: the file is shorter.
+            DamagedError: The bytes are not those that were written.
+            CheckpointError: The file is too short.
         """
         if self._digests is None:
             self.store.read_into(self.name, start, out)
@@ -197,7 +197,7 @@ class CheckedFile:
         self._edge(stop, out[stop - start :])
 
     def _edge(self, start: int, out: memoryview) -> None:
-        """Bytes of parts of chunks: those not yet checked are read whole."""
+        """Read bytes that cover chunks partially; chunks that are not verified yet are read in full."""
         while len(out):
             number = start // CHUNK_BYTES
             begin, end = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self.size)
@@ -217,17 +217,18 @@ class CheckedFile:
             return
         if xxhash.xxh3_64_hexdigest(data) != self._digests[number]:
             raise DamagedError(
-                f"{self.store}/{self.name}: the bytes from {number * CHUNK_BYTES} on do not match their checksum; the file is damaged"
+                f"{self.store}/{self.name}: the bytes starting at {number * CHUNK_BYTES} do not match their checksum; "
+                "the file is damaged"
             )
         self._good.add(number)
 
 
 class TensorFiles:
-    """Reads parts of the tensors in a folder's safetensors files. Threads may share one.
+    """Reads parts of the tensors in a folder's safetensors files. Threads may share an instance.
 
     Args:
-        store: the folder.
-        digests: by file; a file that has none is read without checking.
+        store: The folder of the files.
+        digests: The digests by file; a file without digests is read without verification.
     """
 
     def __init__(self, store: Store, digests: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -235,32 +236,32 @@ class TensorFiles:
         self._files: dict[str, tuple[CheckedFile, dict[str, StoredArray]]] = {}
 
     def arrays(self, file: str) -> dict[str, StoredArray]:
-        """The tensors of a file, by key.
+        """Return the tensors of a file, by key.
 
         Raises:
-            CheckpointError: no such file, or no safetensors file.
+            CheckpointError: The file does not exist or is not a safetensors file.
         """
         return self._open(file)[1]
 
     def array(self, file: str, key: str) -> StoredArray:
-        """A tensor of a file.
+        """Return a tensor of a file.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: There is no tensor with that key.
         """
-        found = self.arrays(file).get(key)
-        if found is None:
+        stored = self.arrays(file).get(key)
+        if stored is None:
             raise CheckpointError(f"{self.store}/{file} has no tensor {key!r}")
-        return found
+        return stored
 
     def read(self, file: str, key: str, part: TensorSlice, out: Any) -> None:
-        """Copy a part of a tensor, without reading much more than it.
+        """Copy a slice of a tensor, without reading much more than the slice.
 
         Args:
-            file: its name.
-            key: the tensor's.
-            part: of the tensor.
-            out: an array of `RAW` numbers with the part's shape, of any strides.
+            file: The name of the file.
+            key: The key of the tensor.
+            part: The slice of the tensor.
+            out: An array of `RAW` numbers with the slice's shape and any strides.
         """
         checked, arrays = self._open(file)
         array = arrays[key]
@@ -282,36 +283,36 @@ class TensorFiles:
             out[done : done + len(some)] = some[(slice(None), *inside)]
 
     def _open(self, file: str) -> tuple[CheckedFile, dict[str, StoredArray]]:
-        found = self._files.get(file)
-        if found is None:
+        entry = self._files.get(file)
+        if entry is None:
             size = self.store.size(file)
             if size is None:
                 raise CheckpointError(f"{self.store}/{file} is missing")
             checked = CheckedFile(self.store, file, size, self._digests.get(file))
-            found = self._files[file] = (checked, read_header(checked))
-        return found
+            entry = self._files[file] = (checked, read_header(checked))
+        return entry
 
 
 def _flat(array: Any) -> memoryview:
-    """The bytes of a contiguous array, to write into."""
+    """Return the bytes of a contiguous array, for writing into it."""
     return memoryview(array.reshape(-1)).cast("B")
 
 
 def read_metadata(file: CheckedFile) -> dict[str, Any]:
-    """The strings in a safetensors file's header.
+    """Return the metadata strings in a safetensors file's header.
 
     Raises:
-        CheckpointError: it is no safetensors file.
+        CheckpointError: It is not a safetensors file.
     """
-    found = _header(file)[0].get("__metadata__")
-    return found if isinstance(found, dict) else {}
+    metadata = _header(file)[0].get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def read_header(file: CheckedFile) -> dict[str, StoredArray]:
-    """The tensors of a safetensors file. Every number is checked before anything is made of its size.
+    """Return the tensors of a safetensors file. Every number is checked before anything of its size is allocated.
 
     Raises:
-        CheckpointError: it is none, or its tensors reach beyond it.
+        CheckpointError: It is not a safetensors file, or its tensors extend beyond the end of the file.
     """
     header, length = _header(file)
     try:
@@ -322,15 +323,15 @@ def read_header(file: CheckedFile) -> dict[str, StoredArray]:
 
 
 def _header(file: CheckedFile) -> tuple[dict[str, Any], int]:
-    """A file's header, parsed, and its length."""
+    """Return a file's parsed header and its length."""
     where = f"{file.store}/{file.name}"
     first = bytearray(8)
     if file.size < 8:
-        raise CheckpointError(f"{where} is no safetensors file: it has {file.size} bytes")
+        raise CheckpointError(f"{where} is not a safetensors file: it has {file.size} bytes")
     file.read_into(0, memoryview(first))
     length = int.from_bytes(first, "little")
     if length > min(file.size - 8, HEADER_LIMIT):
-        raise CheckpointError(f"{where} is no safetensors file, or cut off: a header of {length} bytes in {file.size}")
+        raise CheckpointError(f"{where} is not a safetensors file, or is truncated: a header of {length} bytes in {file.size}")
     text = bytearray(length)
     file.read_into(8, memoryview(text))
     try:
@@ -348,29 +349,29 @@ def _array(entry: Mapping[str, Any], base: int, size: int) -> StoredArray:
     expected = tensor_bytes(entry["dtype"], shape)
     if end - start != expected or base + end > size:
         raise ValueError(
-            f"{entry['dtype']} {list(shape)} takes {expected} bytes, not those from {start} to {end} of {size - base}"
+            f"{entry['dtype']} {list(shape)} takes {expected} bytes, but its offsets are {start} to {end} of {size - base}"
         )
     return StoredArray(entry["dtype"], shape, base + start)
 
 
 def shape_of(numbers: Any) -> tuple[int, ...]:
-    """Lengths of axes, of an untrusted file: no more elements than there can be, even where one axis is empty.
+    """Return a shape from an untrusted file, limited to a possible number of elements even if an axis is empty.
 
     Raises:
-        ValueError: they are none.
+        ValueError: The numbers are not a valid shape.
     """
-    found = tuple(map(count, numbers))
-    if math.prod(n for n in found if n) >= 2**60:
-        raise ValueError(f"{list(found)} is no shape that a tensor can have")
-    return found
+    shape = tuple(map(count, numbers))
+    if math.prod(n for n in shape if n) >= 2**60:
+        raise ValueError(f"{list(shape)} is not a shape that a tensor can have")
+    return shape
 
 
 def count(n: Any) -> int:
-    """A number of things, of an untrusted file.
+    """Return a count from an untrusted file.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is not a count.
     """
     if type(n) is not int or n < 0:
-        raise ValueError(f"{n!r} is no count")
+        raise ValueError(f"{n!r} is not a count")
     return n

@@ -1,4 +1,4 @@
-"""An engine's state to a checkpoint folder: taken as it is at one moment, then written. Knows no backend."""
+"""Saving an engine's state to a checkpoint folder: first a snapshot, then the write. Independent of the backend."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,11 +25,11 @@ class Snapshot:
     """One rank's part of a checkpoint, before it is written.
 
     Args:
-        step: its number.
-        pieces: the boxes that this rank writes.
-        rng: this rank's random state.
-        state: what else the manifest holds, JSON-able, the same on every rank.
-        model_files: config and tokenizer, by name; asked for on the first rank alone.
+        step: The checkpoint's step.
+        pieces: The local shards that this rank writes.
+        rng: This rank's random state.
+        state: The other fields of the manifest, JSON-serializable and the same on every rank.
+        model_files: A function that returns the config and tokenizer files by name; called on rank 0 only.
     """
 
     step: int
@@ -40,37 +40,37 @@ class Snapshot:
 
 
 class HostCopies:
-    """Room on the host for copies of tensors, kept from one save to the next: pages once touched are fast."""
+    """Host buffers for copies of tensors, reused by every save, because memory pages that have been touched are fast."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def reserve(self, pieces: Iterable[LocalShard]) -> None:
-        """Touch all the room that `take` will need, so that the first copy is as fast as the others."""
-        for piece in pieces:
-            if piece.owned and piece.data.numel():
-                self._kept[key_of(piece)] = self._room(None, piece.data).zero_()
+        """Allocate and touch all buffers that `take` will need, so that the first copy is as fast as the others."""
+        for shard in pieces:
+            if shard.owned and shard.data.numel():
+                self._buffers[key_of(shard)] = self._buffer(None, shard.data).zero_()
 
     @staticmethod
-    def _room(kept: Tensor | None, data: Tensor) -> Tensor:
-        if kept is not None and (kept.dtype, kept.shape) == (data.dtype, data.shape):
-            return kept
+    def _buffer(buffer: Tensor | None, data: Tensor) -> Tensor:
+        if buffer is not None and (buffer.dtype, buffer.shape) == (data.dtype, data.shape):
+            return buffer
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
 
     def take(self, pieces: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
-        """The pieces with copies of their data, made by the time it returns."""
-        before, self._kept = self._kept, {}
-        found, cuda = [], False
-        for piece in pieces:
-            key, data = key_of(piece), piece.data
-            room = self._room(before.get(key), data)
-            room.copy_(data.detach(), non_blocking=True)
+        """Return the owned shards with copies of their data; the copies are complete on return."""
+        previous, self._buffers = self._buffers, {}
+        copies, cuda = [], False
+        for shard in pieces:
+            key, data = key_of(shard), shard.data
+            buffer = self._buffer(previous.get(key), data)
+            buffer.copy_(data.detach(), non_blocking=True)
             cuda = cuda or data.is_cuda
-            self._kept[key] = room
-            found.append(LocalShard(kind=piece.kind, name=piece.name, shape=piece.shape, offset=piece.offset, data=room))
+            self._buffers[key] = buffer
+            copies.append(LocalShard(kind=shard.kind, name=shard.name, shape=shard.shape, offset=shard.offset, data=buffer))
         if cuda:
             torch.cuda.synchronize()
-        return tuple(found)
+        return tuple(copies)
 
 
 def take_snapshot(
@@ -80,17 +80,18 @@ def take_snapshot(
     model_files: Callable[[], Mapping[str, bytes]],
     copies: HostCopies | None = None,
 ) -> Snapshot:
-    """This rank's part of a checkpoint.
+    """Take a snapshot of this rank's part of a checkpoint.
 
     Args:
-        step: its number.
-        pieces: this rank's boxes, of which it writes those that it owns.
-        state: what else the manifest holds.
-        model_files: config and tokenizer.
-        copies: copies the tensors, so that training can go on while they are written; None leaves them where they are.
+        step: The checkpoint's step.
+        pieces: This rank's local shards, of which it writes those that it owns.
+        state: The other fields of the manifest.
+        model_files: A function that returns the config and tokenizer files by name.
+        copies: The buffers to copy the tensors into, so that training can continue while they are written; None does not copy
+            them.
     """
     if step < 0:
-        raise CheckpointError(f"step={step}; a checkpoint's number is 0 or more")
+        raise CheckpointError(f"step={step}; the step of a checkpoint must be 0 or more")
     owned = [p for p in pieces if p.owned and p.data.numel()]
     return Snapshot(
         step=step,
@@ -102,42 +103,42 @@ def take_snapshot(
 
 
 def key_of(piece: LocalShard) -> str:
-    """A piece's key in its rank's file."""
+    """Return a shard's key in its rank's file."""
     return f"{piece.kind}/{piece.name}@{'.'.join(map(str, piece.offset))}"
 
 
 def write_snapshot(
     snapshot: Snapshot, root: Store, topology: Topology, group: ProcessGroup, after: Callable[[], None] | None = None
 ) -> str:
-    """Write every rank's part, then the manifest, then give the folder its name. Collective over `group`.
+    """Write every rank's part, then the manifest, then give the folder its final name. Collective over `group`.
 
     Args:
-        snapshot: of this rank.
-        root: folder of all checkpoints of a run.
-        topology: of the engine.
-        group: of all its ranks; of its own where the engine works on meanwhile.
-        after: called on the first rank when the checkpoint is complete.
+        snapshot: This rank's snapshot.
+        root: The folder of all checkpoints of a run.
+        topology: The engine's topology.
+        group: A process group of all of the engine's ranks; a separate group if the engine continues in the meantime.
+        after: A function that is called on rank 0 when the checkpoint is complete.
 
     Returns:
-        path or URL of the checkpoint.
+        The path or URL of the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be written; those saved before are untouched.
+        CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.
     """
     name, main = folder_name(snapshot.step), topology.is_main
-    begun = ""
+    temporary = ""
     with collective_errors(group), _disk_errors(root):
         if main:
-            begun = root.begin(name).name
-    made = root.child(str(all_gather_object(begun, group)[0]))
+            temporary = root.begin(name).name
+    folder = root.child(str(all_gather_object(temporary, group)[0]))
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
     try:
         with collective_errors(group), _disk_errors(root):
-            index, entry = _write_rank(made, file, snapshot.pieces)
+            index, entry = _write_rank(folder, file, snapshot.pieces)
             if main:
                 for path, data in snapshot.model_files().items():
-                    made.write(f"{MODEL}{path}", data)
+                    folder.write(f"{MODEL}{path}", data)
                     files[f"{MODEL}{path}"] = {"bytes": len(data), "xxh3": digests_of(data)}
         parts = all_gather_object((index, entry, snapshot.rng), group)
         final = ""
@@ -153,36 +154,36 @@ def write_snapshot(
                     "ranks": [{"rng": rng} for _, _, rng in parts],
                     "tensors": merge_index([index for index, _, _ in parts]),
                 }
-                write_manifest(made, manifest)
-                final = str(root.publish(made, name))
+                write_manifest(folder, manifest)
+                final = str(root.publish(folder, name))
                 if after is not None:
                     after()
         return str(all_gather_object(final, group)[0])
     except Exception:
-        if main and made.name != name:
+        if main and folder.name != name:
             with suppress(OSError):
-                root.remove(made.name)
+                root.remove(folder.name)
         raise
 
 
 @contextmanager
 def _disk_errors(root: Store) -> Iterator[None]:
-    """Raise an `OSError` of the block as a `CheckpointError` that says what to do about it."""
+    """Raise an `OSError` in the block as a `CheckpointError` that says what to do about it."""
     try:
         yield
     except OSError as e:
-        raise CheckpointError(f"{disk_error(f'the checkpoint in {root}', e)}. Those saved before are untouched") from e
+        raise CheckpointError(f"{disk_error(f'the checkpoint in {root}', e)}. Earlier checkpoints are untouched") from e
 
 
-def _write_rank(store: Store, file: str, pieces: Iterable[LocalShard]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a rank's file; its part of the index, and its entry among the files."""
-    by_key = {key_of(p): p for p in pieces}
+def _write_rank(store: Store, file: str, shards: Iterable[LocalShard]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a rank's file; return its part of the tensor index and its entry in the list of files."""
+    by_key = {key_of(p): p for p in shards}
     index: dict[str, Any] = {}
     with store.create(file) as out:
         writer = TensorWriter(out, {key: (DTYPES[p.data.dtype], p.data.shape) for key, p in by_key.items()})
-        for key, piece in by_key.items():
-            writer.write(key, host_bytes(piece.data))
-            entry = index.setdefault(piece.name, {"shape": list(piece.shape), "kinds": {}})
-            kind = entry["kinds"].setdefault(piece.kind, {"dtype": DTYPES[piece.data.dtype], "boxes": []})
-            kind["boxes"].append({"offset": list(piece.offset), "length": list(piece.data.shape), "file": file, "key": key})
+        for key, shard in by_key.items():
+            writer.write(key, host_bytes(shard.data))
+            entry = index.setdefault(shard.name, {"shape": list(shard.shape), "kinds": {}})
+            kind = entry["kinds"].setdefault(shard.kind, {"dtype": DTYPES[shard.data.dtype], "boxes": []})
+            kind["boxes"].append({"offset": list(shard.offset), "length": list(shard.data.shape), "file": file, "key": key})
         return index, writer.finish()

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a folder of this machine or of a file system it shares, or an object store, through fsspec.
+"""Storage for checkpoints: a folder on a local or shared file system, or an object store accessed through fsspec.
 
-Imports no torch. Names inside a store are relative, with `/` between their parts.
+Imports no torch. Names inside a store are relative, with `/` as the separator.
 """
 
 import os
@@ -21,35 +21,35 @@ MANIFEST, MODEL_FOLDER = "manifest.json", "model"
 
 
 class Store(ABC):
-    """One folder."""
+    """A folder."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """Path or URL."""
+        """Return the path or URL."""
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """The last part of the path."""
         return str(self).rstrip("/").rpartition("/")[2]
 
     @abstractmethod
     def child(self, name: str) -> "Store":
-        """A folder inside, which need not be there."""
+        """Return a folder inside this one; it need not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of a plain file; None where there is none. A link is none."""
+        """Return the size of a regular file in bytes; None if there is none. A link does not count as a file."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` with a file's bytes from `start` on.
+        """Fill `out` with a file's bytes, starting at `start`.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: The file is too short or cannot be read.
         """
 
     def read(self, name: str) -> bytes:
-        """A whole, small file."""
+        """Return the contents of a small file."""
         size = self.size(name)
         if size is None:
             raise CheckpointError(f"{self}/{name} is missing")
@@ -59,51 +59,54 @@ class Store(ABC):
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """Names of the folders inside, sorted."""
+        """Return the names of the folders inside, sorted."""
 
     @abstractmethod
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file to write from its beginning; it lasts when the context is left."""
+        """Open a file for writing from its beginning; it is durable once the context exits."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file."""
+        """Write a complete file."""
         with self.create(name) as file:
             file.write(data)
 
     @abstractmethod
     def begin(self, name: str) -> "Store":
-        """A place to write what will be the folder `name`."""
+        """Return a location for writing what will become the folder `name`."""
 
     @abstractmethod
     def publish(self, made: "Store", name: str) -> "Store":
-        """Give what `begin` made its name, in one instant; all is written, the manifest last. Returns its place."""
+        """Atomically give the folder from `begin` its final name and return its final location.
+
+        Everything has been written by then, the manifest last.
+        """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a folder. Whatever happens meanwhile, it does not look complete afterwards."""
+        """Delete a folder. Even if this is interrupted, the folder does not look complete afterward."""
 
     @abstractmethod
     def sweep(self, *, deleted_only: bool = False) -> None:
-        """Remove what crashed deletions and, while nobody saves, crashed saves left behind.
+        """Remove what crashed deletions and, if no save is running, crashed saves left behind.
 
         Args:
-            deleted_only: leave unfinished folders alone: another save may be writing one.
+            deleted_only: Whether to leave unfinished folders alone, because another save may be writing one.
         """
 
 
 def open_store(where: Path | str) -> Store:
-    """The store at a path or a URL."""
+    """Return the store at a path or a URL."""
     if str(where).startswith("file://"):
         where = str(where).removeprefix("file://")
     return RemoteStore.open(str(where)) if "://" in str(where) else LocalStore(Path(where))
 
 
 class LocalStore(Store):
-    """A folder of a file system that renames in one instant.
+    """A folder on a file system with atomic renames.
 
     Args:
-        path: of the folder.
-        links: follow links, as the folders of a Hub cache have them; otherwise a link is no file.
+        path: The path of the folder.
+        links: Whether to follow links, which the folders of a Hub cache contain; otherwise a link does not count as a file.
     """
 
     def __init__(self, path: Path, *, links: bool = False) -> None:
@@ -122,12 +125,12 @@ class LocalStore(Store):
         if self._links:
             return path.stat().st_size if path.is_file() else None
         try:
-            # The folders on the way, up to this one, are looked at too: a link there leads out.
-            inside = [path, *path.parents][: name.count("/") + 1]
-            found = [os.lstat(p) for p in inside]
+            # The folders along the path, up to this one, are checked too: a link there would lead outside.
+            paths = [path, *path.parents][: name.count("/") + 1]
+            stats = [os.lstat(p) for p in paths]
         except OSError:
             return None
-        return found[0].st_size if stat.S_ISREG(found[0].st_mode) and not any(stat.S_ISLNK(f.st_mode) for f in found) else None
+        return stats[0].st_size if stat.S_ISREG(stats[0].st_mode) and not any(stat.S_ISLNK(s.st_mode) for s in stats) else None
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """See `Store`."""
@@ -157,14 +160,14 @@ class LocalStore(Store):
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb", buffering=0) as file:
-            yield _Whole(file)  # type: ignore[misc]  # of a binary file's methods writers use `write` alone
+            yield _CompleteWriter(file)  # type: ignore[misc]  # writers use only the `write` method of a binary file
             os.fsync(file.fileno())
 
     def begin(self, name: str) -> "LocalStore":
-        """See `Store`. A sibling: a folder under its own name is complete."""
-        made = self.path / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"
-        made.mkdir(parents=True)
-        return LocalStore(made)
+        """See `Store`. The location is a sibling folder, because a folder with a final name is always complete."""
+        folder = self.path / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir(parents=True)
+        return LocalStore(folder)
 
     def publish(self, made: Store, name: str) -> "LocalStore":
         """See `Store`."""
@@ -173,7 +176,7 @@ class LocalStore(Store):
             fsync_folder(folder)
         final = self.path / name
         if final.exists():
-            # A crash between the two renames leaves both folders whole under other names; `recover` gives one back.
+            # A crash between the two renames leaves both folders complete under other names; `recover` restores one.
             final.rename(self.path / _deleted(name))
         made.path.rename(final)
         fsync_folder(self.path)
@@ -194,8 +197,8 @@ class LocalStore(Store):
                 shutil.rmtree(self.path / name)
 
 
-class _Whole:
-    """An unbuffered file whose `write` writes everything."""
+class _CompleteWriter:
+    """An unbuffered file whose `write` always writes all data."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -213,12 +216,12 @@ def _deleted(name: str) -> str:
 
 
 class RemoteStore(Store):
-    """A folder of a store that does not rename: what is written last, the manifest, makes it complete.
+    """A folder in a store without renames: the manifest, which is written last, makes it complete.
 
     Args:
-        system: fsspec's file system.
-        path: of the folder there.
-        url: for people.
+        system: The fsspec file system.
+        path: The path of the folder in the file system.
+        url: The URL shown to users.
     """
 
     def __init__(self, system: Any, path: str, url: str) -> None:
@@ -226,10 +229,10 @@ class RemoteStore(Store):
 
     @classmethod
     def open(cls, url: str) -> "RemoteStore":
-        """The store of a URL.
+        """Return the store at a URL.
 
         Raises:
-            CheckpointError: the protocol is not known, or its package is not installed.
+            CheckpointError: The protocol is unknown, or its package is not installed.
         """
         import fsspec
 
@@ -249,10 +252,10 @@ class RemoteStore(Store):
     def size(self, name: str) -> int | None:
         """See `Store`."""
         try:
-            found = self.system.info(f"{self.path}/{name}")
+            info = self.system.info(f"{self.path}/{name}")
         except FileNotFoundError:
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+        return int(info["size"]) if info["type"] == "file" else None
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """See `Store`."""
@@ -268,23 +271,23 @@ class RemoteStore(Store):
         """See `Store`."""
         self.system.invalidate_cache(self.path)
         try:
-            found = self.system.ls(self.path, detail=True)
+            entries = self.system.ls(self.path, detail=True)
         except FileNotFoundError:
             return []
-        return sorted(f["name"].rstrip("/").rpartition("/")[2] for f in found if f["type"] == "directory")
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """See `Store`. A file appears when it is closed, whole."""
+        """See `Store`. A file appears, complete, when it is closed."""
         path = f"{self.path}/{name}"
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self.system.open(path, "wb") as file:
             yield file
 
     def begin(self, name: str) -> "RemoteStore":
-        """See `Store`. A second attempt at a step gets a folder of its own: the first one may be all that there is."""
-        taken = [int(n.partition("+")[2] or 0) for n in self._attempts(name)]
-        return self.child(name if not taken else f"{name}+{max(taken) + 1}")
+        """See `Store`. A second attempt at a step gets its own folder, because the first may be the only checkpoint."""
+        attempts = [int(n.partition("+")[2] or 0) for n in self._attempts(name)]
+        return self.child(name if not attempts else f"{name}+{max(attempts) + 1}")
 
     def _attempts(self, name: str) -> list[str]:
         return [n for n in self.folders() if re.fullmatch(rf"{re.escape(name)}(\+\d+)?", n)]
@@ -297,28 +300,28 @@ class RemoteStore(Store):
         return self.child(made.name)
 
     def remove(self, name: str) -> None:
-        """See `Store`. The manifest goes first."""
+        """See `Store`. The manifest is deleted first."""
         manifest = f"{self.path}/{name}/{MANIFEST}"
         if self.system.exists(manifest):
             self.system.rm_file(manifest)
-        # One by one: a recursive removal takes names for patterns, and a run's name may look like one.
+        # One by one: a recursive removal treats names as patterns, and a run's name may look like one.
         for path in self.system.find(f"{self.path}/{name}"):
             self.system.rm_file(path)
         with suppress(OSError, NotImplementedError):
-            # Where folders are things of their own.
+            # Some stores have real folders.
             self.system.rmdir(f"{self.path}/{name}/{MODEL_FOLDER}")
         with suppress(OSError, NotImplementedError):
             self.system.rmdir(f"{self.path}/{name}")
 
     def sweep(self, *, deleted_only: bool = False) -> None:
-        """See `Store`. What a crash left has no manifest."""
+        """See `Store`. Folders left behind by a crash have no manifest."""
         for name in [] if deleted_only else self.folders():
             if re.match(r"step-\d{8,}", name) and self.child(name).size(MANIFEST) is None:
                 self.remove(name)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames inside a folder survive a power cut."""
+    """Sync a folder to disk, so that renames inside it survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned parts of a global tensor, the coordinates that loading, saving and export share.
+"""Tensor slices: axis-aligned parts of a global tensor, the coordinates shared by loading, saving and export.
 
 Pure integer arithmetic on offsets and lengths. Imports no torch.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class TensorSlice:
-    """The part of a tensor that starts at `offset` and is `length` long on each axis."""
+    """The part of a tensor that starts at `offset` and has size `length` along each axis."""
 
     offset: tuple[int, ...]
     length: tuple[int, ...]
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         volume = 1
         for n in self.length:
             volume *= n
@@ -24,28 +24,28 @@ class TensorSlice:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """First index past the box on each axis."""
+        """The first index past the slice on each axis."""
         return tuple(o + n for o, n in zip(self.offset, self.length, strict=True))
 
     def seen_from(self, origin: Sequence[int]) -> "TensorSlice":
-        """The same box where `origin` is the first element."""
+        """Return the same slice relative to `origin`."""
         return TensorSlice(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.length)
 
     def within(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Slices of this box in a tensor whose first element stands at `origin`."""
+        """Return the index of this slice in a tensor whose first element is at `origin`."""
         return tuple(slice(o - b, o - b + n) for o, n, b in zip(self.offset, self.length, origin, strict=True))
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A part of a tensor on disk, and where it stands in a parameter of a rank or a model.
+    """A slice of a tensor on disk, and its position in a parameter of a rank or a model.
 
     Args:
-        name: on disk.
-        shape: on disk, of the whole tensor.
-        box: in the parameter.
-        offset: where the part begins in the tensor on disk; empty for its beginning.
-        dropped: leading axes of the box, of length 1, that the tensor on disk does not have.
+        name: The name of the tensor on disk.
+        shape: The shape of the entire tensor on disk.
+        box: The slice's position in the parameter.
+        offset: The start of the slice in the tensor on disk; empty if that is the tensor's start.
+        dropped: The number of leading axes of `box`, each of length 1, that the tensor on disk does not have.
     """
 
     name: str
@@ -55,7 +55,7 @@ class StoredSlice:
     dropped: int = 0
 
     def part(self, box: TensorSlice) -> tuple[TensorSlice, tuple[int, ...]] | None:
-        """What the segment and a box of the parameter share, and where it begins in the tensor on disk; None for nothing."""
+        """Return the intersection with a slice of the parameter, and its start in the tensor on disk; None if it is empty."""
         shared = intersect(box, self.box)
         if shared is None:
             return None
@@ -65,34 +65,34 @@ class StoredSlice:
 
 
 def whole(shape: Sequence[int]) -> TensorSlice:
-    """The box of an entire tensor."""
+    """Return the slice that covers an entire tensor."""
     return TensorSlice((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
-    """What two boxes share, or None."""
+    """Return the intersection of two slices, or None if it is empty."""
     start = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     length = tuple(min(x, y) - s for x, y, s in zip(a.end, b.end, start, strict=True))
     return TensorSlice(start, length) if all(n > 0 for n in length) else None
 
 
 def covers(shape: Sequence[int], boxes: Sequence[TensorSlice]) -> bool:
-    """Whether the boxes cover the tensor exactly once.
+    """Return whether the slices cover the tensor exactly once.
 
-    Volumes alone would let an overlap and a gap cancel, so overlaps are looked for too: sorted by their start on one
-    axis, only boxes that are still open there can meet.
+    Volumes alone would let an overlap and a gap cancel out, so overlaps are searched for too: with the slices sorted by their
+    start along one axis, only those that are still open can overlap.
     """
     bounds = whole(shape)
     if sum(b.volume for b in boxes) != bounds.volume or any(intersect(b, bounds) != b for b in boxes):
         return False
     if not shape:
         return len(boxes) == 1
-    open_boxes: list[TensorSlice] = []
-    # The axis along which the boxes differ most leaves the fewest open at a time.
+    open_slices: list[TensorSlice] = []
+    # Along the axis with the most distinct starts, the fewest slices are open at a time.
     axis = max(range(len(shape)), key=lambda d: len({b.offset[d] for b in boxes}))
-    for box in sorted(boxes, key=lambda b: b.offset[axis]):
-        open_boxes = [o for o in open_boxes if o.end[axis] > box.offset[axis]]
-        if any(intersect(o, box) for o in open_boxes):
+    for tensor_slice in sorted(boxes, key=lambda b: b.offset[axis]):
+        open_slices = [o for o in open_slices if o.end[axis] > tensor_slice.offset[axis]]
+        if any(intersect(o, tensor_slice) for o in open_slices):
             return False
-        open_boxes.append(box)
+        open_slices.append(tensor_slice)
     return True

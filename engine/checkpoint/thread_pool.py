@@ -1,4 +1,4 @@
-"""Several calls at a time, by threads; the first error, or Ctrl-C, leaves out what has not begun. Imports no torch."""
+"""Running several calls at a time in threads; an error or Ctrl-C cancels calls that have not started. Imports no torch."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def in_parallel(workers: int, calls: Iterable[Callable[[], T]]) -> list[T]:
-    """The results, in the calls' order.
+    """Run calls in a thread pool and return their results in order.
 
     Raises:
-        Whatever one of them raised first.
+        Exception: The first error, in the order of the calls.
     """
     pool = ThreadPoolExecutor(workers)
     try:

@@ -1,1 +1,1 @@
-"""Checks that any engine, ours or a third party's, runs against itself."""
+"""Conformance checks for engines, built-in or third-party."""

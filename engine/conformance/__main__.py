@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m drivetrain.engine.conformance BACKEND [parallel.cp=2 ...]`."""
+"""Conformance checks: `torchrun --nproc-per-node N -m drivetrain.engine.conformance BACKEND [cp=2 ...]`."""
 
 import argparse
 import os
@@ -19,29 +19,34 @@ from .engine_factory import ConformanceError, bench
 
 
 def parse_layout(words: list[str]) -> ParallelConfig:
-    """`cp=2 dp_replicate=2` as a layout.
+    """Parse a layout.
+
+    Args:
+        words: The axes, as in `["cp=2", "dp_replicate=2"]`.
 
     Raises:
-        ConfigError: an unknown axis.
+        ConfigError: An axis is unknown, or its size is not a number.
     """
     layout = ParallelConfig()
     known = {f.name for f in fields(ParallelConfig)}
     for word in words:
         axis, _, value = word.partition("=")
         if axis not in known or not value.isdigit():
-            raise ConfigError(f"{word!r} is no axis with a size; the axes are {', '.join(sorted(known))}")
+            raise ConfigError(f"{word!r} is not an axis with a size (axis=N); the axes are {', '.join(sorted(known))}")
         sizes: dict[str, Any] = {axis: int(value)}
         layout = replace(layout, **sizes)
     return layout
 
 
 def main() -> int:
-    """Run the checks; 0 when all hold."""
-    parser = argparse.ArgumentParser(prog="drivetrain conformance", description="Check a backend against the contract.")
+    """Run the checks and return the exit code, which is 0 if all of them pass."""
+    parser = argparse.ArgumentParser(
+        prog="drivetrain conformance", description="Check that a backend conforms to the engine interface."
+    )
     parser.add_argument("backend")
-    parser.add_argument("layout", nargs="*", help="axes, e.g. cp=2 dp_replicate=2")
+    parser.add_argument("layout", nargs="*", help="parallel layout, e.g. cp=2 dp_replicate=2")
     parser.add_argument("--family", default="qwen3", help="model family of the tiny model")
-    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run some checks only")
+    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
     args = parser.parse_args()
     spec_of(args.backend)
     layout = parse_layout(args.layout)
@@ -49,12 +54,12 @@ def main() -> int:
     disable_progress_bar()
     init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
-    with bench(args.backend, layout, args.family) as made:
+    with bench(args.backend, layout, args.family) as factory:
         for name in args.only or CHECKS:
             error: str | None = None
             try:
-                CHECKS[name](made)
-            except Exception as e:  # a backend may fail in any way; the next check still runs
+                CHECKS[name](factory)
+            except Exception as e:  # a backend may fail in any way, and the next check must still run
                 error = str(e) if isinstance(e, ConformanceError) else f"{type(e).__name__}: {e}"
             errors: list[str | None] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)
@@ -63,7 +68,7 @@ def main() -> int:
             if main_rank:
                 print(f"{'FAIL' if first else 'ok':4}  {name:14} {first or ''}", flush=True)
     if main_rank:
-        print(f"{len(args.only or CHECKS) - failed} checks hold, {failed} fail, on {dist.get_world_size()} processes")
+        print(f"{len(args.only or CHECKS) - failed} checks passed, {failed} failed, on {dist.get_world_size()} processes")
     close_distributed()
     return 1 if failed else 0
 
@@ -71,5 +76,6 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         leave(main())
-    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+    except Exception as e:
+        # After any error this process must exit now, because its peers would wait for it until their timeout.
         leave(report_failure(e))

@@ -1,7 +1,7 @@
-"""What every engine must hold, as checks that any backend can run against itself.
+"""The conformance checks that every backend must pass.
 
-A check gets a `EngineFactory` that builds engines of the backend under test, and raises `ConformanceError` with both numbers. All
-ranks run it together.
+A check gets an `EngineFactory` that builds engines of the backend under test. It raises `ConformanceError`, with both numbers,
+if the backend does not conform. All ranks run a check together.
 """
 
 import math
@@ -22,194 +22,195 @@ from .reference import Reference
 from .tiny import tiny_documents
 
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
-"""Relative, float32, against plain Hugging Face."""
+"""Maximum relative errors of loss and gradient norm, in float32, against plain Hugging Face."""
 WEIGHT_BOUND = 1e-5
-"""Absolute difference of a parameter's elements after the steps, at lr 1e-4."""
+"""Maximum absolute difference of a parameter's elements after the steps, at lr 1e-4."""
 RARE = 1e-4
-"""Share of a parameter's elements that may be further off, by as much as one step moves them: Adam's first step makes a whole
-step of a gradient as small as eps, whose every digit is rounding (which elements those are depends on the processor)."""
+"""Fraction of a parameter's elements that may differ by more, up to the size of one step. Adam's first step has the full size
+even if a gradient is as small as eps and consists of rounding errors only; the affected elements depend on the processor."""
 
 
 @dataclass(frozen=True)
 class MeanNLL:
-    """Mean negative log-likelihood; `factor` lets a check spoil it."""
+    """Mean negative log-likelihood, multiplied by `factor`, with which a check can make it NaN."""
 
     factor: float = 1.0
     request: OutputRequest = OutputRequest(log_probs=True)
     linear: bool = True
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """Supervised tokens."""
+        """Return the mask of supervised tokens."""
         return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Their number."""
+        """Return the number of supervised tokens."""
         return {"nll": float(loss_mask(batch).sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sum over the micro-batch."""
+        """Return the sum over the micro-batch."""
         assert outputs.log_probs is not None
         total = -outputs.log_probs.sum() * self.factor
         return LossSums(terms={"nll": total}, metrics={"nll": (total.detach(), loss_mask(batch).sum())})
 
 
 def check_reference(bench: EngineFactory) -> None:
-    """Loss, gradient norm and parameters over five AdamW steps with clipping, against plain Hugging Face."""
+    """Check loss, gradient norm and parameters over five AdamW steps with clipping against plain Hugging Face."""
     reference = Reference(bench.folder, OPTIM)
     with bench.engine() as engine:
         for step in range(5):
             documents = tiny_documents(9, seed=step)
             masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
-            mine = bench.indices(engine, documents)
-            batch = bench.pack(documents, mine, supervised=[masks[i] for i in mine])
-            got = engine.train_batch(batch, MeanNLL())
-            want = reference.step(documents, masks)
-            near(f"loss of step {step}", got.loss, want.loss, LOSS_BOUND)
-            near(f"gradient norm of step {step}", got.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
+            indices = bench.indices(engine, documents)
+            batch = bench.pack(documents, indices, supervised=[masks[i] for i in indices])
+            result = engine.train_batch(batch, MeanNLL())
+            expected = reference.step(documents, masks)
+            near(f"loss of step {step}", result.loss, expected.loss, LOSS_BOUND)
+            near(f"gradient norm of step {step}", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
         weights = weights_of(engine)
         for name, value in reference.weights().items():
-            off = (weights[name] - value).abs()
-            most, share = float(off.max()), float((off > WEIGHT_BOUND).float().mean())
+            error = (weights[name] - value).abs()
+            largest, fraction = float(error.max()), float((error > WEIGHT_BOUND).float().mean())
             holds(
-                share <= max(RARE, 1 / off.numel()) and most <= OPTIM.lr,
-                f"parameter {name} is off by {most:.1e} after five steps, {100 * share:.2g}% of it by more than {WEIGHT_BOUND}",
+                fraction <= max(RARE, 1 / error.numel()) and largest <= OPTIM.lr,
+                f"parameter {name} differs by {largest:.1e} after five steps, {100 * fraction:.2g}% of it by more than "
+                f"{WEIGHT_BOUND}",
             )
 
 
 def _gradient(
-    bench: EngineFactory, documents: Sequence[Sequence[int]], deal: Callable[[int, int], list[int]], max_tokens: int
+    bench: EngineFactory, documents: Sequence[Sequence[int]], assign: Callable[[int, int], list[int]], max_tokens: int
 ) -> tuple[float, float]:
     with bench.engine(max_tokens=max_tokens) as engine:
-        mine = deal(engine.topology.dp_rank, engine.topology.dp_size)
-        result = engine.train_batch(bench.pack(documents, mine), MeanNLL())
+        indices = assign(engine.topology.dp_rank, engine.topology.dp_size)
+        result = engine.train_batch(bench.pack(documents, indices), MeanNLL())
         return result.loss, result.grad_norm or math.nan
 
 
 def check_partition(bench: EngineFactory) -> None:
-    """The same numbers for any token budget and any order of the documents."""
+    """Check that the numbers do not depend on the token budget or on the order of the documents."""
     documents = tiny_documents(10, seed=1)
 
-    def deal(rank: int, size: int) -> list[int]:
+    def assign(rank: int, size: int) -> list[int]:
         return list(range(rank, len(documents), size))
 
-    loss, norm = _gradient(bench, documents, deal, 1024)
+    loss, norm = _gradient(bench, documents, assign, 1024)
     for budget, order in ((64, "as given"), (1024, "reversed")):
-        turned = deal if order == "as given" else (lambda rank, size: deal(rank, size)[::-1])
-        other_loss, other_norm = _gradient(bench, documents, turned, budget)
+        ordered = assign if order == "as given" else (lambda rank, size: assign(rank, size)[::-1])
+        other_loss, other_norm = _gradient(bench, documents, ordered, budget)
         near(f"loss with max_tokens={budget}, order {order}", other_loss, loss, LOSS_BOUND)
         near(f"gradient norm with max_tokens={budget}, order {order}", other_norm, norm, NORM_BOUND)
 
 
 def check_shares(bench: EngineFactory) -> None:
-    """The same numbers for any way to deal documents to ranks, ranks without any included."""
+    """Check that the numbers do not depend on how documents are distributed over ranks, even if some ranks have none."""
     documents = tiny_documents(8, seed=2)
-    want = Reference(bench.folder, OPTIM).step(documents)
-    everything = list(range(len(documents)))
-    for what, deal in (
-        ("dealt in turn", lambda rank, size: everything[rank::size]),
-        ("all on the last rank", lambda rank, size: everything if rank == size - 1 else []),
+    expected = Reference(bench.folder, OPTIM).step(documents)
+    all_indices = list(range(len(documents)))
+    for case, assign in (
+        ("distributed round-robin", lambda rank, size: all_indices[rank::size]),
+        ("all on the last rank", lambda rank, size: all_indices if rank == size - 1 else []),
     ):
-        loss, norm = _gradient(bench, documents, deal, 64)
-        near(f"loss, {what}", loss, want.loss, LOSS_BOUND)
-        near(f"gradient norm, {what}", norm, want.grad_norm, NORM_BOUND)
+        loss, norm = _gradient(bench, documents, assign, 64)
+        near(f"loss, {case}", loss, expected.loss, LOSS_BOUND)
+        near(f"gradient norm, {case}", norm, expected.grad_norm, NORM_BOUND)
 
 
 def check_zero_weight(bench: EngineFactory) -> None:
-    """A global batch without supervised tokens is an error that names its samples; the engine goes on afterwards."""
+    """Check that a batch without supervised tokens raises an error that names its samples, and that the engine still works."""
     documents = tiny_documents(6, seed=3)
     with bench.engine() as engine:
-        mine = bench.indices(engine, documents)
-        nothing = bench.pack(documents, mine, supervised=[[False] * len(documents[i]) for i in mine])
-        error = raises(BatchError, lambda: engine.train_batch(nothing, MeanNLL()), "a batch of weight zero")
-        holds(not mine or "doc " in str(error), f"the error of a batch of weight zero names no sample: {error}")
-        result = engine.train_batch(bench.pack(documents, mine), MeanNLL())
-        holds(math.isfinite(result.loss), "after a batch of weight zero the engine no longer trains")
+        indices = bench.indices(engine, documents)
+        unsupervised = bench.pack(documents, indices, supervised=[[False] * len(documents[i]) for i in indices])
+        error = raises(BatchError, lambda: engine.train_batch(unsupervised, MeanNLL()), "a batch of weight zero")
+        holds(not indices or "doc " in str(error), f"the error of a batch of weight zero does not name a sample: {error}")
+        result = engine.train_batch(bench.pack(documents, indices), MeanNLL())
+        holds(math.isfinite(result.loss), "the engine no longer trains after a batch of weight zero")
 
 
 def check_budget(bench: EngineFactory) -> None:
-    """A document over the budget is an error on every rank, also on those that do not have it."""
+    """Check that a document over the token budget raises an error on all ranks, including those without the document."""
     documents = [*tiny_documents(4, seed=4), list(range(3, 103))]
     with bench.engine(max_tokens=64) as engine:
         last = engine.topology.dp_rank == engine.topology.dp_size - 1
         batch = bench.pack(documents, range(5) if last else range(4))
-        kinds = BudgetError if last else RemoteError
-        error = raises(kinds, lambda: engine.train_batch(batch, MeanNLL()), "a document over the budget")
+        error_type = BudgetError if last else RemoteError
+        error = raises(error_type, lambda: engine.train_batch(batch, MeanNLL()), "a document over the budget")
         for part in ("doc 4", "100", "64"):
-            holds(part in str(error), f"the error of a document over the budget does not say {part!r}: {error}")
+            holds(part in str(error), f"the error of a document over the budget does not contain {part!r}: {error}")
 
 
 def check_non_finite(bench: EngineFactory) -> None:
-    """raise: an error and untouched parameters; skip: no step, counted. Every rank decides alike."""
+    """Check that a NaN on one rank raises an error or skips the step on all ranks, and leaves the parameters unchanged."""
     documents = tiny_documents(6, seed=5)
 
-    def spoiled(engine: BaseEngine) -> Loss:
-        # One data-parallel rank alone sees the NaN.
+    def nan_loss(engine: BaseEngine) -> Loss:
+        # Only one data-parallel rank sees the NaN.
         return MeanNLL(factor=math.nan if engine.topology.dp_rank == 0 else 1.0)
 
     with bench.engine() as engine:
         before = weights_of(engine)
         batch = bench.share(engine, documents)
-        raises(NonFiniteError, lambda: engine.train_batch(batch, spoiled(engine)), "a NaN loss under non_finite=raise")
+        raises(NonFiniteError, lambda: engine.train_batch(batch, nan_loss(engine)), "a NaN loss with non_finite=raise")
         after = weights_of(engine)
-        holds(all(torch.equal(before[n], after[n]) for n in before), "a refused step changed the parameters")
+        holds(all(torch.equal(before[n], after[n]) for n in before), "a step that raised an error changed the parameters")
     with bench.engine(non_finite="skip") as engine:
         batch = bench.share(engine, documents)
         clean = engine.train_batch(batch, MeanNLL())
         before = weights_of(engine)
-        result = engine.train_batch(batch, spoiled(engine))
-        holds(result.skipped and not clean.skipped, "a NaN loss under non_finite=skip was not counted as skipped")
-        holds(engine.step == 1, f"a skipped step moved the schedule to step {engine.step}")
+        result = engine.train_batch(batch, nan_loss(engine))
+        holds(result.skipped and not clean.skipped, "a NaN loss with non_finite=skip was not reported as skipped")
+        holds(engine.step == 1, f"a skipped step advanced the schedule to step {engine.step}")
         after = weights_of(engine)
         holds(all(torch.equal(before[n], after[n]) for n in before), "a skipped step changed the parameters")
         again = engine.train_batch(batch, MeanNLL())
-        holds(math.isfinite(again.loss) and not again.skipped, "after a skipped step the engine no longer trains")
+        holds(math.isfinite(again.loss) and not again.skipped, "the engine no longer trains after a skipped step")
 
 
 def check_infer(bench: EngineFactory) -> None:
-    """Log-probabilities in the caller's order, equal to those of each document alone; entropy within its range."""
+    """Check that outputs are in the caller's order and equal to those of each document computed alone."""
     documents = tiny_documents(7, seed=6)
     reference = Reference(bench.folder, OPTIM)
     with bench.engine(max_tokens=32, optim=None) as engine:
-        mine = bench.indices(engine, documents)[::-1]
-        batch = bench.pack(documents, mine)
-        found = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
-        every = torch.ones(batch.num_tokens, dtype=torch.bool)
-        greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=every)["greedy"]
-        for place, i in enumerate(mine):
-            start, end = batch.bounds[place], batch.bounds[place + 1]
-            want = reference.log_probs(documents[i], temperature=0.7).detach()
-            got = found["log_probs"][start : end - 1]
-            off = float((got - want).abs().max()) if len(want) else 0.0
-            holds(off <= 1e-4, f"log-probabilities of document {i} are off by {off:.1e}")
+        indices = bench.indices(engine, documents)[::-1]
+        batch = bench.pack(documents, indices)
+        outputs = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
+        all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
+        greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
+        for position, i in enumerate(indices):
+            start, end = batch.bounds[position], batch.bounds[position + 1]
+            expected = reference.log_probs(documents[i], temperature=0.7).detach()
+            actual = outputs["log_probs"][start : end - 1]
+            error = float((actual - expected).abs().max()) if len(expected) else 0.0
+            holds(error <= 1e-4, f"log-probabilities of document {i} differ by {error:.1e}")
             holds(
-                float(found["log_probs"][end - 1]) == 0.0,
-                "the last token of a document has no next token, but a log-probability",
+                float(outputs["log_probs"][end - 1]) == 0.0,
+                "the last token of a document has a log-probability, although it has no next token",
             )
             distribution = torch.log_softmax(reference.logits(documents[i])[:-1] / 0.7, -1)
             entropy = -(distribution.exp() * distribution).sum(-1).detach()
-            off = float((found["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
-            holds(off <= 1e-4, f"entropy of document {i} is off by {off:.1e}")
+            error = float((outputs["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
+            holds(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
             likeliest = reference.logits(documents[i]).argmax(-1)
-            holds(torch.equal(greedy[start:end], likeliest), f"the likeliest tokens of document {i} are others")
+            holds(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
 
 
 def check_weights(bench: EngineFactory) -> None:
-    """named_weights yields what the folder holds, bit for bit, as announced by weight_shapes."""
+    """Check that `named_weights` yields the tensors in the model folder, bit for bit, with the metadata of `weight_shapes`."""
     from safetensors.torch import load_file
 
     with bench.engine() as engine:
-        found = weights_of(engine)
+        weights = weights_of(engine)
         shapes = engine.weight_shapes()
     stored = {k: v for file in bench.folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    holds(list(found) == list(shapes), "named_weights and weight_shapes disagree on names or order")
-    holds(set(found) == set(stored), f"named_weights differs from the folder in {sorted(set(found) ^ set(stored))[:4]}")
+    holds(list(weights) == list(shapes), "named_weights and weight_shapes differ in names or order")
+    holds(set(weights) == set(stored), f"named_weights differs from the folder in {sorted(set(weights) ^ set(stored))[:4]}")
     for name, value in stored.items():
-        holds(torch.equal(found[name], value), f"{name} is not what the folder holds")
+        holds(torch.equal(weights[name], value), f"{name} differs from the tensor in the folder")
         holds(shapes[name] == (value.dtype, tuple(value.shape)), f"weight_shapes is wrong about {name}: {shapes[name]}")
 
 
 def check_modes(bench: EngineFactory) -> None:
-    """Modes do not nest crosswise, and an evaluation leaves no trace."""
+    """Check that different modes cannot be nested, and that an evaluation has no effect on the next step."""
     documents = tiny_documents(6, seed=7)
     with bench.engine() as engine:
         batch = bench.share(engine, documents)
@@ -222,11 +223,11 @@ def check_modes(bench: EngineFactory) -> None:
         reference = Reference(bench.folder, OPTIM).step(documents)
         near("gradient norm after an evaluation", trained.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
         changed = weights_of(engine)
-        holds(any(not torch.equal(before[n], changed[n]) for n in before), "a step changed no parameter")
+        holds(any(not torch.equal(before[n], changed[n]) for n in before), "a step did not change any parameter")
 
 
 def check_accumulation(bench: EngineFactory) -> None:
-    """Two forward_backward calls with the total of their weights make the step of one call."""
+    """Check that two `forward_backward` calls with the total of their weights give the same step as one call."""
     documents = tiny_documents(8, seed=8)
     reference = Reference(bench.folder, OPTIM).step(documents)
     total = {"nll": float(sum(len(d) - 1 for d in documents))}
@@ -243,7 +244,7 @@ def check_accumulation(bench: EngineFactory) -> None:
 
 @dataclass
 class FailsOnce:
-    """A loss that raises in its second micro-batch."""
+    """A loss that raises an error in its second micro-batch."""
 
     calls: int = 0
     inner: MeanNLL = field(default_factory=MeanNLL)
@@ -251,19 +252,19 @@ class FailsOnce:
 
     @property
     def request(self) -> OutputRequest:
-        """Log-probabilities."""
+        """The outputs that the loss needs: log-probabilities."""
         return self.inner.request
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """Supervised tokens."""
+        """Return the mask of supervised tokens."""
         return self.inner.tokens(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Their number."""
+        """Return the number of supervised tokens."""
         return self.inner.weights(batch)
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Raises the second time."""
+        """Return the sums of the micro-batch; raise an error in the second call."""
         self.calls += 1
         if self.calls == 2:
             raise KeyError("a field that this micro-batch lacks")
@@ -271,42 +272,42 @@ class FailsOnce:
 
 
 def check_aborted(bench: EngineFactory) -> None:
-    """A loss that raises on one rank is an error on all, and its half of a gradient does not reach the next step."""
+    """Check that an error in the loss is raised on all ranks, and that no partial gradient reaches the next step."""
     documents = tiny_documents(16, seed=11)
-    want = Reference(bench.folder, OPTIM).step(documents)
+    expected = Reference(bench.folder, OPTIM).step(documents)
     with bench.engine(max_tokens=64) as engine:
         batch = bench.share(engine, documents)
         fails = engine.topology.dp_rank == 0
-        # Of a pipeline's stages only the last has outputs to evaluate a loss on.
-        kinds = KeyError if fails and engine.topology.is_last_stage else RemoteError
-        raises(kinds, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
+        # Only the last pipeline stage has outputs on which the loss is evaluated.
+        error_type = KeyError if fails and engine.topology.is_last_stage else RemoteError
+        raises(error_type, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
         engine.forward_backward(batch, MeanNLL(factor=math.nan))
         try:
             result = engine.train_batch(batch, MeanNLL())
         except NonFiniteError as e:
-            raise ConformanceError(f"a step that was given up made the next one fail: {e}") from e
-        near("loss after an aborted step", result.loss, want.loss, LOSS_BOUND)
-        near("gradient norm after an aborted step", result.grad_norm or math.nan, want.grad_norm, NORM_BOUND)
+            raise ConformanceError(f"an aborted step made the next one fail: {e}") from e
+        near("loss after an aborted step", result.loss, expected.loss, LOSS_BOUND)
+        near("gradient norm after an aborted step", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
 
 
 def check_checkpoint(bench: EngineFactory) -> None:
-    """A step after loading equals the step after saving, bit for bit, optimizer state included."""
-    with tempfile.TemporaryDirectory() as made:
-        root = [made]
+    """Check that the steps after loading a checkpoint equal those after saving it, bit for bit."""
+    with tempfile.TemporaryDirectory() as temporary:
+        root = [temporary]
         dist.broadcast_object_list(root)
         with bench.engine() as engine:
             first, second = (bench.share(engine, tiny_documents(6, seed=s)) for s in (9, 10))
             engine.train_batch(first, MeanNLL())
-            # An evaluation in between must leave nothing behind that saving trips over.
+            # An evaluation in between must not leave anything behind that breaks saving.
             engine.forward_backward(second, MeanNLL(), forward_only=True)
             folder = engine.save_checkpoint(root[0], 1, {"cursor": 6})
-            want = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
+            expected = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             final = weights_of(engine)
         with bench.engine() as engine:
             restored = engine.load_checkpoint(folder)
-            holds(restored.extra == {"cursor": 6} and restored.step == 1, f"the trainer's state came back as {restored}")
-            got = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
-            for step, (a, b) in enumerate(zip(got, want, strict=True)):
+            holds(restored.extra == {"cursor": 6} and restored.step == 1, f"the trainer's state was restored as {restored}")
+            results = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
+            for step, (a, b) in enumerate(zip(results, expected, strict=True)):
                 holds(
                     (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr), f"step {step} after loading: {a}, expected {b}"
                 )
@@ -329,4 +330,4 @@ CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "aborted": check_aborted,
     "checkpoint": check_checkpoint,
 }
-"""Name -> check, in the order they run."""
+"""Name -> check, in the order in which they run."""

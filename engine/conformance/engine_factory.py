@@ -1,4 +1,4 @@
-"""What checks stand on: engines of the backend under test on a tiny model, a plain loss, comparisons that explain themselves."""
+"""Utilities of the conformance checks: a factory of engines of the backend under test, and assertions with clear errors."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +22,19 @@ OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 
 
 class ConformanceError(AssertionError):
-    """An engine breaks the contract."""
+    """An engine does not conform to the engine interface."""
 
 
 @dataclass(kw_only=True)
 class EngineFactory:
-    """Builds engines of one backend for the checks.
+    """Factory of engines of one backend for the checks.
 
     Args:
-        backend: its name.
-        parallel: the layout to check; must make the number of processes.
-        family: of the tiny model.
-        options: `engine.options`.
-        folder: of the tiny model, shared by all ranks.
+        backend: The name of the backend.
+        parallel: The parallel layout to check, which must match the number of processes.
+        family: The family of the tiny model.
+        options: The backend's own settings, `engine.options`.
+        folder: The folder of the tiny model, shared by all ranks.
     """
 
     backend: str
@@ -45,7 +45,13 @@ class EngineFactory:
 
     @contextmanager
     def engine(self, *, max_tokens: int = 96, optim: OptimConfig | None = OPTIM, **settings: Any) -> Iterator[BaseEngine]:
-        """An initialised engine, closed at the end."""
+        """Yield an initialized engine, which is closed at the end of the `with` block.
+
+        Args:
+            max_tokens: The token budget of a micro-batch.
+            optim: The optimizer settings; None for an engine that only runs inference.
+            **settings: More fields of `EngineConfig`.
+        """
         config = EngineConfig(
             backend=self.backend,
             parallel=self.parallel,
@@ -60,34 +66,61 @@ class EngineFactory:
             engine.close()
 
     def share(self, engine: BaseEngine, documents: Sequence[Sequence[int]], **fields: Any) -> PackedBatch:
-        """This rank's balanced share of a global batch."""
-        mine = self.indices(engine, documents)
-        return self.pack(documents, mine, **fields)
+        """Return this rank's balanced data-parallel shard of a global batch."""
+        indices = self.indices(engine, documents)
+        return self.pack(documents, indices, **fields)
 
     def indices(self, engine: BaseEngine, documents: Sequence[Sequence[int]]) -> list[int]:
-        """Which documents this rank works on."""
+        """Return the indices of the documents in this rank's data-parallel shard."""
         return balance([len(d) for d in documents], engine.topology.dp_size)[engine.topology.dp_rank]
 
     def pack(self, documents: Sequence[Sequence[int]], mine: Sequence[int], **fields: Any) -> PackedBatch:
-        """Chosen documents, packed; empty shares are allowed."""
+        """Pack the documents with the indices `mine`, which may be empty."""
         return from_lists([documents[i] for i in mine], names=[f"doc {i}" for i in mine], **fields)
 
 
 def near(what: str, got: float, want: float, bound: float) -> None:
-    """Raise unless two numbers agree to a relative bound."""
-    off = abs(got - want) / max(abs(want), 1e-30)
-    if not off <= bound:
-        raise ConformanceError(f"{what}: {got!r}, expected {want!r}; off by {off:.1e}, allowed {bound:.0e}")
+    """Check that two numbers agree within a relative bound.
+
+    Args:
+        what: The description of the number, for the message.
+        got: The number to check.
+        want: The expected number.
+        bound: The maximum relative error.
+
+    Raises:
+        ConformanceError: The numbers differ by more.
+    """
+    error = abs(got - want) / max(abs(want), 1e-30)
+    if not error <= bound:
+        raise ConformanceError(f"{what}: {got!r}, expected {want!r}; relative error {error:.1e}, allowed {bound:.0e}")
 
 
 def holds(condition: bool, what: str) -> None:
-    """Raise unless a condition holds."""
+    """Check a condition.
+
+    Args:
+        condition: The condition.
+        what: The message if it is false.
+
+    Raises:
+        ConformanceError: The condition is false.
+    """
     if not condition:
         raise ConformanceError(what)
 
 
 def raises(kinds: type[Exception] | tuple[type[Exception], ...], do: Callable[[], Any], what: str) -> Exception:
-    """Run something that must fail in a certain way; the error."""
+    """Check that a call raises a certain error, and return the error.
+
+    Args:
+        kinds: The expected type or types of the error.
+        do: The call.
+        what: The description of the call, for the message.
+
+    Raises:
+        ConformanceError: The call raised another error or none.
+    """
     try:
         do()
     except kinds as e:
@@ -98,7 +131,7 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], do: Callable[[]
 
 
 def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
-    """Copies of all weights, under Hugging Face names."""
+    """Return copies of all weights under Hugging Face names. Collective."""
     with engine.named_weights() as stream:
         return {name: value.detach().cpu().clone() for name, value in stream}
 
@@ -107,9 +140,16 @@ def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
 def bench(
     backend: str, parallel: ParallelConfig | None = None, family: str = "qwen3", options: Any = None
 ) -> Iterator[EngineFactory]:
-    """A bench on a tiny model in a temporary folder. Collective over the default process group."""
-    with tempfile.TemporaryDirectory() as made:
-        shared = [made]
+    """Yield an `EngineFactory` for a tiny model in a temporary folder. Collective over the default process group.
+
+    Args:
+        backend: The name of the backend.
+        parallel: The parallel layout to check; the default layout if None.
+        family: The family of the tiny model.
+        options: The backend's own settings, `engine.options`.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = [temporary]
         dist.broadcast_object_list(shared)
         folder = Path(shared[0]) / "model"
         if dist.get_rank() == 0:
@@ -118,5 +158,5 @@ def bench(
         yield EngineFactory(
             backend=backend, parallel=parallel or ParallelConfig(), family=family, options=options, folder=folder
         )
-        # The first rank's folder must outlive everybody's reading.
+        # The first rank must not delete the folder before all ranks have read it.
         dist.barrier()

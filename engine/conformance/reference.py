@@ -1,4 +1,4 @@
-"""The independent reference: plain Hugging Face, one document at a time. No packing, no code of ours in the model.
+"""The independent reference: plain Hugging Face, one document at a time, without packing or any Drivetrain code in the model.
 
 Axes: L tokens of one document.
 """
@@ -21,11 +21,11 @@ from ..torch_private import persistent_buffers
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
-    """What one step gave.
+    """The results of one step.
 
     Args:
-        loss: mean negative log-likelihood of the supervised tokens.
-        grad_norm: 2-norm of the gradient, in float64.
+        loss: The mean negative log-likelihood of the supervised tokens.
+        grad_norm: The 2-norm of the gradient, in float64.
     """
 
     loss: float
@@ -33,14 +33,14 @@ class ReferenceStep:
 
 
 class Reference:
-    """Trains a model the slow, plain way.
+    """A slow trainer that is as simple as possible.
 
     Args:
-        folder: of the model.
-        optim: AdamW with a constant learning rate; norms and biases are not decayed.
-        dtype: of parameters and optimizer.
-        compute: of the arithmetic, where it is another: the model is copied to it for every step.
-        device: where it runs.
+        folder: The folder of the model.
+        optim: The settings of AdamW with a constant learning rate; weight decay is not applied to norms and biases.
+        dtype: The dtype of parameters and optimizer state.
+        compute: The dtype of the computation; `dtype` if None. If it differs, every step converts a copy of the model to it.
+        device: The device on which the model runs.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Reference:
         )
 
     def step(self, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None = None) -> ReferenceStep:
-        """One AdamW step with clipping.
+        """Run one AdamW step with clipping.
 
         Args:
-            documents: token ids.
-            masks: for each token whether it is a target; all by default.
+            documents: The token ids of each document.
+            masks: Whether each token of each document is a target; all are if None.
         """
         supervised = (
             [torch.tensor(m[1:], dtype=torch.bool) for m in masks]
@@ -99,27 +99,27 @@ class Reference:
         return ReferenceStep(loss=loss, grad_norm=norm)
 
     def log_probs(self, document: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """`[L - 1]` log-probabilities of each next token."""
+        """Return the log-probability of each next token, `[L - 1]`."""
         logits = self.logits(document)[:-1] / temperature
         targets = torch.tensor(document[1:], dtype=torch.long, device=logits.device)
         return -F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
 
     def logits(self, document: Sequence[int]) -> Tensor:
-        """`[L, V]` of one document."""
+        """Return the logits of one document, `[L, V]`."""
         ids = torch.tensor([list(document)], device=self.model.device)
-        runs = self.model if self._copy is None else self._copy
-        result: Tensor = runs(input_ids=ids, use_cache=False).logits[0]
+        model = self.model if self._copy is None else self._copy
+        result: Tensor = model(input_ids=ids, use_cache=False).logits[0]
         return result
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters, and buffers that belong to the weights (a router's bias), by name and form on disk."""
+        """Return parameters and persistent buffers (such as a router's bias) under their names and in their shapes on disk."""
         layout = DiskLayout(self.model)
         named = dict(self.model.named_parameters())
         for prefix, module in self.model.named_modules():
             named |= {f"{prefix}.{name}" if prefix else name: buffer for name, buffer in persistent_buffers(module)}
-        found = {}
+        weights = {}
         for name, tensor in named.items():
-            for segment in layout.segments(name, tensor.shape):
+            for segment in layout.stored_slices(name, tensor.shape):
                 part = tensor.detach()[segment.box.within((0,) * tensor.dim())]
-                found[segment.name] = part.reshape(segment.shape)
-        return found
+                weights[segment.name] = part.reshape(segment.shape)
+        return weights

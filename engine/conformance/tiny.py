@@ -1,4 +1,4 @@
-"""Tiny models of many families, built from config with a seed: what conformance, tests and parity run on."""
+"""Tiny models of many families, built from a config and a seed, for conformance checks, tests and parity runs."""
 
 from pathlib import Path
 from typing import Any
@@ -90,20 +90,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "minimax_m2": _MOE,
 }
-"""Family -> config settings beside the shared tiny sizes."""
+"""Family -> config settings in addition to the common tiny sizes."""
 
 MAIN_FAMILIES = tuple(FAMILIES)[:10]
 """The families that are also compared under context parallelism."""
 
 
 def tiny_model_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    """A family's config at tiny size."""
+    """Return the config of a tiny model of a family."""
     config: PreTrainedConfig = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **overrides})
     return config
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A plain transformers model with weights away from their special initial values (zeros, ones)."""
+    """Return a plain transformers model whose weights are all perturbed, so that none keeps an initial value of 0 or 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
@@ -114,13 +114,13 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
 
 
 def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str = "5GB", **overrides: Any) -> Path:
-    """Write a tiny model in Hugging Face format; the folder."""
+    """Write a tiny model in Hugging Face format and return its folder."""
     tiny_model(tiny_model_config(family, **overrides), seed).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 
 def tiny_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
-    """Random documents of 1 to `longest` tokens, the first of one token and the second the longest."""
+    """Return random documents of 1 to `longest` tokens. The first has one token, the second has `longest` tokens."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=g).tolist()
     lengths[:2] = [1, longest]

@@ -1,1 +1,1 @@
-"""FSDP2 and Ulysses over any decoder of transformers."""
+"""The FSDP engine: FSDP2 and Ulysses for any decoder of transformers."""

@@ -1,7 +1,7 @@
 """Our packed attention, registered at transformers' own extension point. Nothing is patched.
 
 No mask function is registered under the name, so transformers builds no mask. The name must not contain "flash", or
-transformers prepares arguments for its own kernels.
+transformers would prepare arguments for its own kernels.
 """
 
 from typing import Any
@@ -31,16 +31,18 @@ def attention_forward(
     packed: PackedContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query `[1, H, T, D]` in, `[1, T, H, D]` out."""
+    """Run packed attention in transformers' signature: query `[1, H, T, D]` in, `[1, T, H, D]` out."""
     if packed is None:
         raise ModelError(
-            f"{type(module).__name__} does not hand model arguments down to its attention, so packed documents would see "
-            "each other; this family cannot run here"
+            f"{type(module).__name__} does not pass model arguments down to its attention, so packed documents would "
+            "attend to each other; this family cannot run here"
         )
     if query.shape[0] != 1:
-        raise ModelError(f"packed attention got {query.shape[0]} rows; two models share one config object: give each a copy")
+        raise ModelError(
+            f"packed attention got {query.shape[0]} rows: two models share one config object; give each its own copy"
+        )
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} brings an attention mask of its own; it cannot run on packed sequences")
+        raise ModelError(f"{type(module).__name__} passes its own attention mask; it cannot run on packed sequences")
     if dropout:
         raise ModelError(f"attention dropout {dropout} is not supported on packed sequences; set it to 0 in config.json")
     out_the = packed_attention(

@@ -1,4 +1,4 @@
-"""From a model folder to a sharded model: the recipe, in order."""
+"""The steps from a model folder to a sharded model."""
 
 import copy
 from collections.abc import Callable
@@ -28,20 +28,20 @@ from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
 from .packed_model import PackedModel
-from .shard import build_mesh, decoder_layers, local_box, shard
+from .shard import build_mesh, decoder_layers, local_slice, shard
 from .state import parameter_shards
 
 
 @dataclass(kw_only=True)
 class Built:
-    """A model ready to run.
+    """A model that is ready to run.
 
     Args:
-        root: what FSDP wraps.
-        layout: of its tensors on disk.
-        adapters: peft's settings, or None.
-        shape: what a token costs.
-        experts: those that this rank holds, under expert parallelism.
+        root: The module that FSDP wraps.
+        layout: The layout of the model's tensors on disk.
+        adapters: The settings of peft, or None.
+        shape: The model's sizes, from which the cost of a token follows.
+        experts: The experts that this rank holds; None without expert parallelism.
     """
 
     root: PackedModel
@@ -52,10 +52,10 @@ class Built:
 
 
 def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: ParallelConfig, options: FSDPOptions) -> None:
-    """Refuse what cannot work, from configs alone.
+    """Check, from the configs alone, that the model can run with these settings.
 
     Raises:
-        ModelError, TopologyError: name the setting and the way out.
+        ModelError, TopologyError: It cannot; the message names the setting and the way out.
     """
     check_family(config, allow_unverified=options.allow_unverified_family)
     heads, cp = config.num_attention_heads, parallel.cp
@@ -71,20 +71,24 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: Paralle
 
 
 def check_rope(config: PreTrainedConfig, path: str) -> None:
-    """Refuse rotary embeddings whose frequencies depend on a document's length: a model's own module sees one length a batch.
+    """Check that the frequencies of rotary embeddings do not depend on a document's length.
+
+    A model's own module sees only one length per batch.
 
     Raises:
-        ModelError: packed, a document would be rotated by its neighbour's length.
+        ModelError: They do, so a packed document would be rotated by the length of its neighbor.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    for rope in [found, *(v for v in found.values() if isinstance(v, dict))]:
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [rope_parameters, *(v for v in rope_parameters.values() if isinstance(v, dict))]:
         kind = rope.get("rope_type", "default")
-        trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained or 0)):
+        trained_length = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained_length or 0)):
             raise ModelError(
-                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so packed "
-                "documents would change each other; set rope_type in config.json to yarn, llama3, linear or default"
-                + (f", or max_position_embeddings to {trained} and keep to shorter documents" if trained else "")
+                f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so "
+                "packed documents would affect each other; set rope_type in config.json to yarn, llama3, linear or default"
+                + (f", or max_position_embeddings to {trained_length} and keep documents within it" if trained_length else "")
                 + ", or use engine.backend=mcore, which rotates each document by its own length"
             )
 
@@ -97,7 +101,10 @@ def build(
     topology: Topology,
     aux_coef: float,
 ) -> Built:
-    """Meta model, adapters, head, recomputation, compilation, sharding, memory, weights."""
+    """Build a sharded model with its weights. Collective.
+
+    The steps are: meta model, adapters, head, recomputation, compilation, sharding, memory, weights.
+    """
     dtype = getattr(torch, engine.precision.params)
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION)
     root = PackedModel(
@@ -118,8 +125,11 @@ def build(
 
 
 def recompute(root: PackedModel, mode: str) -> None:
-    """Activation checkpointing by transformers' own switch: `full` keeps a layer's input, `selective` also what its
-    matrix products and attention made, so that only cheap operations run twice."""
+    """Turn on activation checkpointing with transformers' own switch.
+
+    `full` keeps only a layer's input; `selective` also keeps the outputs of its matrix products and attention, so that only
+    cheap operations run twice.
+    """
     if mode == "none":
         return
     settings: dict[str, Any] = {"use_reentrant": False}
@@ -128,7 +138,7 @@ def recompute(root: PackedModel, mode: str) -> None:
     lm: Any = root.lm
     if hasattr(lm, "activation_checkpointing_enable"):
         lm.activation_checkpointing_enable(settings)
-    else:  # its name in transformers 5.17
+    else:  # the name in transformers 5.17
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
@@ -142,14 +152,14 @@ def _selective() -> Any:
 
 
 def materialize(root: nn.Module, device: torch.device, *, on_host: bool) -> None:
-    """Memory for this rank's shards; buffers keep their values."""
+    """Allocate memory for this rank's shards; buffers keep their values."""
     buffers = {name: b for name, b in root.named_buffers() if not b.is_meta}
-    # Under offload FSDP wants the shards on the host; it moves them itself.
+    # With offload, FSDP expects the shards on the host and moves them itself.
     root.to_empty(device="cpu" if on_host else device)
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
         replace_tensor(root.get_submodule(owner), leaf, value.to(device))
-    # to_empty gave tied parameters memory of their own.
+    # to_empty gave tied parameters separate memory.
     lm = root.lm
     assert isinstance(lm, PreTrainedModel)
     lm.tie_weights()
@@ -164,36 +174,41 @@ def fill(
     engine: EngineConfig,
     topology: Topology,
 ) -> None:
-    """Weights from the folder or from the seed; new heads and adapters always from the seed."""
+    """Load or initialize the weights. Collective.
+
+    They come from the folder or from the seed; new heads and adapters always come from the seed.
+    """
     if model.init == "random":
         draw(root, meta_model, experts, engine.seed, lambda name: True)
         return
-    pieces: list[LocalShard] = [
-        p for p in parameter_shards(root, layout, experts, topology) if not p.name.startswith("base_model.model.")
+    local_shards: list[LocalShard] = [
+        local_shard
+        for local_shard in parameter_shards(root, layout, experts, topology)
+        if not local_shard.name.startswith("base_model.model.")
     ]
     with topology.collective_errors():
         weights = WeightFolder(resolve_folder(model.path), layout.canonical)
         check_head(weights.names, model)
         fresh = load_weights(
-            pieces,
+            local_shards,
             weights,
             meta_model.lm.base_model_prefix,
             optional=lambda name: name.startswith("score."),
             grown=vocabulary_names(meta_model.lm, layout) if model.added_tokens else frozenset(),
         )
-    # A piece may be missing on the ranks that hold it only, but a new head must be drawn by all alike.
-    new = set().union(*topology.all_gather_object(fresh))
-    draw(root, meta_model, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new)
+    # Only the ranks that hold a part of a tensor notice that it is missing, but a new head must be drawn alike on all ranks.
+    new_names = set().union(*topology.all_gather_object(fresh))
+    draw(root, meta_model, experts, engine.seed, lambda name: hf_name(name).adapter or hf_name(name).name in new_names)
 
 
 def draw(
     root: PackedModel, meta_model: PackedModel, experts: ExpertShards | None, seed: int, wanted: Callable[[str], bool]
 ) -> None:
-    """Cut random weights into this rank's shards."""
+    """Draw random weights, and write this rank's part of them to its shards."""
     targets: dict[str, Tensor] = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     with torch.no_grad():
         for name, value in init_random(meta_model, seed, lambda name: name in targets and wanted(name)):
-            box, local = local_box(targets[name])
-            box = box if experts is None else experts.box(name, box)
+            tensor_slice, local = local_slice(targets[name])
+            tensor_slice = tensor_slice if experts is None else experts.box(name, tensor_slice)
             if local.numel():
-                local.copy_(value[box.within((0,) * value.dim())] if value.dim() else value)
+                local.copy_(value[tensor_slice.within((0,) * value.dim())] if value.dim() else value)

@@ -1,4 +1,4 @@
-"""FSDPEngine: FSDP2 and Ulysses over any decoder of transformers."""
+"""FSDPEngine: FSDP2 and Ulysses for any decoder of transformers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,10 @@ from .state import parameter_shards, stored_slices_of, stream_weights, tensor_sh
 
 
 class FSDPEngine(BaseEngine):
-    """Parameters sharded by FSDP2 over dp_shard x cp, replicated over dp_replicate; sequences shared over cp."""
+    """FSDP2 and Ulysses as an engine.
+
+    Parameters are sharded over dp_shard x cp and replicated over dp_replicate, and sequences are split over cp.
+    """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         axes=frozenset({"dp_replicate", "dp_shard", "cp", "ep"}),
@@ -72,7 +75,7 @@ class FSDPEngine(BaseEngine):
 
     @property
     def model_shape(self) -> ModelShape:
-        """What a token costs."""
+        """The model's sizes, from which the cost of a token follows."""
         return self._built.shape
 
     # ---- build ---------------------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class FSDPEngine(BaseEngine):
         return (chunk or self._root)(part), scalar_of
 
     def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
-        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last.
+        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(sync)
@@ -113,11 +116,11 @@ class FSDPEngine(BaseEngine):
         assert self._optimizer is not None
         grads = self._optimizer.gradients()
         total = sum_of_squares(grads, self.topology.device)
-        # Replicas hold equal gradients; only the shards of one of them add up.
+        # Replicas hold equal gradients, so only the shards of one replica are summed.
         dist.all_reduce(total, group=self.topology.shard)
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm and norm < float("inf"):
-            # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
+            # This is the formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
             foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
@@ -130,13 +133,13 @@ class FSDPEngine(BaseEngine):
             parameter.grad = None
         clear_unsharded_gradients(self._root)
         if self._optimizer is not None:
-            self._optimizer.forget_gradients()
+            self._optimizer.clear_gradients()
 
-    # ---- modes, residency, adapters ------------------------------------------------------------------------------
+    # ---- modes, offload, adapters --------------------------------------------------------------------------------
 
     def _set_training(self, training: bool) -> None:
         self._root.train(training)
-        # Without a backward pass modules may stay gathered: state would show whole tensors where shards are expected.
+        # Without a backward pass modules may stay gathered, and the state would have full tensors where shards are expected.
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -152,7 +155,7 @@ class FSDPEngine(BaseEngine):
                 yield tensor
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model alone."""
+        """Return a context in which the base model runs without its adapters."""
         return adapters_disabled(self._root) if self._built.adapters is not None else nullcontext()
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -160,10 +163,10 @@ class FSDPEngine(BaseEngine):
     def _local_shards(self) -> Iterator[LocalShard]:
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
-        for piece in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
-            # The base of adapters is frozen, and comes back from model.path or the seed.
-            if not adapters or piece.name.startswith("base_model.model.") or piece.name.startswith("score."):
-                yield piece
+        for local_shard in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
+            # The base weights under adapters are frozen, and are restored from model.path or the seed.
+            if not adapters or local_shard.name.startswith("base_model.model.") or local_shard.name.startswith("score."):
+                yield local_shard
         if self._optimizer is None:
             return
         parameters = dict(self._root.named_parameters())
@@ -176,17 +179,25 @@ class FSDPEngine(BaseEngine):
     def _optimizer_scalars(self) -> dict[str, Any]:
         if self._optimizer is None or not self._optimizer.counts:
             return {}
-        return {"step": {disk: count for name, count in self._optimizer.counts.items() for disk in self._disk_names(name)}}
+        return {
+            "step": {
+                disk_name: count for name, count in self._optimizer.counts.items() for disk_name in self._disk_names(name)
+            }
+        }
 
     def _disk_names(self, name: str) -> list[str]:
         parameter = self._root.get_parameter(name)
-        return [segment.name for segment in stored_slices_of(self._built.layout, self._built.experts, name, parameter)]
+        return [
+            stored_slice.name for stored_slice in stored_slices_of(self._built.layout, self._built.experts, name, parameter)
+        ]
 
     def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
         if scalars is not None and self._optimizer is not None and self._optimizer.counts:
-            # One parameter may be several tensors on disk, which another engine may hold apart.
-            step = scalars["step"]
-            self._optimizer.restore({n: max(step[disk] for disk in self._disk_names(n)) for n in self._optimizer.counts})
+            # One parameter may be several tensors on disk, which another engine may hold separately.
+            step_counts = scalars["step"]
+            self._optimizer.restore(
+                {n: max(step_counts[disk_name] for disk_name in self._disk_names(n)) for n in self._optimizer.counts}
+            )
 
     def _save_model_files(self, folder: Path) -> None:
         save_model_files(self._root, self.model_config, self._built.adapters, folder)

@@ -1,7 +1,8 @@
-"""Expert parallelism over any mixture that transformers dispatches through its experts interface. Nothing is patched.
+"""Expert parallelism for any mixture of experts that transformers dispatches through its experts interface.
 
-Each rank of an expert-parallel group holds some of the experts; tokens travel to them by all-to-alls and back. The ranks of
-a shard group (dp_shard x cp) form a grid `[expert dp, ep]`: what an expert's ranks hold is sharded again over expert dp.
+Nothing is patched. Each rank of an expert-parallel group holds some of the experts, and all-to-alls send tokens to the
+experts and back. The ranks of a shard group (dp_shard x cp) form a grid `[expert dp, ep]`; experts are sharded again over
+expert dp, among the ranks that hold the same ones.
 
 Axes: T tokens, K experts of a token, E experts, R rows that arrive, H hidden size.
 """
@@ -28,17 +29,17 @@ IMPLEMENTATION = "drivetrain_expert_parallel"
 
 
 def check_experts(config: PreTrainedConfig, parallel: ParallelConfig) -> None:
-    """Refuse expert parallelism that cannot be laid out.
+    """Check that expert parallelism fits the model and the layout.
 
     Raises:
-        TopologyError: no mixture, or sizes that do not divide.
+        TopologyError: The model is not a mixture of experts, or the sizes are not divisible.
     """
     ep = parallel.ep
     if ep == 1:
         return
     count = experts_of(config)
     if count is None:
-        raise TopologyError(f"engine.parallel.ep={ep}, but {config.model_type} is no mixture of experts; set it to 1")
+        raise TopologyError(f"engine.parallel.ep={ep}, but {config.model_type} is not a mixture of experts; set it to 1")
     if count % ep:
         legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise TopologyError(
@@ -48,19 +49,19 @@ def check_experts(config: PreTrainedConfig, parallel: ParallelConfig) -> None:
     if ranks % ep:
         raise TopologyError(
             f"engine.parallel.ep={ep} does not divide the {ranks} ranks that share a model (dp_shard={parallel.dp_shard} x "
-            f"cp={parallel.cp}), among which the experts are spread; make ep smaller or dp_shard larger"
+            f"cp={parallel.cp}), over which the experts are distributed; make ep smaller or dp_shard larger"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertShards:
-    """Which experts this rank holds.
+    """The experts that this rank holds.
 
     Args:
-        group: the ranks that hold the others.
-        mesh: the ranks that hold the same.
-        first: number of this rank's first expert.
-        names: of the parameters, in the root module.
+        group: The process group over which the experts are distributed.
+        mesh: The mesh of the ranks that hold the same experts.
+        first: The index of this rank's first expert.
+        names: The names of the experts' parameters in the root module.
     """
 
     group: ProcessGroup
@@ -69,27 +70,27 @@ class ExpertShards:
     names: frozenset[str]
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a parameter over all ranks."""
+        """Return the shape of a parameter over all ranks."""
         return (shape[0] * self.group.size(), *shape[1:]) if name in self.names else tuple(shape)
 
     def box(self, name: str, box: TensorSlice) -> TensorSlice:
-        """Where a box of this rank's parameter stands in that of all ranks."""
+        """Return the position, in the parameter of all ranks, of a slice of this rank's parameter."""
         return TensorSlice((box.offset[0] + self.first, *box.offset[1:]), box.length) if name in self.names else box
 
     def gather(self, name: str, value: Tensor) -> Tensor:
-        """A parameter of all ranks, from what each holds. Collective over the group."""
+        """Return a parameter with the experts of all ranks. Collective over the group."""
         if name not in self.names:
             return value
-        found = value.new_empty(self.shape(name, value.shape))
-        dist.all_gather(list(found.chunk(self.group.size())), value.contiguous(), group=self.group)
-        return found
+        full = value.new_empty(self.shape(name, value.shape))
+        dist.all_gather(list(full.chunk(self.group.size())), value.contiguous(), group=self.group)
+        return full
 
 
 def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -> ExpertShards | None:
-    """Leave this rank's experts in a model on the meta device, and let tokens travel to the others'.
+    """Reduce a model on the meta device to this rank's experts, and have it send tokens to those of other ranks.
 
     Raises:
-        TopologyError: the family does not dispatch its experts through transformers' interface.
+        TopologyError: The family does not dispatch its experts through transformers' interface.
     """
     p = topology.parallel
     if p.ep == 1:
@@ -100,12 +101,12 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     replica, edp, index = (grid == topology.ranks[topology.rank]).nonzero()[0].tolist()
     group = topology.group(grid[replica, edp])
     kind = topology.device.type
-    held = topology.group(grid[replica, :, index])
+    same_experts = topology.group(grid[replica, :, index])
     if topology.replicate is None:
-        mesh = DeviceMesh.from_group(held, kind, mesh_dim_names=("shard",))
+        mesh = DeviceMesh.from_group(same_experts, kind, mesh_dim_names=("shard",))
     else:
         mesh = DeviceMesh.from_group(
-            [topology.replicate, held], kind, mesh=grid[:, :, index], mesh_dim_names=("replicate", "shard")
+            [topology.replicate, same_experts], kind, mesh=grid[:, :, index], mesh_dim_names=("replicate", "shard")
         )
     names = set()
     local = count // p.ep
@@ -121,18 +122,18 @@ def cut_experts(root: nn.Module, config: PreTrainedConfig, topology: Topology) -
     if not names:
         raise TopologyError(
             f"engine.parallel.ep={p.ep}: the experts of {config.model_type} are not dispatched through transformers' experts "
-            "interface, so they cannot be spread over ranks; set ep to 1, or use engine.backend=mcore"
+            "interface, so they cannot be distributed over ranks; set ep to 1, or use engine.backend=mcore"
         )
     return ExpertShards(group=group, mesh=mesh, first=index * local, names=frozenset(names))
 
 
 def expert_modules(root: nn.Module) -> list[tuple[str, Any]]:
-    """The modules that hold a layer's experts, by name."""
+    """Return the modules that hold a layer's experts, with their names."""
     return [(name, module) for name, module in root.named_modules() if hasattr(module, "_is_expert_parallel")]
 
 
 class _Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group, so many to each; backward sends their gradients home."""
+    """An all-to-all with a given number of rows for each rank; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
@@ -148,7 +149,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' signature: hidden states `[T, H]`, chosen experts and their weights `[T, K]` -> `[T, H]`."""
+    """Apply the experts of all ranks, in transformers' signature.
+
+    Hidden states are `[T, H]`, the chosen experts and their weights `[T, K]`, and the result `[T, H]`.
+    """
     group, local = module.expert_group, module.num_experts
     chosen_s = top_k_index.reshape(-1)
     order_s = torch.argsort(chosen_s, stable=True)
@@ -160,14 +164,14 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     experts_r = _Exchange.apply((chosen_s % local)[order_s], sent, received, group)
     empty = not len(rows_rh)
     if empty:
-        # Nobody chose an expert of this rank. What came in and the parameters still take part in the backward pass, whose
-        # collectives meet those of the other ranks.
+        # No token chose an expert of this rank. The inputs and parameters still take part in the backward pass, because its
+        # collectives must match those of the other ranks.
         rows_rh = torch.cat([rows_rh, hidden_states.new_zeros(1, hidden_states.shape[1])])
         experts_r = chosen_s.new_zeros(1)
     ones = torch.ones_like(experts_r, dtype=top_k_weights.dtype)[:, None]
-    done_rh = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_rh, experts_r[:, None], ones)
-    back_sh = _Exchange.apply(done_rh[:0] if empty else done_rh, received, sent, group)
-    unsorted_sh = torch.empty_like(back_sh).index_copy(0, order_s, back_sh)
+    output_rh = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_rh, experts_r[:, None], ones)
+    returned_sh = _Exchange.apply(output_rh[:0] if empty else output_rh, received, sent, group)
+    unsorted_sh = torch.empty_like(returned_sh).index_copy(0, order_s, returned_sh)
     weighted = unsorted_sh.view(*top_k_index.shape, -1) * top_k_weights[..., None]
     return weighted.sum(1).to(hidden_states.dtype)
 

@@ -1,7 +1,7 @@
-"""Which model families packed attention is exact for, which it is not, and how to find out about the others.
+"""Model families for which packed attention is exact, those for which it is not, and the trial of all others.
 
 `EXACT` lists the families that the tests compare with plain Hugging Face, document by document. A family in neither list
-is tried at tiny size before its weights are read: same config, small sizes, packed against one document at a time.
+is tried at tiny size before its weights are loaded: same config, small sizes, packed against one document at a time.
 """
 
 from typing import Any
@@ -49,13 +49,13 @@ EXACT = frozenset(
     }
 )
 
-REFUSED = {
-    "qwen3_next": "its linear-attention layers carry state across document borders",
-    "qwen3_5": "its linear-attention layers carry state across document borders",
-    "qwen3_5_text": "its linear-attention layers carry state across document borders",
-    "bamba": "its state-space layers carry state across document borders",
-    "llama4": "its chunked attention counts positions of the whole packed sequence",
-    "llama4_text": "its chunked attention counts positions of the whole packed sequence",
+UNSUPPORTED = {
+    "qwen3_next": "its linear-attention layers carry state across document boundaries",
+    "qwen3_5": "its linear-attention layers carry state across document boundaries",
+    "qwen3_5_text": "its linear-attention layers carry state across document boundaries",
+    "bamba": "its state-space layers carry state across document boundaries",
+    "llama4": "its chunked attention counts positions over the entire packed sequence",
+    "llama4_text": "its chunked attention counts positions over the entire packed sequence",
 }
 
 TINY_SIZES: dict[str, Any] = {
@@ -80,47 +80,47 @@ TINY_SIZES: dict[str, Any] = {
 
 
 def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
-    """Refuse a family that packed attention would be wrong for.
+    """Check that packed attention is correct for a model family.
 
     Raises:
-        ModelError: known to be wrong, seen to be wrong at tiny size, or impossible to try.
+        ModelError: It is known to be wrong, is wrong at tiny size, or cannot be tried.
     """
     family = config.model_type
-    if family in REFUSED:
-        raise ModelError(f"model family {family!r} cannot run on packed sequences: {REFUSED[family]}; use another model")
+    if family in UNSUPPORTED:
+        raise ModelError(f"model family {family!r} cannot run on packed sequences: {UNSUPPORTED[family]}; use another model")
     if family in EXACT or allow_unverified:
         return
     try:
         difference = packed_difference(tiny_config(config))
     except Exception as e:
         raise ModelError(
-            f"model family {family!r} is not among the verified ones, and trying it at tiny size failed "
+            f"model family {family!r} is not among the verified families, and trying it at tiny size failed "
             f"({type(e).__name__}: {e}); engine.options.allow_unverified_family=true runs it at your own risk"
         ) from e
     if difference > 1e-4:
         raise ModelError(
-            f"model family {family!r} gives other logits for packed documents than for each alone (off by {difference:.1e} at "
-            "tiny size); it cannot run on packed sequences, use another model"
+            f"model family {family!r} gives different logits for packed documents than for each document alone (off by "
+            f"{difference:.1e} at tiny size); it cannot run on packed sequences; use another model"
         )
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same family and switches at tiny size."""
+    """Return a config of the same family with the same switches, at tiny size."""
     sizes = {k: v for k, v in TINY_SIZES.items() if getattr(config, k, None) is not None}
-    kept = {
+    switches = {
         k: v
         for k, v in config.to_dict().items()
         if isinstance(v, str | bool | float) and k not in ("model_type", "dtype", "transformers_version")
     }
-    tiny: PreTrainedConfig = AutoConfig.for_model(config.model_type, **{**kept, **sizes})
+    tiny: PreTrainedConfig = AutoConfig.for_model(config.model_type, **{**switches, **sizes})
     return tiny
 
 
 def packed_difference(config: PreTrainedConfig) -> float:
-    """Largest difference between the logits of packed documents and of each alone, relative to the largest logit.
+    """Return the largest difference between the logits of packed documents and of each alone, relative to the largest logit.
 
-    The packed side computes logits as our head does (backbone, output weight, `logit_transform`), so that a family with a
-    transform of its own is found out too.
+    The packed side computes logits as our head does (backbone, output weight, `logit_transform`), so that a family with its
+    own transform is detected too.
     """
     documents = [list(range(3, 3 + n)) for n in (5, 21, 1, 13)]
     batch = from_lists(documents)

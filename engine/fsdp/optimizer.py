@@ -1,7 +1,7 @@
 """The optimizer over this rank's shards, as plain tensors.
 
-Parameters are DTensors; the update is elementwise, so it needs no DTensor arithmetic. Views of the shards, sharing their
-memory, make one fused kernel of it and keep the state plain for checkpoints.
+Parameters are DTensors, but the update is elementwise, so it needs no DTensor arithmetic. Views that share the shards' memory
+allow a single fused kernel and keep the state plain for checkpoints.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class ShardOptimizer:
     """AdamW or SGD over the trainable shards of a model.
 
     Args:
-        root: the sharded model.
-        optim: settings; the learning rate comes with every step.
-        on_host: moments rest on the host and visit the device for the update.
+        root: The sharded model.
+        optim: The optimizer's settings; the learning rate is passed with every step.
+        on_host: Whether the moments stay on the host and are on the device only for the update.
     """
 
     def __init__(self, root: nn.Module, optim: OptimConfig, *, on_host: bool) -> None:
@@ -46,7 +46,7 @@ class ShardOptimizer:
                 settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
             )
             for view in self._views.values():
-                # Made now, not by the first step, so that a checkpoint can be taken over before one.
+                # The state is created here rather than in the first step, so that a checkpoint can be loaded before one.
                 self._optimizer.state[view] = {
                     "step": torch.zeros((), dtype=torch.float32, device=view.device),
                     "exp_avg": torch.zeros_like(view, requires_grad=False),
@@ -58,19 +58,19 @@ class ShardOptimizer:
             self.to(torch.device("cpu"))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's parts of all gradients, sharing memory with them; the next `step` takes them."""
+        """Return this rank's parts of all gradients, which share their memory, and collect them for the next `step`."""
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
                 self._views[name].grad = None if parameter.grad is None else _local(parameter.grad)
         return [v.grad for v in self._views.values() if v.grad is not None and v.grad.numel()]
 
-    def forget_gradients(self) -> None:
-        """Let go of what `gradients` took: a parameter without a gradient in the next step must not see an older one."""
+    def clear_gradients(self) -> None:
+        """Drop what `gradients` collected: a parameter without a gradient in the next step must not use an older one."""
         for view in self._views.values():
             view.grad = None
 
     def step(self, lr: float) -> None:
-        """Update the shards from the gradients that `gradients` took."""
+        """Update the shards from the gradients that `gradients` collected."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:
@@ -78,25 +78,25 @@ class ShardOptimizer:
         self._optimizer.step()
         if self._on_host:
             self.to(torch.device("cpu"))
-        self.forget_gradients()
+        self.clear_gradients()
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """The moments of a parameter's shard, by kind."""
+        """Return the moments of a parameter's shard, by kind."""
         state = self._optimizer.state[self._views[name]]
         return {kind: state[kind] for kind in self._moments}
 
     @property
     def counts(self) -> dict[str, float]:
-        """Steps made, by parameter. They differ where a parameter had no gradient in some step; SGD counts none."""
+        """The number of steps of each parameter; a step without a gradient for it does not count, and SGD has no counts."""
         return {n: float(self._optimizer.state[v]["step"]) for n, v in self._views.items()} if self._moments else {}
 
     def restore(self, counts: Mapping[str, float]) -> None:
-        """Take back `counts`."""
+        """Restore the step counts from an earlier `counts`."""
         for name, view in self._views.items():
             self._optimizer.state[view]["step"].fill_(counts[name])
 
     def to(self, device: torch.device) -> None:
-        """Move the moments."""
+        """Move the moments to a device."""
         for view in self._views.values():
             state = self._optimizer.state[view]
             for kind in self._moments:

@@ -10,7 +10,7 @@ class FSDPOptions:
     """`engine.options` of `engine.backend=fsdp`."""
 
     reshard_after_forward: bool = setting(
-        True, "free a layer's gathered parameters after its forward pass; false trades memory for one gather less"
+        True, "free a layer's gathered parameters after its forward pass; false uses more memory to save one all-gather"
     )
     reduce_each_micro_batch: bool = setting(False, "reduce gradients after every micro-batch: less memory, more communication")
     allow_unverified_family: bool = setting(False, "run a model family for which packed attention could not be verified")

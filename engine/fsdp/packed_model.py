@@ -1,6 +1,6 @@
-"""The one module that FSDP wraps: backbone and head together, so that the root's gathered parameters serve both.
+"""The root module that FSDP wraps: backbone and head together, so that the root's gathered parameters serve both.
 
-Axes: T tokens of the packed sequence (this rank's slice under context parallelism), S tokens whose output is asked for,
+Axes: T tokens of the packed sequence (this rank's slice under context parallelism), S tokens whose output is requested,
 H hidden size.
 """
 
@@ -19,10 +19,10 @@ class PackedModel(HFModel):
     """A transformers decoder and the head of `model.head`.
 
     Args:
-        lm: a causal language model, on the meta device; adapters, if any, are already inside.
-        value_head: replace the language-model head by one number per token.
-        transform: of the logits.
-        router: of a mixture of experts whose balancing loss is wanted.
+        lm: The causal language model on the meta device, with its adapters, if any, already inside.
+        value_head: Whether to replace the language-model head by one number per token.
+        transform: The transform of the logits.
+        router: The settings of the router's balancing loss; None if the loss is off.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class PackedModel(HFModel):
         self,
         part: RankSlice,
     ) -> dict[str, Tensor]:
-        """Outputs of the selected tokens.
+        """Compute the outputs of the selected tokens.
 
         Returns:
-            output name -> `[S]`, and `router_aux` (a scalar) where a balancing loss is wanted.
+            Output name -> `[S]`, and `router_aux` (a scalar) if the balancing loss is on.
         """
         router = {} if self.router is None else {"output_router_logits": True}
         result = self.lm.get_decoder()(
@@ -49,20 +49,20 @@ class PackedModel(HFModel):
             packed=part.context,
             **router,
         )
-        found = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
+        outputs = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
         if self.router is not None:
             if not result.router_logits:
-                raise ModelError("a router loss is asked for, but this family's model returns no router logits")
-            found["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
-        return found
+                raise ModelError("a router loss is requested, but this family's model returns no router logits")
+            outputs["router_aux"] = balancing_loss(result.router_logits, self.router, part.real_tokens, part.context.cp_group)
+        return outputs
 
     def _head(self, hidden_sh: Tensor, part: RankSlice) -> dict[str, Tensor]:
         if self.score is not None:
-            # A copy: FSDP would warn of a view that its hooks may change.
+            # This is a copy, because FSDP would warn about a view that its hooks may modify.
             values = self.score(hidden_sh)[:, 0].clone()
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         head = self.lm.get_output_embeddings()
-        every = linear_head(
+        head_outputs = linear_head(
             hidden_sh,
             head.weight,
             part.targets,
@@ -73,4 +73,4 @@ class PackedModel(HFModel):
             greedy=part.outputs.greedy,
             expected=part.expected,
         )
-        return {name: value for name, value in every._asdict().items() if getattr(part.outputs, name)}
+        return {name: value for name, value in head_outputs._asdict().items() if getattr(part.outputs, name)}

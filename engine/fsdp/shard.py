@@ -1,4 +1,4 @@
-"""FSDP2 applied to the root module, and the boxes that a rank then holds."""
+"""FSDP2 applied to the root module, and the tensor slices that a rank then holds."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .options import FSDPOptions
 
 
 def build_mesh(topology: Topology) -> DeviceMesh:
-    """The mesh that parameters are sharded over: dp_shard x cp, replicated over dp_replicate if there are several."""
+    """Return the mesh for sharding parameters: dp_shard x cp, replicated over dp_replicate if there are several replicas."""
     kind = topology.device.type
     if topology.replicate is None:
         return DeviceMesh.from_group(topology.shard, kind, mesh_dim_names=("shard",))
@@ -26,25 +26,25 @@ def build_mesh(topology: Topology) -> DeviceMesh:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a transformers decoder.
+    """Return the repeated layers of a transformers decoder.
 
     Raises:
-        ModelError: it has none that transformers marks as such.
+        ModelError: The model has no layers that transformers marks as such.
     """
     layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its layers cannot be told apart")
+        raise ModelError(f"{type(model).__name__} has no GradientCheckpointingLayer, so its layers cannot be identified")
     return layers
 
 
 def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
     """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once.
 
-    One rank that neither casts nor offloads is left as it is: FSDP would copy its parameters twice a step and its gradients
-    three times, for nothing.
+    The model of a single rank that neither casts nor offloads is not wrapped: FSDP would copy its parameters twice per step
+    and its gradients three times, for no benefit.
     """
     precision = config.precision
-    # Named also where all stored parameters have it: adapters are stored in float32 beside them.
+    # The compute dtype is also set where it is the stored one, if adapters are stored in float32 beside the base weights.
     mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
     compute = getattr(torch, precision.compute) if mixed else None
     reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
@@ -55,10 +55,10 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     inner = [] if experts is None else [(module, experts.mesh) for _, module in expert_modules(root)]
-    for module, over in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
+    for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
             module,
-            mesh=over,
+            mesh=module_mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
@@ -70,8 +70,8 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
             module.set_force_sum_reduction_for_comms(True)
 
 
-def local_box(tensor: Tensor) -> tuple[TensorSlice, Tensor]:
-    """The part of a parameter that this rank holds, and the local tensor, sharing memory."""
+def local_slice(tensor: Tensor) -> tuple[TensorSlice, Tensor]:
+    """Return the slice of a parameter that this rank holds, and the local tensor, which shares its memory."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape), tensor.detach()
     local = tensor.to_local().detach()

@@ -1,4 +1,4 @@
-"""What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
+"""This rank's tensors as local shards under Hugging Face names, and the stream of full tensors for an export."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,31 +15,34 @@ from ..hf.names import hf_name
 from ..parallel.topology import Topology
 from ..torch_private import persistent_buffers as own_buffers
 from .experts import ExpertShards
-from .shard import local_box
+from .shard import local_slice
 
 
 def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to the weights."""
+    """Yield the buffers that are stored with the weights."""
     for prefix, module in root.named_modules():
         for name, value in own_buffers(module):
             yield f"{prefix}.{name}" if prefix else name, value
 
 
 def stored_slices_of(layout: DiskLayout, experts: ExpertShards | None, name: str, tensor: Tensor) -> list[StoredSlice]:
-    """Tensors on disk behind a parameter of the root module; adapters and new heads stand for themselves."""
-    where = hf_name(name)
+    """Return the stored slices behind a parameter of the root module.
+
+    An adapter or a new head is stored as one tensor under its own name.
+    """
+    disk_name = hf_name(name)
     shape = tuple(tensor.shape) if experts is None else experts.shape(name, tensor.shape)
-    if where.adapter or where.name.startswith("score."):
-        return [StoredSlice(where.name, shape, whole(shape))]
-    return layout.segments(where.name, shape)
+    if disk_name.adapter or disk_name.name.startswith("score."):
+        return [StoredSlice(disk_name.name, shape, whole(shape))]
+    return layout.stored_slices(disk_name.name, shape)
 
 
 def parameter_shards(
     root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, topology: Topology
 ) -> Iterator[LocalShard]:
-    """Boxes of all parameters and persistent buffers."""
+    """Yield the local shards of all parameters and persistent buffers."""
     for name, parameter in root.named_parameters():
-        yield from tensor_shards("value", name, parameter, local_box(parameter)[1], layout, experts, topology)
+        yield from tensor_shards("value", name, parameter, local_slice(parameter)[1], layout, experts, topology)
     for name, value in persistent_buffers(root):
         yield from tensor_shards("value", name, value, value, layout, experts, topology)
 
@@ -53,28 +56,28 @@ def tensor_shards(
     experts: ExpertShards | None,
     topology: Topology,
 ) -> Iterator[LocalShard]:
-    """The boxes of one local tensor.
+    """Yield the local shards of one local tensor.
 
     Args:
-        kind: value, exp_avg or exp_avg_sq.
-        name: of the parameter in the root module.
-        like: the parameter, whose sharding the tensor has.
-        local: this rank's part.
-        layout: of the model.
-        experts: those that this rank holds.
-        topology: whose replicas share the writing.
+        kind: The kind of tensor: value, exp_avg or exp_avg_sq.
+        name: The parameter's name in the root module.
+        like: The parameter, which is sharded in the same way.
+        local: This rank's part of the tensor.
+        layout: The layout of the model's tensors on disk.
+        experts: The experts that this rank holds; None without expert parallelism.
+        topology: The engine's topology, whose replicas divide the writing among themselves.
     """
-    box, _ = local_box(like)
+    tensor_slice, _ = local_slice(like)
     if not local.numel():
         return
-    box = box if experts is None else experts.box(name, box)
-    segments = stored_slices_of(layout, experts, name, like)
-    for number, piece in enumerate(cut_local_shards(kind, segments, box, local)):
-        yield replace(piece, owned=_owned(like, hash_of(piece.name) + number, topology))
+    tensor_slice = tensor_slice if experts is None else experts.box(name, tensor_slice)
+    stored_slices = stored_slices_of(layout, experts, name, like)
+    for number, local_shard in enumerate(cut_local_shards(kind, stored_slices, tensor_slice, local)):
+        yield replace(local_shard, owned=_owned(like, hash_of(local_shard.name) + number, topology))
 
 
 def hash_of(name: str) -> int:
-    """A number that spreads names evenly, the same in every process."""
+    """Return a number that spreads names evenly and is the same in every process."""
     return sum(name.encode())
 
 
@@ -84,12 +87,12 @@ def _owned(like: Tensor, number: int, topology: Topology) -> bool:
     replicas = topology.parallel.dp_replicate
     if replicas == 1:
         return True
-    # Replicas hold the same box; they take turns, so that none writes everything.
+    # Replicas hold the same slices and take turns, so that no replica writes everything.
     return number % replicas == topology.rank // (topology.size // replicas)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A whole parameter, gathered. Collective."""
+    """Gather a full parameter. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -97,18 +100,18 @@ def full(tensor: Tensor) -> Tensor:
 def stream_weights(
     root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors under Hugging Face names, one parameter in memory at a time. Collective.
+    """Yield full tensors under Hugging Face names, with one parameter in memory at a time. Collective.
 
     Args:
-        root: the sharded model.
-        layout: of its family.
-        experts: those that this rank holds.
-        only_adapters: adapters alone; otherwise they are added into the weights they adapt.
+        root: The sharded model.
+        layout: The layout of the model's tensors on disk.
+        experts: The experts that this rank holds; None without expert parallelism.
+        only_adapters: Whether to yield only the adapters; otherwise they are merged into the weights they adapt.
     """
     adapted = adapted_layers(root)
     for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]:
-        where = hf_name(name)
-        if where.adapter != only_adapters:
+        disk_name = hf_name(name)
+        if disk_name.adapter != only_adapters:
             continue
         value = full(tensor.detach())
         value = value if experts is None else experts.gather(name, value)
@@ -118,20 +121,20 @@ def stream_weights(
             value = merged(
                 layer, value, full(layer.lora_A["default"].weight.detach()), full(layer.lora_B["default"].weight.detach())
             )
-        for segment in stored_slices_of(layout, experts, name, tensor):
-            part = value[segment.box.within((0,) * value.dim())] if value.dim() else value
-            for _ in range(segment.dropped):
+        for stored_slice in stored_slices_of(layout, experts, name, tensor):
+            part = value[stored_slice.box.within((0,) * value.dim())] if value.dim() else value
+            for _ in range(stored_slice.dropped):
                 part = part.select(0, 0)
-            yield segment.name, part
+            yield stored_slice.name, part
 
 
 def weight_shapes(
     root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes that `stream_weights` will yield, in its order."""
+    """Return the names, dtypes and shapes that `stream_weights` yields, in its order."""
     return {
-        segment.name: (tensor.dtype, segment.shape)
+        stored_slice.name: (tensor.dtype, stored_slice.shape)
         for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
         if hf_name(name).adapter == only_adapters
-        for segment in stored_slices_of(layout, experts, name, tensor)
+        for stored_slice in stored_slices_of(layout, experts, name, tensor)
     }

@@ -1,1 +1,1 @@
-"""Hugging Face models as every engine meets them: configs, names on disk, weights, costs."""
+"""Hugging Face models as used by every engine: configs, names on disk, weights, costs."""

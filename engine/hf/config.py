@@ -1,4 +1,4 @@
-"""A model's config: read once, and what no engine can run refused."""
+"""Reading and checking a model's config."""
 
 import copy
 
@@ -14,60 +14,60 @@ from .weights import check_stored_head
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config.
+    """Return the model's config.
 
     Raises:
-        ModelError: the folder or its config.json is missing or unreadable.
+        ModelError: The folder or its config.json is missing or unreadable.
     """
     check_model_path(model.path)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as e:  # of many kinds: a damaged file, a number that is a word, code of the folder's own
+    except Exception as e:  # of many types: a damaged file, a word in place of a number, the folder's own code
         raise ModelError(f"model.path={model.path}: the config cannot be read: {e}") from e
-    # Nothing may share this object: transformers writes the attention implementation into it.
+    # This object must not be shared: transformers writes the attention implementation into it.
     config = copy.deepcopy(config.get_text_config())
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         kind = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)
         raise ModelError(
-            f"model.path={model.path} holds quantised weights (quantization_config: {kind}), which cannot be trained; use the "
-            "original, or convert it to bfloat16 first"
+            f"model.path={model.path} has quantized weights (quantization_config: {kind}), which cannot be trained; use the "
+            "original model, or convert it to bfloat16 first"
         )
     if model.added_tokens:
-        # Many families keep spare rows: only what does not fit makes the embeddings grow.
+        # Many families have spare rows: the embeddings grow only if the tokens do not fit.
         config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
     return config
 
 
 def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
-    """Refuse what no engine can run on packed documents, and settings that exclude each other.
+    """Check that the engines can run the model on packed documents, and that the settings do not conflict.
 
     Raises:
-        ModelError: names the setting and the way out.
+        ModelError: The model or a setting is not supported; the message names the setting and the way out.
     """
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0.0):
             raise ModelError(
-                f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported on "
-                "packed sequences; set it to 0 in config.json"
+                f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported "
+                "on packed sequences; set it to 0 in config.json"
             )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError(
-            f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or use a "
-            "causal model"
+            f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or "
+            "use a causal model"
         )
     check_stored_head(model)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
             if value:
                 raise ModelError(
-                    f"{name}={list(value)} with model.lora.rank={model.lora.rank}: under adapters the model itself, its embeddings "
-                    "included, is frozen; unset one of the two"
+                    f"{name}={list(value)} with model.lora.rank={model.lora.rank}: with adapters, the model itself, including "
+                    "its embeddings, is frozen; unset one of the two"
                 )
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:
-    """What the family does to its logits, read from its config."""
+    """Return the transform that the family applies to its logits, read from its config."""
     scale = 1.0
     if getattr(config, "logits_scaling", None):
         scale = 1.0 / config.logits_scaling

@@ -1,4 +1,4 @@
-"""Config, generation config and tokenizer of a trained model, as transformers or peft look for them."""
+"""Saving the config, generation config and tokenizer of a trained model, as transformers and peft expect them."""
 
 import copy
 from pathlib import Path
@@ -12,13 +12,13 @@ from .tokenizer import load_tokenizer
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:
-    """Write what stands beside the weights.
+    """Write the files that belong next to the weights.
 
     Args:
-        root: the model, on any device.
-        model: settings.
-        adapters: peft's settings, or None.
-        folder: to write into.
+        root: The model, on any device.
+        model: The model settings.
+        adapters: The peft config, or None.
+        folder: The folder to write into.
     """
     lm: Any = root.lm
     config = lm.config
@@ -26,7 +26,7 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
         config = copy.deepcopy(config)
         classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
         if classifier is not None:
-            # Its `score` is our value head: one number for a sequence, by way of AutoModelForTokenClassification for each token.
+            # Its `score` is our value head: one number per sequence, or per token through AutoModelForTokenClassification.
             config.architectures, config.num_labels = [classifier], 1
     config.save_pretrained(folder)
     if lm.can_generate() and model.head == "lm":

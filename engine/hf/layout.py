@@ -1,7 +1,8 @@
-"""Which tensors on disk a parameter in memory is made of.
+"""The mapping from parameters in memory to tensors on disk.
 
-transformers 5 holds a mixture's experts fused (`experts.gate_up_proj [E, 2I, H]`) and stores them apart
-(`experts.3.up_proj.weight [I, H]`); some families rename. The rules are transformers' own conversion mapping, read as data.
+transformers 5 fuses a mixture's experts in memory (`experts.gate_up_proj [E, 2I, H]`) and stores them separately
+(`experts.3.up_proj.weight [I, H]`); some families also rename tensors. The rules are transformers' own conversion mapping,
+read as data.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,14 @@ from ..errors import ModelError
 
 
 class DiskLayout:
-    """The mapping of one model.
+    """The mapping for one model.
 
     Args:
-        model: on any device; its family decides.
+        model: The model, on any device; only its family matters.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Prefix changes cannot be told from a bare model: what transformers saves does not carry them either.
+        # Prefix changes cannot be derived from a bare model; what transformers saves does not have them either.
         transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._back = [t.reverse_transform() for t in reversed(transforms) if isinstance(t, WeightRenaming)]
@@ -37,15 +38,15 @@ class DiskLayout:
             t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)
         ]
 
-    def segments(self, name: str, shape: Sequence[int]) -> list[StoredSlice]:
-        """The tensors on disk behind a parameter.
+    def stored_slices(self, name: str, shape: Sequence[int]) -> list[StoredSlice]:
+        """Return the stored slices that a parameter consists of.
 
         Args:
-            name: of the parameter in a plain transformers model.
-            shape: its global shape.
+            name: The name of the parameter in a plain transformers model.
+            shape: The global shape of the parameter.
 
         Raises:
-            ModelError: the family stores it in a way that has no rule here.
+            ModelError: There is no rule for the way in which the family stores the parameter.
         """
         for converter in self._converters:
             target = converter.target_patterns[0]
@@ -54,7 +55,7 @@ class DiskLayout:
         return [StoredSlice(self._rename(name), tuple(shape), whole(shape))]
 
     def canonical(self, disk_name: str) -> str:
-        """The name that `segments` would give to a tensor that a folder calls `disk_name`."""
+        """Return the name that `stored_slices` would give to a tensor called `disk_name` in a folder."""
         name = disk_name
         for renaming in self._forward:
             name, _ = renaming.rename_source_key(name)
@@ -71,9 +72,9 @@ class DiskLayout:
         known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
         if len(converter.target_patterns) != 1 or operations not in known or (len(operations) == 1 and len(sources) != 1):
             steps = ", ".join(op.__name__ for op, _ in operations)
-            raise ModelError(f"{name} is stored by {steps} of {sources}; drivetrain has no rule for that family yet")
+            raise ModelError(f"{name} is stored with {steps} of {sources}; drivetrain has no rule for this family yet")
         if shape[1] % len(sources):
-            raise ModelError(f"{name} has {shape[1]} rows, which its {len(sources)} parts on disk do not divide")
+            raise ModelError(f"{name} has {shape[1]} rows, which is not divisible by its {len(sources)} parts on disk")
         rows, rest = shape[1] // len(sources), shape[2:]
         stem = name[: -len(target)]
         return [

@@ -1,6 +1,6 @@
-"""LoRA through peft: adapters injected in place before the model is sharded, saved in peft's own format.
+"""LoRA through peft: adapters are injected in place before the model is sharded, and saved in peft's own format.
 
-peft's injection leaves the transformers model as it is, but for the adapted layers; no wrapper changes names or forward.
+peft's injection changes only the adapted layers of the transformers model; no wrapper changes names or the forward pass.
 """
 
 import math
@@ -24,28 +24,28 @@ EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLoraConfig:
-    """Our settings as peft's, with target modules spelled out.
+    """Convert our settings to a peft config, with the target modules listed explicitly.
 
     Raises:
-        ModelError: a target matches no linear layer of the model.
+        ModelError: A target does not match any linear layer of the model.
     """
     head = model.get_output_embeddings()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     names = {n.rpartition(".")[2] for n in linears}
-    # In a mixture peft takes these names for parts of the fused experts, which are no linear layers, wherever they stand.
+    # In a mixture, peft treats these names as parts of the fused experts, which are not linear layers, wherever they occur.
     fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
     targets = sorted(names - fused)
     if lora.targets != ("all-linear",):
         unknown = [t for t in lora.targets if t not in names]
         if unknown:
             raise ModelError(
-                f"model.lora.targets names {', '.join(unknown)}, which is no linear layer of {type(model).__name__} that can be adapted "
-                f"(its head cannot); it has {', '.join(targets)}"
+                f"model.lora.targets names {', '.join(unknown)}, which is not an adaptable linear layer of "
+                f"{type(model).__name__} (its head cannot be adapted); the adaptable layers are {', '.join(targets)}"
             )
-        if taken := [t for t in lora.targets if t in fused]:
+        if expert_targets := [t for t in lora.targets if t in fused]:
             raise ModelError(
-                f"model.lora.targets names {', '.join(taken)}: in {type(model).__name__} peft takes it for a part of the fused experts, "
-                f"which cannot be adapted; name some of {', '.join(targets)}"
+                f"model.lora.targets names {', '.join(expert_targets)}: in {type(model).__name__}, peft treats it as part of "
+                f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
             )
         targets = list(lora.targets)
     return PeftLoraConfig(
@@ -60,19 +60,19 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
 
 
 def add_adapters(model: PreTrainedModel, config: PeftLoraConfig) -> None:
-    """Put adapters into a model on the meta device, float32 at least; only they are trainable afterwards."""
+    """Add adapters to a model on the meta device, in at least float32; afterward, only they are trainable."""
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             for part in (module.lora_A, module.lora_B):
-                # In 16 bits small updates, and Adam's slow second moment, would round away.
+                # In 16 bits, small updates and Adam's slow second moment would be rounded away.
                 part.to(torch.promote_types(model.dtype, torch.float32))
 
 
 def init_adapter(name: str, value: Tensor) -> None:
-    """Initial values of one adapter matrix: A as a linear layer's, B zero (arXiv:2106.09685, section 4.1)."""
+    """Initialize one adapter matrix: A like a linear layer, B with zeros (arXiv:2106.09685, section 4.1)."""
     if ".lora_A." in name:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     else:
@@ -81,10 +81,10 @@ def init_adapter(name: str, value: Tensor) -> None:
 
 @contextmanager
 def adapters_disabled(root: nn.Module) -> Iterator[None]:
-    """Run the adapted layers without their adapters, then with them again."""
+    """Disable the adapters inside the context, and enable them again afterward."""
     layers = [m for m in root.modules() if isinstance(m, LoraLayer)]
-    # peft's own switch freezes the adapters with it; what trains before must train after. At once, too: FSDP looks in the very first
-    # forward pass which parameters will have gradients, and converts no other's.
+    # peft's own switch also freezes the adapters, but what was trainable must stay trainable, and from the start: in the very
+    # first forward pass, FSDP determines which parameters will have gradients, and converts the gradients of no others.
     trainable = [p for p in root.parameters() if p.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
@@ -100,13 +100,13 @@ def adapters_disabled(root: nn.Module) -> Iterator[None]:
 
 
 def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-    """A base weight with its adapter added, in float32 on the way.
+    """Return a base weight with its adapter added; the sum is computed in float32.
 
     Args:
-        layer: the `LoraLayer`.
-        base: its weight, in the shape it is stored.
-        lora_a: `[rank, in]`.
-        lora_b: `[out, rank]`.
+        layer: The `LoraLayer`.
+        base: The weight of the layer, in its stored shape.
+        lora_a: The matrix A, `[rank, in]`.
+        lora_b: The matrix B, `[out, rank]`.
     """
     delta = adapter_product(lora_b, lora_a, layer.scaling["default"])
     if layer.fan_in_fan_out:
@@ -115,18 +115,18 @@ def merged(layer: Any, base: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
 
 
 def adapted_layers(root: nn.Module) -> dict[str, Any]:
-    """Module name -> `LoraLayer`."""
+    """Return the adapted layers: module name -> `LoraLayer`."""
     return {name: m for name, m in root.named_modules() if isinstance(m, LoraLayer)}
 
 
 def wants_adapters(lora: LoraConfig) -> bool:
-    """Whether adapters are asked for.
+    """Return whether adapters are enabled.
 
     Raises:
-        ModelError: a setting is out of range.
+        ModelError: A setting is out of range.
     """
     if lora.rank < 0:
-        raise ModelError(f"model.lora.rank={lora.rank}; it is a rank, or 0 for no adapters")
+        raise ModelError(f"model.lora.rank={lora.rank}; it must be a positive rank, or 0 for no adapters")
     if not 0 <= lora.dropout < 1:
-        raise ModelError(f"model.lora.dropout={lora.dropout}; it is a probability below 1")
+        raise ModelError(f"model.lora.dropout={lora.dropout}; it must be a probability below 1")
     return lora.rank > 0

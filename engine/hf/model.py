@@ -1,4 +1,4 @@
-"""A transformers model with the head and the adapters that the settings ask for, on the meta device."""
+"""A transformers model on the meta device, with the head and the adapters that the settings request."""
 
 import copy
 import difflib
@@ -19,11 +19,11 @@ from .names import hf_name
 
 
 class HFModel(nn.Module):
-    """A causal language model and the head of `model.head`.
+    """A causal language model with the head of `model.head`.
 
     Args:
-        lm: on the meta device; adapters, if any, are already inside.
-        value_head: replace the language-model head by one number per token.
+        lm: The language model on the meta device, already with its adapters, if any.
+        value_head: Whether to replace the language-model head with one number per token.
     """
 
     def __init__(self, lm: PreTrainedModel, *, value_head: bool) -> None:
@@ -38,20 +38,20 @@ class HFModel(nn.Module):
 def empty_lm(
     config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str = "eager"
 ) -> tuple[PreTrainedModel, DiskLayout, Any]:
-    """The language model with its adapters, its layout on disk, and peft's settings or None.
+    """Return the language model with its adapters, its layout on disk, and the peft config or None.
 
     Args:
-        config: of the model.
-        model: settings.
-        dtype: of the parameters.
-        attention: implementation, by transformers' name.
+        config: The model's config.
+        model: The model settings.
+        dtype: The dtype of the parameters.
+        attention: The attention implementation, by transformers' name.
     """
-    # Parameters on meta, buffers real: rotary frequencies are computed, not loaded.
+    # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
     with init_empty_weights(include_buffers=False):
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
-    # Made on meta one by one, tied parameters came apart; FSDP must see one parameter, or it would train two.
+    # Created on meta one by one, tied parameters were separated; FSDP must see one parameter, or it would train two.
     lm.tie_weights()
     layout = DiskLayout(lm)
     adapters = None
@@ -62,17 +62,17 @@ def empty_lm(
 
 
 def choose_trainable(root: HFModel, model: ModelConfig) -> None:
-    """A new head beside adapters is trained; what `model.freeze` names is not."""
+    """Make a new head next to adapters trainable, and freeze the parameters that match `model.freeze`."""
     if wants_adapters(model.lora) and root.score is not None:
         root.score.requires_grad_(True)
     freeze(root, model.freeze)
 
 
 def freeze(root: HFModel, patterns: Sequence[str]) -> None:
-    """Leave the parameters whose Hugging Face names match a pattern as they are.
+    """Freeze the parameters whose Hugging Face names match a pattern.
 
     Raises:
-        ModelError: a pattern matches nothing, or together they match everything.
+        ModelError: A pattern matches nothing, or the patterns together match everything.
     """
     names = {name: hf_name(name).name for name, _ in root.named_parameters()}
     for pattern in patterns:
@@ -88,12 +88,12 @@ def freeze(root: HFModel, patterns: Sequence[str]) -> None:
 
 
 def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:
-    """Tensors on disk with a row for each token: embeddings, head and its bias."""
+    """Return the names of the tensors on disk with one row per token: the embeddings, the head and its bias."""
     modules = [m for m in (lm.get_input_embeddings(), lm.get_output_embeddings()) if m is not None]
-    own = {id(p) for m in modules for p in m.parameters()}
+    vocabulary_ids = {id(p) for m in modules for p in m.parameters()}
     return frozenset(
-        segment.name
+        stored.name
         for name, p in lm.named_parameters()
-        if id(p) in own
-        for segment in layout.segments(hf_name(name).name, p.shape)
+        if id(p) in vocabulary_ids
+        for stored in layout.stored_slices(hf_name(name).name, p.shape)
     )

@@ -1,4 +1,4 @@
-"""What `model.path` may be. Imports no torch."""
+"""Checking and resolving `model.path`. Imports no torch."""
 
 import re
 from pathlib import Path
@@ -13,27 +13,29 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_model_path(path: str) -> None:
-    """Refuse a path that is neither a model folder nor a Hugging Face name.
+    """Check that a path is a model folder or a Hugging Face name.
 
     Raises:
-        ModelError: says which of the two is missing what.
+        ModelError: It is neither, or the folder is incomplete; the message says what is missing.
     """
     if not path:
-        raise ModelError("model.path is not set; give a folder with config.json, tokenizer and safetensors")
+        raise ModelError("model.path is not set; set it to a folder with config.json, tokenizer and safetensors files")
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            inside = next((p.parent for p in sorted(Path(path).glob("*/config.json"))), None)
-            hint = f"; did you mean {inside}?" if inside else "; give a folder in Hugging Face format"
+            nested = next((p.parent for p in sorted(Path(path).glob("*/config.json"))), None)
+            hint = f"; did you mean {nested}?" if nested else "; use a folder in Hugging Face format"
             raise ModelError(f"model.path={path} has no config.json{hint}")
     elif not _HUB_NAME.fullmatch(path) or path.startswith("."):
-        raise ModelError(f"model.path={path} is no folder; give a folder with config.json, or a Hugging Face name (org/name)")
+        raise ModelError(
+            f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
+        )
 
 
 def fingerprint(path: str) -> str:
-    """Tells one model from another, wherever its folder lies, without reading all of it: sizes, and samples of the weights.
+    """Return a fingerprint that identifies a model wherever its folder is, from file sizes and samples of the weights.
 
     Args:
-        path: `model.path`; a name on the Hub stands for itself.
+        path: The value of `model.path`; a Hub name is its own fingerprint.
     """
     if not Path(path).is_dir():
         return path
@@ -49,7 +51,7 @@ def fingerprint(path: str) -> str:
 
 
 def resolve_folder(path: str) -> Path:
-    """A local folder; a Hub name is downloaded by huggingface_hub."""
+    """Return the local folder of a model; a Hub name is downloaded with huggingface_hub."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

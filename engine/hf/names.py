@@ -1,4 +1,4 @@
-"""From a parameter's name in our root module to its Hugging Face name, with and without adapters."""
+"""Mapping a parameter's name in our root module to its Hugging Face name, with and without adapters."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class HFName:
-    """A parameter's name elsewhere.
+    """A parameter's name in Hugging Face files.
 
     Args:
-        name: in a plain transformers model or, for an adapter, in peft's own files.
-        adapter: whether it is an adapter's.
+        name: The name in a plain transformers model or, for an adapter, in peft's own files.
+        adapter: Whether the parameter belongs to an adapter.
     """
 
     name: str
@@ -19,7 +19,7 @@ class HFName:
 
 
 def hf_name(name: str) -> HFName:
-    """The Hugging Face name of a parameter or buffer of `PackedModel`."""
+    """Return the Hugging Face name of a parameter or buffer of `PackedModel`."""
     if name.startswith("score."):
         return HFName(name, adapter=False)
     inner = name.removeprefix("lm.")

@@ -1,4 +1,4 @@
-"""What a transformers decoder costs a token, read from its parameters and its config."""
+"""The cost per token of a transformers decoder, read from its parameters and its config."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .model import HFModel
 
 
 def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
-    """Count the matrices of a model, on any device, sharded or not."""
+    """Count the parameters in the matrices of a model, which may be on any device, sharded or not."""
     lm: Any = root.lm
     head: Any = root.score if root.score is not None else lm.get_output_embeddings()
     embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -23,7 +23,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     for parameter in lm.get_decoder().parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or parameter is head.weight:
             continue
-        # A mixture's experts are one parameter `[E, ...]`, of which a token meets some.
+        # A mixture's experts are one parameter `[E, ...]`, of which each token uses only some.
         active = parameter.numel() * (routed / experts if parameter.dim() == 3 and len(parameter) == experts else 1.0)
         weights += active
         trained += active * parameter.requires_grad
@@ -41,10 +41,10 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """The longest document that a model was made for, its rope scaled as its config says; None where it does not say."""
+    """Return the maximum document length that a model supports, with its RoPE scaling; None if the config does not give it."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Some families have settings for each kind of layer.
+    # Some families have separate settings for each kind of layer.
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     scaled = [
         int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
@@ -55,45 +55,45 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 
 def experts_of(config: PreTrainedConfig) -> int | None:
-    """Experts of a mixture, by whichever name the family has for them; None for a dense model."""
+    """Return the number of experts of a mixture, under whichever name the family uses; None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((getattr(config, n) for n in names if getattr(config, n, None)), None)
 
 
 def router_aux_coef(config: PreTrainedConfig, model: ModelConfig) -> float:
-    """The weight of a router's balancing loss: the setting, or else what the model's own config asks for."""
-    asked = model.router_aux_loss_coef
-    if asked is None and getattr(config, "output_router_logits", False):
-        asked = getattr(config, "router_aux_loss_coef", 0.0)
-    return asked or 0.0
+    """Return the coefficient of a router's balancing loss: the setting, or else the value in the model's own config."""
+    coefficient = model.router_aux_loss_coef
+    if coefficient is None and getattr(config, "output_router_logits", False):
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    return coefficient or 0.0
 
 
 def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSettings | None:
-    """What the balancing loss needs, when it is asked for.
+    """Return the settings for the balancing loss, or None if it is not enabled.
 
     Raises:
-        ModelError: the model has no router.
+        ModelError: The model has no router.
     """
     if not coefficient:
         return None
     experts = experts_of(config)
     if experts is None:
         raise ModelError(
-            f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is no mixture of experts; unset it"
+            f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is not a mixture of experts; unset it"
         )
     return RouterSettings(experts=experts, per_token=config.num_experts_per_tok)
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:
     layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
-    found = []
+    costs = []
     for i in range(config.num_hidden_layers):
-        # Layers of one model may differ (Gemma 4); transformers then answers for each alone.
+        # The layers of a model may differ (Gemma 4); transformers then has a config for each one.
         layer = config if layers is None else layers[i]
         heads = layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         query = getattr(layer, "qk_head_dim", None) or size
         value = getattr(layer, "v_head_dim", None) or size
         windowed = kinds is None or kinds[i] == "sliding_attention"
-        found.append((heads * (query + value), getattr(layer, "sliding_window", None) if windowed else None))
-    return tuple(found)
+        costs.append((heads * (query + value), getattr(layer, "sliding_window", None) if windowed else None))
+    return tuple(costs)

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model folder's, with the tokens and the chat template that the settings add."""
+"""The tokenizer of a run: that of the model folder, with the tokens and the chat template that the settings add."""
 
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,28 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """What turns text into the model's tokens.
+    """Load the tokenizer of a model and apply the settings to it.
 
     Raises:
-        ModelError: there is none, or the chat template cannot be read.
+        ModelError: There is none, or the chat template cannot be read.
     """
     path = model.path
     check_model_path(path)
     if Path(path).is_dir() and not any((Path(path) / f).is_file() for f in TOKENIZER_FILES):
-        raise ModelError(f"model.path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy them beside config.json")
+        raise ModelError(
+            f"model.path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its files next to config.json"
+        )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except Exception as e:  # of many kinds, as files can be damaged in many ways
+    except Exception as e:  # of many types, because files can be damaged in many ways
         raise ModelError(f"model.path={path} has no usable tokenizer: {(str(e) or type(e).__name__).splitlines()[0]}") from e
     if not tokenizer.is_fast:
         raise ModelError(
-            f"model.path={path}: {type(tokenizer).__name__} has no fast version, which tells where in the text a token begins"
+            f"model.path={path}: {type(tokenizer).__name__} has no fast version, which is needed to locate tokens in the text"
         )
     if not all(model.added_tokens):
-        raise ModelError("model.added_tokens has an empty token; leave it out")
-    # Those that the tokenizer has already, of an earlier run say, stay as they are.
+        raise ModelError("model.added_tokens has an empty token; remove it")
+    # Tokens that the tokenizer already has, for example from an earlier run, stay unchanged.
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in model.added_tokens], special_tokens=True)
     if model.chat_template is not None:
         try:

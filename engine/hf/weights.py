@@ -1,4 +1,4 @@
-"""Weights for a sharded model: slices read from safetensors, or drawn from the seed. Never a whole model in one process."""
+"""Weights for a sharded model: slices read from safetensors, or drawn from the seed. No process loads the full model."""
 
 import hashlib
 import json
@@ -25,18 +25,18 @@ from .names import hf_name
 MEAN_ROWS = 4096
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OTHER_HEADS = ("score.", "classifier.")
-"""What transformers calls the heads of models that are not language models."""
+"""The name prefixes of heads in transformers models that are not language models."""
 
 
 class WeightFolder:
     """The tensors of a Hugging Face folder, under canonical names.
 
     Args:
-        folder: with `model.safetensors`, or an index and its shards.
-        canonical: from a name in the folder to the one that the model's layout has for it.
+        folder: The folder with `model.safetensors`, or with an index and its files.
+        canonical: A function that converts a name in the folder to the name in the model's layout.
 
     Raises:
-        ModelError: no safetensors files.
+        ModelError: There are no safetensors files, or a file is missing.
     """
 
     def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
@@ -59,45 +59,46 @@ class WeightFolder:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, canonical."""
+        """The canonical names of all tensors."""
         return list(self._where)
 
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
-        """File and key of a tensor; a folder saved from a bare backbone lacks the backbone's prefix."""
+        """Return the file and key of a tensor, or None; a folder saved from a bare backbone lacks the backbone's prefix."""
         return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))
 
     def fill(self, piece: LocalShard, at: tuple[str, str], *, grown: bool = False) -> None:
-        """Read the slice that a piece needs.
+        """Read the slice that a local shard needs.
 
         Args:
-            piece: to fill.
-            at: file and key.
-            grown: the tensor may have more rows than the file's; they become the mean of the file's.
+            piece: The local shard to fill.
+            at: The file and key of the tensor.
+            grown: Whether the tensor may have more rows than in the file; these become the mean of the rows in the file.
 
         Raises:
-            ModelError: the tensor has another shape, or numbers that are not finite.
+            ModelError: The tensor has another shape, or values that are not finite.
         """
         file, key = at
         try:
             shape = self._files.array(file, key).shape
         except CheckpointError as e:
             raise ModelError(str(e)) from e
-        box = TensorSlice(piece.offset, tuple(piece.data.shape))
+        tensor_slice = TensorSlice(piece.offset, tuple(piece.data.shape))
         rows = total = len(piece.data) if piece.data.dim() else 1
         if grown and shape[1:] == piece.shape[1:] and shape[0] < piece.shape[0]:
             rows = min(rows, max(0, shape[0] - piece.offset[0]))
-            box = TensorSlice(piece.offset, (rows, *piece.data.shape[1:]))
+            tensor_slice = TensorSlice(piece.offset, (rows, *piece.data.shape[1:]))
         elif shape != piece.shape:
             raise ModelError(
-                f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} by config.json; they do not belong together"
+                f"{key} is {list(shape)} in {self.folder / file}, but {list(piece.shape)} according to "
+                "config.json; they do not belong together"
             )
         with torch.no_grad():
             target = piece.data[:rows] if piece.data.dim() else piece.data
             if target.numel():
-                read_part(self._files, file, key, box, target)
+                read_part(self._files, file, key, tensor_slice, target)
             if not _finite(target):
                 raise ModelError(
-                    f"{key} in {self.folder / file} has numbers that are not finite (NaN or infinity); the weights are damaged"
+                    f"{key} in {self.folder / file} has values that are not finite (NaN or infinity); the weights are damaged"
                 )
             if rows < total:
                 mean = self._mean_row(file, key, shape)
@@ -106,7 +107,7 @@ class WeightFolder:
                 ]
 
     def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
-        """The mean of a tensor's rows: a new token begins as the average one (Hewitt 2021, "Initializing new word embeddings")."""
+        """Return the mean of a tensor's rows, where a new token starts (Hewitt 2021, "Initializing new word embeddings")."""
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, shape[0], MEAN_ROWS):
             rows = min(MEAN_ROWS, shape[0] - start)
@@ -117,36 +118,37 @@ class WeightFolder:
 
 
 def stored_names(path: str) -> frozenset[str]:
-    """Names of the tensors that a model's folder holds, as it calls them.
+    """Return the names of the tensors in a model's folder, as stored there.
 
     Raises:
-        ModelError: no safetensors files.
+        ModelError: There are no safetensors files.
     """
     return frozenset(WeightFolder(resolve_folder(path), str).names)
 
 
 def check_head(names: Collection[str], model: ModelConfig) -> None:
-    """Refuse a folder whose head the settings would drop.
+    """Check that the settings do not drop a folder's head.
 
     Args:
-        names: of the tensors in the folder.
-        model: settings.
+        names: The names of the tensors in the folder.
+        model: The model settings.
 
     Raises:
-        ModelError: it is a reward model or another classifier, and is to be a language model.
+        ModelError: It is a reward model or another classifier, and the settings ask for a language model.
     """
     if model.head == "lm" and (lost := sorted(name for name in names if name.startswith(OTHER_HEADS))):
         raise ModelError(
-            f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}), and a language model (model.head=lm) would "
-            "be made of it without that head; give a language model. Reward models and critics (model.head=value) take this one"
+            f"model.path={model.path} is a reward model or another classifier (it has {lost[0]}); as a language model "
+            "(model.head=lm) it would lose that head. Use a language model here; reward models and critics (model.head=value) "
+            "accept this one"
         )
 
 
 def check_stored_head(model: ModelConfig) -> None:
-    """`check_head` of a local folder that has weights. Reads names alone.
+    """Run `check_head` on a local folder that has weights. Reads only names.
 
     Raises:
-        ModelError: see `check_head`.
+        ModelError: See `check_head`.
     """
     folder = Path(model.path)
     if model.init == "weights" and any((folder / name).is_file() for name in (INDEX, SINGLE)):
@@ -154,7 +156,10 @@ def check_stored_head(model: ModelConfig) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all numbers are. By their sum, which NaN and infinity spoil: asking each would double the memory for a moment."""
+    """Return whether all values are finite.
+
+    The sum is enough, because NaN and infinity propagate to it; testing each value would temporarily double the memory.
+    """
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return math.isfinite(float(tensor.sum(dtype=wide)))
 
@@ -167,58 +172,58 @@ def load_weights(
     optional: Callable[[str], bool],
     grown: Collection[str] = (),
 ) -> set[str]:
-    """Fill this rank's pieces from a folder.
+    """Fill this rank's local shards from a folder.
 
     Args:
-        pieces: boxes of values, as views.
-        weights: the folder.
-        prefix: of the backbone's names.
-        optional: whether a tensor may be missing: a new head, a new adapter.
-        grown: tensors that may have more rows than the file's, for added tokens.
+        pieces: The local shards of the values, as views.
+        weights: The folder of the weights.
+        prefix: The prefix of the backbone's names.
+        optional: A function that returns whether a tensor may be missing, such as that of a new head or a new adapter.
+        grown: The names of the tensors that may have more rows than in the file, for added tokens.
 
     Returns:
-        names of the optional tensors that were missing.
+        The names of the optional tensors that were missing.
 
     Raises:
-        ModelError: tensors are missing.
+        ModelError: Required tensors are missing.
     """
     missing, fresh = [], set()
-    for piece in pieces:
-        at = weights.find(piece.name, prefix)
+    for shard in pieces:
+        at = weights.find(shard.name, prefix)
         if at is not None:
-            weights.fill(piece, at, grown=piece.name in grown)
-        elif optional(piece.name):
-            fresh.add(piece.name)
+            weights.fill(shard, at, grown=shard.name in grown)
+        elif optional(shard.name):
+            fresh.add(shard.name)
         else:
-            missing.append(piece.name)
+            missing.append(shard.name)
     if missing:
         raise ModelError(
-            f"model.path={weights.folder} lacks {len(missing)} tensors that config.json asks for, {', '.join(missing[:3])} "
-            "among them; the folder and the config do not belong together"
+            f"model.path={weights.folder} lacks {len(missing)} tensors that config.json requires, including "
+            f"{', '.join(missing[:3])}; the folder and the config do not belong together"
         )
     return fresh
 
 
 def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Random weights that depend on the seed and on names alone: equal in every layout and on every engine.
+    """Yield random weights that depend only on the seed and the names: they are equal in every layout and on every engine.
 
-    One module at a time is made whole on the CPU and initialised by the family's own `_init_weights`.
+    One module at a time is materialized in full on the CPU and initialized by the family's own `_init_weights`.
 
     Args:
-        meta_model: the model, on the meta device.
-        seed: `engine.seed`.
-        wanted: whether to draw a parameter, by its name in `meta_model`.
+        meta_model: The model on the meta device.
+        seed: The value of `engine.seed`.
+        wanted: A function that returns whether to draw a parameter, given its name in `meta_model`.
 
     Yields:
-        name in `meta_model`, and the tensor.
+        The name in `meta_model` and the tensor.
     """
     for module_name, module in meta_model.named_modules():
-        own = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
-        names = {n: f"{module_name}.{n}" if module_name else n for n, _ in own}
-        chosen = [n for n, _ in own if wanted(names[n])]
+        tensors = [*module.named_parameters(recurse=False), *persistent_buffers(module)]
+        names = {n: f"{module_name}.{n}" if module_name else n for n, _ in tensors}
+        chosen = [n for n, _ in tensors if wanted(names[n])]
         if not chosen:
             continue
-        meta = {n: t for n, t in own if t.is_meta}
+        meta = {n: t for n, t in tensors if t.is_meta}
         with torch.random.fork_rng(devices=[]):
             for n, t in meta.items():
                 real = torch.zeros(t.shape, dtype=t.dtype)
@@ -237,10 +242,10 @@ def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -
 
 
 def seed_torch(seed: int, digest: bytes) -> None:
-    """Seed torch's CPU generator from a seed and a name's digest."""
+    """Seed torch's CPU generator from a seed and the digest of a name."""
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(digest + str(seed).encode()).digest()[:7], "big"))
 
 
 def seed_ranks(seed: int, rank: int) -> None:
-    """Seed dropout: each rank differently, so that they do not drop alike."""
+    """Seed the generators for dropout, differently on each rank, so that ranks drop different elements."""
     seed_all(seed, rank)

@@ -1,4 +1,4 @@
-"""The Megatron-core engine. Importing it changes no filter of warnings; building an engine does, see `quiet.py`."""
+"""The Megatron-core engine. Importing it changes no warning filters; building an engine does, see `quiet.py`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "MCoreEngine":
-        # Megatron warns while it is imported, of TransformerEngine and apex, which are missing and not needed.
+        # On import, megatron warns about TransformerEngine and apex, which are missing and not needed.
         with ignored_warnings():
             from .engine import MCoreEngine
 

@@ -1,4 +1,4 @@
-"""From a model's config to megatron chunks with its weights: the recipe, in order."""
+"""The steps from a model's config to megatron chunks with its weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ from .state import BroadcastItem, ModelState, ParamShard, add_adapters, param_sh
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What is known of a model before anything is built.
+    """A model's description, available before anything is built.
 
     Args:
-        hf_config: Its Hugging Face config.
-        family: Its bridge to megatron.
-        decoder: Its sizes.
-        router: The balancing loss of its router; None where none is wanted.
+        hf_config: The model's Hugging Face config.
+        family: The model's bridge to megatron.
+        decoder: The decoder's sizes.
+        router: The settings of the router's balancing loss; None if the loss is off.
     """
 
     hf_config: PreTrainedConfig
@@ -50,7 +50,7 @@ class Built:
 
     Args:
         state: The engine's process groups and megatron globals.
-        meta_model: The whole Hugging Face model, without memory.
+        meta_model: The full Hugging Face model, without memory for its tensors.
         chunks: The layers of this rank's pipeline stage, wrapped for gradient reduction if they are trained.
         param_shards: This rank's parameters.
     """
@@ -63,11 +63,11 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The state of a rank's part of a model, once its weights are there.
+    """The state of a rank's part of a model after its weights are loaded.
 
     Args:
-        model_state: Reads and writes parameters and moments.
-        plans: The broadcasts of an export, by what is exported.
+        model_state: The parameters and moments, to be read and written.
+        plans: The broadcasts of an export, by the value of its `adapters` argument.
     """
 
     model_state: ModelState
@@ -86,9 +86,11 @@ def build_model(
     Raises:
         ModelError: The model does not fit its bridge, or the settings do not fit its parallel layers.
     """
-    # Not before the layout is known to be possible: groups of experts are cut by its sizes.
+    # Making groups is a collective that no message ends: a rank that has failed before is to be known here.
+    topology.all_gather_object(None)
+    # Only after the layout is known to be possible, because its sizes determine the groups of experts.
     state = MegatronState(topology)
-    # Each ends on all ranks before the next begins: an error of one rank must not leave the others in its collectives.
+    # Each block ends on all ranks before the next begins: an error on one rank must not leave the others in a collective.
     with topology.collective_errors(), state.active():
         meta_model = MetaModel(architecture.hf_config, model, getattr(torch, engine.precision.params))
         chunks = _chunks(architecture, model, engine, options, topology, state)
@@ -133,31 +135,31 @@ def _add_adapters(
     """Add adapters where the meta model has them.
 
     Raises:
-        ModelError: A target has no parallel layer here.
+        ModelError: A target has no parallel layer in megatron.
     """
     lora, targets = model.lora, meta_model.targets
     adapted = (
         add_adapters(chunks, architecture.family, architecture.decoder, state.groups, targets, lora) if targets else set()
     )
-    left = targets - set().union(*topology.all_gather_object(adapted))
-    if left:
-        leaves = sorted({name.rpartition(".")[2] for name in left})
+    missing = targets - set().union(*topology.all_gather_object(adapted))
+    if missing:
+        leaves = sorted({name.rpartition(".")[2] for name in missing})
         raise ModelError(
-            f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by engine.backend=mcore, where it is no "
-            "parallel layer of its own; name the others, or use engine.backend=fsdp"
+            f"model.lora.targets={list(lora.targets)}: {', '.join(leaves)} cannot be adapted by "
+            "engine.backend=mcore, where it is not a separate parallel layer; list only the others, or use engine.backend=fsdp"
         )
 
 
 def wrap_chunks(
     built: Built, engine: EngineConfig, options: MCoreOptions, finish_gradients: Callable[..., None]
 ) -> list[DistributedDataParallel]:
-    """Put gradient buffers and their reduction around every chunk.
+    """Wrap every chunk with gradient buffers and their reduction.
 
     Args:
         built: The model.
-        engine: Its settings.
+        engine: The engine's settings.
         options: Megatron's own settings.
-        finish_gradients: Reduces what is left when the last micro-batch is done.
+        finish_gradients: The function that reduces the remaining gradients after the last micro-batch.
     """
     config = built.chunks[0].config
     settings = DistributedDataParallelConfig(
@@ -172,19 +174,21 @@ def wrap_chunks(
     ]
     config.finalize_model_grads_func = finish_gradients
     if options.overlap_grad_reduce:
-        holds = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = holds if len(holds) > 1 else holds[0]
+        no_syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return chunks
 
 
 def load(built: Built, optimizer: ShardedOptimizer | None, engine: EngineConfig, topology: Topology) -> Loaded:
-    """Read or initialize the weights. Collective.
+    """Load or initialize the weights. Collective.
 
-    Weights come after the optimizer: what is read goes into its shards, in their precision, and from there to all ranks.
+    Weights come after the optimizer: they are loaded into its shards, in their precision, and copied from there to all ranks.
     """
     stored = getattr(torch, engine.precision.params)
     model_state = ModelState(built.param_shards, optimizer, topology, built.state.groups, stored)
-    built.meta_model.fill(list(model_state.values()), topology, engine.seed)
+    # The synchronization is a collective that no message ends, and random weights are filled in without an exchange.
+    with topology.collective_errors():
+        built.meta_model.fill(list(model_state.values()), topology, engine.seed)
     model_state.sync_params()
     return Loaded(
         model_state=model_state,

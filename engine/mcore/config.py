@@ -1,4 +1,4 @@
-"""A decoder's sizes and an engine's settings as Megatron-core's configuration; and what cannot be laid out, refused."""
+"""Megatron-core's configuration from a decoder's sizes and an engine's settings, and the checks of the parallel layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,52 +22,52 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron's configuration, with what our modules need beside it.
+    """Megatron's configuration with the additional settings that our modules need.
 
     Args:
-        norm_offset: added to the norms' weights.
+        norm_offset: The number added to the norms' weights.
     """
 
     norm_offset: float = 0.0
 
 
 def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
-    """Refuse a layout that the model's sizes do not allow.
+    """Check that the model's sizes allow the layout.
 
     Raises:
-        TopologyError: names the axis, both numbers and what is possible.
+        TopologyError: They do not; the message names the axis, both numbers and the possible values.
     """
     if p.tp_sequence and p.tp == 1:
-        raise TopologyError("engine.parallel.tp_sequence=true with tp=1: there is no tensor parallelism to go with; unset it")
+        raise TopologyError("engine.parallel.tp_sequence=true with tp=1: it requires tensor parallelism; unset it")
     if p.tp > decoder.kv_heads:
         raise TopologyError(
             f"engine.parallel.tp={p.tp} is more than the {decoder.kv_heads} key/value heads of {family} "
-            f"(num_key_value_heads); the largest possible is {_largest(p.tp, decoder.kv_heads, decoder.heads)}: use cp or pp "
+            f"(num_key_value_heads); the largest possible is {_largest(p.tp, decoder.kv_heads, decoder.heads)}; use cp or pp "
             "for more ranks"
         )
     dense = decoder.experts is None or not all(decoder.experts.layers)
-    for what, size in (
+    for unit, size in (
         ("key/value heads (num_key_value_heads)", decoder.kv_heads),
         ("attention heads (num_attention_heads)", decoder.heads),
         *([("units of a feed-forward layer (intermediate_size)", decoder.ffn)] if dense else []),
     ):
         if size % p.tp:
             raise TopologyError(
-                f"engine.parallel.tp={p.tp} does not divide the {size} {what} of {family}; the largest possible below it is "
-                f"{_largest(p.tp, decoder.kv_heads, decoder.heads, *([decoder.ffn] if dense else []))}"
+                f"engine.parallel.tp={p.tp} does not divide the {size} {unit} of {family}; the largest possible value below "
+                f"it is {_largest(p.tp, decoder.kv_heads, decoder.heads, *([decoder.ffn] if dense else []))}"
             )
     if decoder.heads // p.tp % p.cp:
         raise TopologyError(
-            f"engine.parallel.cp={p.cp} does not divide the {decoder.heads // p.tp} attention heads that tp={p.tp} leaves each "
-            f"rank of {family} (num_attention_heads={decoder.heads}); use one of {_divisors(decoder.heads // p.tp)}"
+            f"engine.parallel.cp={p.cp} does not divide the {decoder.heads // p.tp} attention heads that tp={p.tp} leaves on "
+            f"each rank of {family} (num_attention_heads={decoder.heads}); use one of {_divisors(decoder.heads // p.tp)}"
         )
     if p.vpp > 1 and p.pp == 1:
         raise TopologyError(f"engine.parallel.vpp={p.vpp} with pp=1: there is no pipeline to interleave; set vpp to 1")
     if decoder.layers % (p.pp * p.vpp):
-        asked = f"pp={p.pp}" if p.vpp == 1 else f"pp={p.pp} x vpp={p.vpp}"
+        layout = f"pp={p.pp}" if p.vpp == 1 else f"pp={p.pp} x vpp={p.vpp}"
         raise TopologyError(
-            f"engine.parallel.{asked} does not divide the {decoder.layers} layers of {family} (num_hidden_layers); pp x vpp must "
-            f"be one of {_divisors(decoder.layers)}"
+            f"engine.parallel.{layout} does not divide the {decoder.layers} layers of {family} (num_hidden_layers); pp x vpp "
+            f"must be one of {_divisors(decoder.layers)}"
         )
     _check_experts(decoder, p, family)
 
@@ -78,7 +78,7 @@ def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
         for axis in ("ep", "etp"):
             if getattr(p, axis) > 1:
                 raise TopologyError(
-                    f"engine.parallel.{axis}={getattr(p, axis)}, but {family} is no mixture of experts; set it to 1"
+                    f"engine.parallel.{axis}={getattr(p, axis)}, but {family} is not a mixture of experts; set it to 1"
                 )
         return
     if experts.count % p.ep:
@@ -95,17 +95,18 @@ def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
     if stage % (p.ep * p.etp):
         raise TopologyError(
             f"engine.parallel.ep={p.ep} x etp={p.etp} does not divide the {stage} ranks of a pipeline stage (dp x cp x tp = "
-            f"{p.dp_shard} x {p.cp} x {p.tp}), among which the experts are spread; make one of them smaller"
+            f"{p.dp_shard} x {p.cp} x {p.tp}), over which the experts are distributed; make ep or etp smaller"
         )
     if p.etp > 1 and not torch.cuda.is_available() and (p.ep > 1 or not p.tp_sequence or p.tp % p.etp):
         raise TopologyError(
-            f"engine.parallel.etp={p.etp} with ep={p.ep}, tp={p.tp}, tp_sequence={p.tp_sequence} on the CPU: ranks would gather "
-            "unequal numbers of tokens, which gloo cannot; use it on GPUs, or with ep=1, tp_sequence=true and an etp that divides tp"
+            f"engine.parallel.etp={p.etp} with ep={p.ep}, tp={p.tp}, tp_sequence={p.tp_sequence} on the CPU: ranks would "
+            "gather unequal numbers of tokens, which gloo does not support; use GPUs, or set ep=1, tp_sequence=true and an "
+            "etp that divides tp"
         )
     if p.tp > 1 and not p.tp_sequence:
         raise TopologyError(
-            f"engine.parallel.tp={p.tp} without tp_sequence on a mixture of experts: every rank would send the same tokens to the "
-            "experts; set engine.parallel.tp_sequence=true"
+            f"engine.parallel.tp={p.tp} without tp_sequence on a mixture of experts: every rank would send the same tokens to "
+            "the experts; set engine.parallel.tp_sequence=true"
         )
 
 
@@ -118,13 +119,13 @@ def _divisors(size: int) -> str:
 
 
 def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOptions, p: ParallelConfig) -> DecoderConfig:
-    """Megatron's configuration of the decoder, laid out.
+    """Return Megatron's configuration of the decoder in a parallel layout.
 
     Args:
-        decoder: sizes.
-        engine: precision, recomputation.
-        options: number format of the router.
-        p: resolved layout.
+        decoder: The decoder's sizes.
+        engine: The engine's settings: its precision and recomputation.
+        options: Megatron's own settings: the dtype of the router.
+        p: The resolved layout.
     """
     dtype = getattr(torch, engine.precision.compute)
     settings: dict[str, Any] = {
@@ -153,7 +154,7 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Weights are read or drawn afterwards; which of them are split is marked by our own rules.
+        # Weights are loaded or initialized later, and our own rules mark which of them are split.
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "tensor_model_parallel_size": p.tp,
@@ -163,12 +164,12 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "expert_model_parallel_size": p.ep,
         "expert_tensor_parallel_size": p.etp,
         "sequence_parallel": p.tp_sequence,
-        # Packed micro-batches differ in length; this dispatcher alone allows it, for dense models too.
+        # Packed micro-batches vary in length, which only this dispatcher allows, for dense models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "overlap_p2p_comm": p.vpp > 1,
-        # Gradients are summed over ranks: the loss was divided already, by the weight of the global batch.
+        # Gradients are summed over ranks, because the loss is already divided by the weight of the global batch.
         "calculate_per_token_loss": True,
         **_recompute(engine.recompute),
         **_experts(decoder, options),
@@ -191,7 +192,7 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
     if experts is None:
         return {}
     if not any(experts.layers):
-        raise ModelError("a mixture of experts without a layer that has any; use the dense family")
+        raise ModelError("a mixture of experts in which no layer has experts; use the dense family")
     settings: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_layer_freq": [int(sparse) for sparse in experts.layers],
@@ -200,8 +201,8 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_score_function": "softmax",
-        # A softmax over the chosen experts alone makes their weights add up to one.
-        "moe_router_pre_softmax": not experts.normalised,
+        # A softmax over only the chosen experts makes their weights add up to one.
+        "moe_router_pre_softmax": not experts.normalized,
         "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[options.router_dtype],
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
@@ -215,7 +216,7 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
             "moe_router_num_groups": experts.groups,
             "moe_router_group_topk": experts.chosen_groups,
             "moe_router_enable_expert_bias": True,
-            # The bias stays what the model came with, as in transformers.
+            # The bias keeps the values that the model came with, as in transformers.
             "moe_router_bias_update_rate": 0.0,
         }
     return settings

@@ -1,7 +1,7 @@
-"""Megatron-core without a GPU: its calls for "cuda" mean the CPU, for as long as the context lasts.
+"""Megatron-core without a GPU: inside the context, "cuda" means the CPU.
 
-Megatron names the CUDA device in many places and asks torch.cuda for streams and synchronisation. Without CUDA those calls
-fail; here, and nowhere else in this program, they are stood in for. Where CUDA is there the context does nothing.
+Megatron names the CUDA device in many places and calls torch.cuda for streams and synchronization. Without CUDA those calls
+fail, so this module, and no other one in this program, replaces them. If CUDA is available, the context does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends tensors that are asked for on CUDA to the CPU instead."""
+    """A mode that puts tensors requested on CUDA on the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron tells float32 from bfloat16 parameters by names such as torch.cuda.FloatTensor.
+            # Megatron distinguishes float32 from bfloat16 parameters by names such as torch.cuda.FloatTensor.
             return func(*args).replace("torch.", "torch.cuda.")
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -38,7 +38,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NoStream:
-    """A stream that does nothing; work on the CPU is done when its call returns."""
+    """A stream that does nothing, because work on the CPU is done when its call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -50,10 +50,10 @@ class _NoStream:
         pass
 
     def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def _returns(value: Any) -> Callable[..., Any]:
@@ -72,24 +72,24 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Run megatron on the CPU; nothing changes where CUDA is available."""
+    """Run megatron on the CPU inside the block; change nothing if CUDA is available."""
     if torch.cuda.is_available():
         yield
         return
     stream = _NoStream()
     with ExitStack() as stack:
-        for name, stand_in in {
+        for name, replacement in {
             "current_device": _returns(torch.device("cpu")),
             "synchronize": _returns(None),
             "empty_cache": _returns(None),
-            # Stays a class: megatron annotates with `Stream | None`.
+            # This must stay a class, because megatron has annotations such as `Stream | None`.
             "Stream": _NoStream,
             "stream": _returns(stream),
             "current_stream": _returns(stream),
             "default_stream": _returns(stream),
         }.items():
-            stack.enter_context(_replaced(torch.cuda, name, stand_in))
-        # Asked for by recomputation, which keeps random states.
+            stack.enter_context(_replaced(torch.cuda, name, replacement))
+        # Recomputation saves the random state with this function.
         stack.enter_context(_replaced(torch.cuda.random, "get_rng_state", _returns(torch.zeros(0, dtype=torch.uint8))))
         stack.enter_context(_CudaMeansCpu())
         yield

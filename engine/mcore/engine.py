@@ -1,4 +1,4 @@
-"""MCoreEngine: Megatron-core's parallel layouts behind the same contract."""
+"""MCoreEngine: Megatron-core's parallel layouts behind the common engine contract."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +42,10 @@ from .state import shapes_of
 
 
 class MCoreEngine(BaseEngine):
-    """Matrices cut over tp, layers over pp, experts over ep, sequences over cp, optimizer state over dp_shard x cp."""
+    """Megatron-core as an engine.
+
+    Matrices are split over tp, layers over pp, experts over ep, sequences over cp, and optimizer state over dp_shard x cp.
+    """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         axes=frozenset({"dp_shard", "cp", "tp", "tp_sequence", "pp", "vpp", "ep", "etp"}),
@@ -95,7 +98,7 @@ class MCoreEngine(BaseEngine):
 
     @property
     def model_shape(self) -> ModelShape:
-        """What a token costs."""
+        """The model's sizes, from which the cost of a token follows."""
         return self._built.meta_model.shape
 
     # ---- build ---------------------------------------------------------------------------------------------------
@@ -105,19 +108,21 @@ class MCoreEngine(BaseEngine):
         check_layout(decoder, parallel, self.hf_config.model_type)
         if self.config.precision.params == "bfloat16" and self.optim_config is not None and not self.model_config.lora.rank:
             raise CapabilityError(
-                "engine.precision.params=bfloat16 with all of the model trained: megatron's optimizer keeps float32 parameters beside "
-                "those it computes with; set engine.precision.params=float32, which with compute=bfloat16 computes alike"
+                "engine.precision.params=bfloat16 with full-parameter training: megatron's optimizer keeps float32 parameters "
+                "in addition to those it computes with; set engine.precision.params=float32, which computes the same with "
+                "compute=bfloat16"
             )
         if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
             raise CapabilityError(
-                f"model.router_aux_loss_coef={self.router_aux_coef}: a balancing loss is defined for routers that score by a softmax, which "
-                f"{self.hf_config.model_type}'s does not; set it to 0"
+                f"model.router_aux_loss_coef={self.router_aux_coef}: a balancing loss is defined only for "
+                f"routers that score with a softmax, and {self.hf_config.model_type}'s router does not; set it to 0"
             )
         if router is not None and (parallel.pp > 1 or self.config.recompute == "full"):
             raise CapabilityError(
-                f"a router's balancing loss (model.router_aux_loss_coef={self.router_aux_coef}) with engine.parallel.pp={parallel.pp} "
-                f"and engine.recompute={self.config.recompute}: it is one number over all layers, which no pipeline stage and no "
-                "recomputed layer knows in time; set the coefficient to 0, or pp to 1 and recompute to none or selective"
+                f"a router's balancing loss (model.router_aux_loss_coef={self.router_aux_coef}) with "
+                f"engine.parallel.pp={parallel.pp} and engine.recompute={self.config.recompute}: it is one number over all "
+                "layers, which is not available in time to a pipeline stage or a recomputed layer; set the coefficient to 0, "
+                "or pp to 1 and recompute to none or selective"
             )
 
     def _build_model(self) -> None:
@@ -142,7 +147,7 @@ class MCoreEngine(BaseEngine):
 
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         if backward and self._reduced:
-            # Of an earlier call in the same step: they are summed over ranks, and must not be summed again.
+            # These come from an earlier call in the same step: they are summed over ranks and must not be summed again.
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -153,7 +158,7 @@ class MCoreEngine(BaseEngine):
     def _run_schedule(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         def forward_step(data: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
             output, scalar_of = self.forward_step(next(data), consumer, chunk)
-            # The count of tokens is megatron's own normalization, which ours replaces.
+            # The token count serves megatron's own normalization, which ours replaces.
             return output, lambda last: (scalar_of(last), torch.zeros((), dtype=torch.int), {})
 
         iterators = [iter(micro_batches) for _ in self._chunks]
@@ -176,8 +181,8 @@ class MCoreEngine(BaseEngine):
         if bare.post_process:
             request = consumer.request(micro_batch)
         else:
-            nothing = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
-            request = HeadRequest(outputs=OutputRequest(), mask=nothing)
+            empty_mask = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
+            request = HeadRequest(outputs=OutputRequest(), mask=empty_mask)
         part = RankSlice.cut(micro_batch, request, self.topology)
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
@@ -185,16 +190,16 @@ class MCoreEngine(BaseEngine):
         return output, lambda last: consumer(micro_batch, part.whole(last), self._aux(part))
 
     def _aux(self, part: RankSlice) -> Tensor | None:
-        """The balancing loss of the micro-batch that was just run, where one is wanted."""
+        """Return the balancing loss of the micro-batch that just ran, or None if the loss is off."""
         router = self._architecture.router
         if router is None:
             return None
         p, tp = self.topology.parallel, self.topology.tp_rank
         scores = [s.flatten(0, -2) for s in take_scores(self._chunks)]
-        # Under tp_sequence this rank's routers saw its part of the slice.
+        # Under tp_sequence, this rank's routers see only its part of the slice.
         size = len(scores[0])
-        real = max(0, min(size, part.real_tokens - (tp * size if p.tp_sequence else 0)))
-        return balancing_loss(scores, router, real, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
+        real_tokens = max(0, min(size, part.real_tokens - (tp * size if p.tp_sequence else 0)))
+        return balancing_loss(scores, router, real_tokens, self._state.groups.tp_cp if p.tp_sequence else self.topology.cp)
 
     def _finish_gradients(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(model, None, pg_collection=self._state.groups)
@@ -227,7 +232,7 @@ class MCoreEngine(BaseEngine):
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
 
-    # ---- modes, residency, adapters ------------------------------------------------------------------------------
+    # ---- modes, offload, adapters --------------------------------------------------------------------------------
 
     def _set_training(self, training: bool) -> None:
         for chunk in self._chunks:
@@ -248,13 +253,13 @@ class MCoreEngine(BaseEngine):
                 yield from (shard.state[kind] for kind in MOMENTS)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model alone."""
+        """Return a context in which the base model runs without its adapters."""
         return adapters_disabled(self._chunks)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _local_shards(self) -> Iterator[LocalShard]:
-        return self._loaded.model_state.pieces()
+        return self._loaded.model_state.local_shards()
 
     def _optimizer_scalars(self) -> dict[str, Any]:
         return {"step": self._loaded.model_state.step_counts()}

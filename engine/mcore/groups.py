@@ -1,7 +1,7 @@
-"""Process groups as Megatron-core wants them, and its process-wide state as one engine needs it.
+"""The process groups that Megatron-core needs, and its process-wide state for one engine.
 
-Most of megatron takes a collection of groups; some of it knows only the globals of `parallel_state`. Those belong to one
-engine at a time, so that engines of different layouts work in one process.
+Most of megatron takes a collection of groups, but some of it reads only the globals of `parallel_state`. Those belong to one
+engine at a time, so that engines with different layouts can work in one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,21 +19,21 @@ from .megatron_private import engine_state, read_state, write_state
 
 
 def expert_grid(topology: Topology) -> torch.Tensor:
-    """The ranks of each pipeline stage as experts are spread over them: `[pp, expert dp, ep, etp]`."""
+    """Return the grid of ranks over which experts are distributed: `[pp, expert dp, ep, etp]`."""
     p = topology.parallel
     return topology.grid.reshape(p.pp, -1, p.ep, p.etp)
 
 
 def make_groups(topology: Topology) -> ProcessGroupCollection:
-    """Every group that megatron may ask for. Collective over the engine's ranks."""
+    """Create every group that megatron may request. Collective over the engine's ranks."""
     grid = topology.grid[:, 0]
-    here = (grid.flatten() == topology.ranks[topology.rank]).view_as(grid).nonzero()[0].tolist()
-    stage, dp, cp, tp = here
+    coordinates = (grid.flatten() == topology.ranks[topology.rank]).view_as(grid).nonzero()[0].tolist()
+    stage, dp, cp, tp = coordinates
     experts = expert_grid(topology)
     _, edp, ep, etp = (experts == topology.ranks[topology.rank]).nonzero()[0].tolist()
     world = topology.group(grid)
-    ends = grid[:, dp, cp, tp][[0, -1] if len(grid) > 1 else [0]]
-    made: dict[str, ProcessGroup | None] = {
+    end_ranks = grid[:, dp, cp, tp][[0, -1] if len(grid) > 1 else [0]]
+    groups: dict[str, ProcessGroup | None] = {
         "tp": topology.group(grid[stage, dp, cp, :]),
         "pp": topology.group(grid[:, dp, cp, tp]),
         "mp": topology.group(grid[:, dp, cp, :]),
@@ -42,7 +42,7 @@ def make_groups(topology: Topology) -> ProcessGroupCollection:
         "dp_cp": topology.group(grid[stage, :, :, tp]),
         "tp_cp": topology.group(grid[stage, dp, :, :]),
         "tp_dp_cp": topology.group(grid[stage]),
-        "embd": topology.group(ends) if stage in (0, len(grid) - 1) else None,
+        "embd": topology.group(end_ranks) if stage in (0, len(grid) - 1) else None,
         "pos_embd": None,
         "ep": topology.group(experts[stage, edp, :, etp]),
         "expt_tp": topology.group(experts[stage, edp, ep, :]),
@@ -52,14 +52,14 @@ def make_groups(topology: Topology) -> ProcessGroupCollection:
         "intra_dist_opt": world,
         "inter_dist_opt": None,
     }
-    return ProcessGroupCollection(**made, intra_dp_cp=made["dp_cp"], intra_expt_dp=made["expt_dp"])
+    return ProcessGroupCollection(**groups, intra_dp_cp=groups["dp_cp"], intra_expt_dp=groups["expt_dp"])
 
 
 class MegatronState:
-    """The globals of one engine, put in place while it works.
+    """Megatron's globals for one engine, installed while the engine works.
 
     Args:
-        topology: of the engine.
+        topology: The engine's topology.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -71,11 +71,11 @@ class MegatronState:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron sees this engine's groups and random states; afterwards whatever it saw before."""
+        """Install this engine's groups and random states inside the block, then restore the previous ones."""
         if self._inside:
             yield
             return
-        before = read_state(self._values)
+        previous = read_state(self._values)
         write_state(self._values)
         self._inside = True
         try:
@@ -84,11 +84,11 @@ class MegatronState:
         finally:
             self._inside = False
             self._values = read_state(self._values)
-            write_state(before)
+            write_state(previous)
 
 
 class HasState(Protocol):
-    """An engine of this backend."""
+    """An engine of this backend, which has its own megatron state."""
 
     @property
     def _state(self) -> MegatronState: ...
@@ -100,7 +100,7 @@ E = TypeVar("E", bound=HasState)
 
 
 def in_megatron(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Run an engine's method with its own megatron state in place."""
+    """Wrap an engine's method so that it runs with the engine's own megatron state installed."""
 
     @wraps(method)
     def wrapped(self: E, *args: P.args, **kwargs: P.kwargs) -> R:

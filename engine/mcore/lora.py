@@ -27,10 +27,10 @@ class Adapter(nn.Module):
     """The two factors of one adapter (Hu et al. 2021, arXiv:2106.09685), or this rank's parts of them.
 
     Args:
-        down: shape of A, `[R, I]`.
-        up: shape of B, `[O, R]`.
-        dtype: of both.
-        device: of both.
+        down: The shape of A, `[R, I]`.
+        up: The shape of B, `[O, R]`.
+        dtype: The dtype of both factors.
+        device: The device of both factors.
     """
 
     def __init__(self, down: Sequence[int], up: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Adapter(nn.Module):
 
 
 class Adapted:
-    """What adapted layers share: adapters by name, and where each one's rows stand in the layer's output."""
+    """The common part of adapted layers: the adapters by name, and the position of their rows in the layer's output."""
 
     lora: LoraConfig
     enabled = True
@@ -51,65 +51,69 @@ class Adapted:
         self.adapters: Any = nn.ModuleDict()
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Megatron's signature: the layer's output, and the bias that it leaves to others."""
+        """Run the layer with its adapters, in megatron's signature.
+
+        Returns:
+            The layer's output, and the bias that the caller has to add.
+        """
         layer: Any = super()
         out, bias = layer.forward(input_, *args, **kwargs)
         if len(self.adapters) and self.enabled:
-            own: Any = self
-            dropped = F.dropout(input_, self.lora.dropout, own.training)
+            module: Any = self
+            dropped = F.dropout(input_, self.lora.dropout, module.training)
             out = out + self.place([self._delta(dropped, adapter) for adapter in self.adapters.values()])
         return out, bias
 
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
-        """What one adapter adds, from the layer's input."""
+        """Compute one adapter's addition to the output from the layer's input."""
         raise NotImplementedError
 
     def adapt(self, parts: Mapping[str, Sequence[StoredSlice]], lora: LoraConfig) -> None:
         """Add an adapter for each part.
 
         Args:
-            parts: name -> the segments of the layer's weight that belong to it; the others are left as they are.
-            lora: settings.
+            parts: Name -> the stored slices of the layer's weight that belong to the part. Other rows get no adapter.
+            lora: The LoRA settings.
         """
         layer: Any = self
         weight: Tensor = layer.weight
         self.lora = lora
-        rows = {name: sum(s.box.length[0] for s in segments) for name, segments in parts.items()}
+        rows = {name: sum(s.box.length[0] for s in stored_slices) for name, stored_slices in parts.items()}
         for name in parts:
             layer.adapters[name] = Adapter((lora.rank, weight.shape[1]), (rows[name], lora.rank), weight.dtype, weight.device)
         if len(parts) > 1 or sum(rows.values()) < len(weight):
-            # Each output row's place among the adapters' rows one after the other; the last one is a zero.
+            # The index of each output row in the concatenated rows of the adapters; the last index selects a zero.
             order = torch.full((len(weight),), sum(rows.values()))
             start = 0
-            for segments in parts.values():
-                for segment in segments:
-                    first, count = segment.box.offset[0], segment.box.length[0]
+            for stored_slices in parts.values():
+                for stored_slice in stored_slices:
+                    first, count = stored_slice.box.offset[0], stored_slice.box.length[0]
                     order[first : first + count] = torch.arange(start, start + count)
                     start += count
             self._order = order.to(weight.device)
 
     def place(self, parts: Sequence[Tensor]) -> Tensor:
-        """The adapters' rows, on the last axis, where the layer has them."""
+        """Move the adapters' rows, on the last axis, to their positions in the layer; rows without an adapter are zero."""
         joined = torch.cat(list(parts), -1) if len(parts) > 1 else parts[0]
         return joined if self._order is None else F.pad(joined, (0, 1)).index_select(-1, self._order)
 
     @property
     def scale(self) -> float:
-        """Factor on the product of the factors."""
+        """The scale of the product of the two factors."""
         return self.lora.alpha / self.lora.rank
 
     def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """This rank's part of the weight with the adapters' factors added, in float32 on the way."""
+        """Return this rank's part of the weight with the adapters merged, computed in float32."""
         deltas = [adapter_product(up, down, self.scale) for down, up in factors]
         return (base.float() + self.place([d.T for d in deltas]).T).to(base.dtype)
 
 
 class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
-    """Output features over ranks: A is whole everywhere, B has this rank's rows."""
+    """A layer with its output features split over ranks: A is replicated, B has this rank's rows."""
 
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
         low = F.linear(x, adapter.lora_A)
-        # What is small travels: R numbers a token, and their gradient is summed over the ranks that used them.
+        # Only the small tensor is communicated, R numbers per token; its gradient is summed over the ranks that used it.
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
         else:
@@ -118,7 +122,7 @@ class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
 
 
 class AdaptedRowParallelLinear(Adapted, RowParallelLinear):
-    """Input features over ranks: A has this rank's columns, B is whole everywhere."""
+    """A layer with its input features split over ranks: A has this rank's columns, B is replicated."""
 
     def _delta(self, x: Tensor, adapter: Any) -> Tensor:
         low = F.linear(x, adapter.lora_A)
@@ -130,19 +134,19 @@ class AdaptedRowParallelLinear(Adapted, RowParallelLinear):
 
 
 def mark_factors(layer: nn.Module) -> None:
-    """Tell megatron which factors are split, and which have a gradient that each rank knows for its tokens alone."""
+    """Mark for megatron which factors are split, and which have a gradient that covers only the rank's own tokens."""
     assert isinstance(layer, Adapted)
     column = isinstance(layer, ColumnParallelLinear)
     adapters: Any = layer.adapters
     for adapter in adapters.values():
-        split, whole = (adapter.lora_B, adapter.lora_A) if column else (adapter.lora_A, adapter.lora_B)
+        split, replicated = (adapter.lora_B, adapter.lora_A) if column else (adapter.lora_A, adapter.lora_B)
         split.tensor_model_parallel = True
-        whole.tensor_model_parallel = False
-        whole.sequence_parallel = layer.sequence_parallel
+        replicated.tensor_model_parallel = False
+        replicated.sequence_parallel = layer.sequence_parallel
 
 
 def adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Layers that have adapters, with their names in their chunk."""
+    """Yield the name in its chunk of each layer that has adapters, and the layer."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, Adapted) and len(module.adapters):
@@ -151,7 +155,7 @@ def adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the adapted layers without their adapters, then with them again."""
+    """Run the adapted layers without their adapters inside the block."""
     layers = [layer for _, layer in adapted_layers(chunks)]
     for layer in layers:
         layer.enabled = False

@@ -1,6 +1,7 @@
 """Every private name of Megatron-core that Drivetrain uses, checked when this module is imported.
 
-Read in Megatron-core 0.16.1. `pyproject.toml` admits no later minor version; read the names again before raising its bound.
+Checked against Megatron-core 0.16.1. `pyproject.toml` allows no later minor version; check the names again before raising its
+bound.
 """
 
 from collections.abc import Mapping
@@ -68,8 +69,8 @@ _missing = [
 ]
 if _missing:
     raise ImportError(
-        f"megatron-core {megatron.core.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a version that "
-        "Drivetrain's pyproject.toml admits: pip install 'drivetrain[mcore]'"
+        f"megatron-core {megatron.core.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a "
+        "version that Drivetrain's pyproject.toml allows: pip install 'drivetrain[mcore]'"
     )
 
 _INITIAL: State = {
@@ -83,7 +84,7 @@ _INITIAL: State = {
 
 
 def engine_state(groups: ProcessGroupCollection, stages: list[int], virtual_stages: int) -> State:
-    """Return the values that megatron's globals have while an engine works.
+    """Return the values of megatron's globals while an engine works.
 
     Args:
         groups: The engine's process groups.
@@ -104,7 +105,7 @@ def engine_state(groups: ProcessGroupCollection, stages: list[int], virtual_stag
 
 
 def read_state(like: State) -> State:
-    """Return the present values of the globals that `like` names."""
+    """Return the current values of the globals that `like` names."""
     return {(module, name): getattr(module, name) for module, name in like}
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face model that a rank's megatron layers stand for: its tensors, what of it is trained, and its weights."""
+"""The Hugging Face model behind a rank's megatron layers: its tensors, which of them are trained, and their weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +22,12 @@ from .state import ParamShard
 
 
 class MetaModel:
-    """The model, whole and without memory.
+    """The full Hugging Face model, without memory for its tensors.
 
     Args:
-        config: of the model.
-        model: settings.
-        dtype: that parameters are stored in.
+        config: The model's Hugging Face config.
+        model: The model's settings.
+        dtype: The dtype that parameters are stored in.
     """
 
     def __init__(self, config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> None:
@@ -39,79 +39,95 @@ class MetaModel:
 
     @property
     def targets(self) -> set[str]:
-        """The modules that have adapters."""
+        """The names of the modules that have adapters."""
         names = [hf_name(name) for name, _ in self.root.named_parameters()]
         return {n.name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for n in names if n.adapter}
 
-    def segments(self, name: str, tensor: Tensor) -> list[StoredSlice]:
-        """The tensors on disk behind a parameter; adapters and new heads stand for themselves."""
-        where = hf_name(name)
-        if where.adapter or where.name.startswith("score."):
-            return [StoredSlice(where.name, tuple(tensor.shape), whole(tensor.shape))]
-        return self._layout.segments(where.name, tensor.shape)
+    def stored_slices(self, name: str, tensor: Tensor) -> list[StoredSlice]:
+        """Return the stored slices behind a parameter; an adapter or a new head is stored as one tensor under its own name."""
+        disk_name = hf_name(name)
+        if disk_name.adapter or disk_name.name.startswith("score."):
+            return [StoredSlice(disk_name.name, tuple(tensor.shape), whole(tensor.shape))]
+        return self._layout.stored_slices(disk_name.name, tensor.shape)
 
-    def compare(self, held: Sequence[ParamShard], topology: Topology) -> None:
-        """Refuse a bridge that does not fit the model: a bias that it does not know would be left out without a word. Collective.
+    def compare(self, param_shards: Sequence[ParamShard], topology: Topology) -> None:
+        """Check that the bridge fits the model: a bias that the bridge lacks would otherwise be dropped silently. Collective.
 
         Raises:
-            ModelError: on every rank; names a tensor that only one of the two has, or has in another shape.
+            ModelError: A tensor exists in only one of the two, or its shape differs. Raised on all ranks.
         """
-        mine = {(s.name, s.shape) for h in held if isinstance(h.parameter, nn.Parameter) for s in h.segments}
-        bridge: set[tuple[str, tuple[int, ...]]] = set().union(*topology.all_gather_object(mine))
-        model = {(s.name, tuple(s.shape)) for name, p in self.root.named_parameters() for s in self.segments(name, p)}
-        if off := sorted(bridge ^ model):
-            name, shape = off[0]
-            here, there = ("the model has", "the bridge") if off[0] in model else ("the bridge has", "the model")
+        local_tensors = {
+            (s.name, s.shape)
+            for param_shard in param_shards
+            if isinstance(param_shard.parameter, nn.Parameter)
+            for s in param_shard.stored_slices
+        }
+        bridge: set[tuple[str, tuple[int, ...]]] = set().union(*topology.all_gather_object(local_tensors))
+        model = {(s.name, tuple(s.shape)) for name, p in self.root.named_parameters() for s in self.stored_slices(name, p)}
+        if mismatches := sorted(bridge ^ model):
+            name, shape = mismatches[0]
+            one_side, other_side = (
+                ("the model has", "the bridge") if mismatches[0] in model else ("the bridge has", "the model")
+            )
             raise ModelError(
-                f"the bridge of {self._config.model_type} to Megatron-core does not fit this model: {here} {name} {list(shape)}, {there} has "
-                f"not ({len(off)} tensors differ); use engine.backend=fsdp, or see docs/add-a-model.md"
+                f"the bridge of {self._config.model_type} to Megatron-core does not fit this model: {one_side} {name} "
+                f"{list(shape)}, but {other_side} does not ({len(mismatches)} tensors differ); use "
+                "engine.backend=fsdp, or see docs/add-a-model.md"
             )
 
-    def choose_trainable(self, held: Sequence[ParamShard]) -> None:
-        """Train what the settings leave to train.
+    def choose_trainable(self, param_shards: Sequence[ParamShard]) -> None:
+        """Mark the parameters that the settings leave trainable.
 
         Raises:
-            ModelError: one matrix here is several there, of which some are frozen.
+            ModelError: A matrix consists of several tensors of the Hugging Face model, and only some of them are frozen.
         """
-        trained = {s.name: p.requires_grad for name, p in self.root.named_parameters() for s in self.segments(name, p)}
-        for h in held:
-            if not isinstance(h.parameter, nn.Parameter):
+        trained = {s.name: p.requires_grad for name, p in self.root.named_parameters() for s in self.stored_slices(name, p)}
+        for param_shard in param_shards:
+            if not isinstance(param_shard.parameter, nn.Parameter):
                 continue
-            flags = {s.name: trained[s.name] for s in h.segments}
+            flags = {s.name: trained[s.name] for s in param_shard.stored_slices}
             if len(set(flags.values())) > 1:
                 raise ModelError(
-                    f"model.freeze={list(self._model.freeze)} freezes some of {', '.join(flags)}, which engine.backend=mcore holds in one "
-                    "matrix; freeze all of them or none"
+                    f"model.freeze={list(self._model.freeze)} freezes only some of {', '.join(flags)}, which "
+                    "engine.backend=mcore stores as one matrix; freeze all of them or none"
                 )
-            h.parameter.requires_grad_(next(iter(flags.values()), True))
+            param_shard.parameter.requires_grad_(next(iter(flags.values()), True))
 
-    def fill(self, pieces: Sequence[LocalShard], topology: Topology, seed: int) -> None:
-        """Weights from the folder or from the seed; a new head and adapters always from the seed. Collective.
+    def fill(self, local_shards: Sequence[LocalShard], topology: Topology, seed: int) -> None:
+        """Load or initialize the weights. Collective.
+
+        They come from the folder or from the seed; new heads and adapters always come from the seed.
 
         Raises:
-            ModelError, RemoteError: the folder is incomplete or damaged, here or on another rank.
+            ModelError, RemoteError: The folder is incomplete or damaged, on this rank or another one.
         """
-        drawn: set[str] | None = None
+        random_names: set[str] | None = None
         if self._model.init == "weights":
             with topology.collective_errors():
                 weights = WeightFolder(resolve_folder(self._model.path), self._layout.canonical)
                 check_head(weights.names, self._model)
                 missing = load_weights(
-                    [p for p in pieces if not p.name.startswith(PEFT_PREFIX)],
+                    [local_shard for local_shard in local_shards if not local_shard.name.startswith(PEFT_PREFIX)],
                     weights,
                     self.root.lm.base_model_prefix,
                     optional=lambda name: name.startswith("score."),
                     grown=vocabulary_names(self.root.lm, self._layout) if self._model.added_tokens else frozenset(),
                 )
-            drawn = set().union(*topology.all_gather_object(missing))
-        self._draw(pieces, drawn, seed)
+            random_names = set().union(*topology.all_gather_object(missing))
+        self._draw(local_shards, random_names, seed)
 
     @torch.no_grad()
-    def _draw(self, pieces: Sequence[LocalShard], names: set[str] | None, seed: int) -> None:
-        """Random weights, of some tensors on disk or of all."""
+    def _draw(self, local_shards: Sequence[LocalShard], names: set[str] | None, seed: int) -> None:
+        """Draw random weights.
+
+        Args:
+            local_shards: This rank's local shards.
+            names: The tensors on disk to draw besides the adapters; None draws all tensors.
+            seed: The seed.
+        """
         by_name: dict[str, list[LocalShard]] = {}
-        for piece in pieces:
-            by_name.setdefault(piece.name, []).append(piece)
+        for local_shard in local_shards:
+            by_name.setdefault(local_shard.name, []).append(local_shard)
 
         parameters = dict(self.root.named_parameters())
 
@@ -119,13 +135,15 @@ class MetaModel:
             if name not in parameters:
                 return False
             return (
-                names is None or hf_name(name).adapter or any(s.name in names for s in self.segments(name, parameters[name]))
+                names is None
+                or hf_name(name).adapter
+                or any(s.name in names for s in self.stored_slices(name, parameters[name]))
             )
 
         for name, value in init_random(self.root, seed, wanted):
-            for segment in self.segments(name, value):
-                part: Any = value[segment.box.within((0,) * value.dim())]
-                for _ in range(segment.dropped):
+            for stored_slice in self.stored_slices(name, value):
+                part: Any = value[stored_slice.box.within((0,) * value.dim())]
+                for _ in range(stored_slice.dropped):
                     part = part.select(0, 0)
-                for piece in by_name.get(segment.name, ()):
-                    piece.data.copy_(part[piece.box.within((0,) * part.dim())])
+                for local_shard in by_name.get(stored_slice.name, ()):
+                    local_shard.data.copy_(part[local_shard.box.within((0,) * part.dim())])

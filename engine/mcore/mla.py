@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over packed documents.
 
-Queries, keys and values come through low-rank latents; a key's rotary part is one for all heads. The projections down are
-whole on every tensor-parallel rank, those up are cut by heads.
+Queries, keys and values are projected through low-rank latents, and all heads share the rotary part of a key. The down
+projections are replicated on all tensor-parallel ranks; the up projections are split by heads.
 
 Axes: T tokens, H heads of this rank, N and R sizes of a head's parts without and with rotation, V size of a value.
 """
@@ -27,14 +27,14 @@ from .modules import Norm, PackedAttention
 
 @dataclass(frozen=True, kw_only=True)
 class MLASettings:
-    """What the layer needs beside megatron's configuration.
+    """The layer's settings in addition to megatron's configuration.
 
     Args:
-        latent: sizes.
-        scale: of the logits.
-        factor: on sine and cosine.
-        window: of the layer.
-        rotary_kind: index among the model's kinds of rotary embeddings.
+        latent: The sizes of the latents.
+        scale: The scale of the logits.
+        factor: The factor on sine and cosine.
+        window: The layer's attention window; None for full attention.
+        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings.
     """
 
     latent: Latent
@@ -45,12 +45,12 @@ class MLASettings:
 
 
 class MLASelfAttention(MegatronModule):
-    """Self-attention with latents. Megatron's signature.
+    """Self-attention with latents, in megatron's signature.
 
     Args:
-        config: of the model.
-        settings: sizes and scales.
-        pg_collection: process groups.
+        config: The model's configuration.
+        settings: The layer's sizes and scales.
+        pg_collection: The process groups.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class MLASelfAttention(MegatronModule):
         }
         self.q_down: nn.Linear | None = None
         if sizes.query_rank is not None:
-            self.q_down = self._whole(hidden, sizes.query_rank)
+            self.q_down = self._replicated_linear(hidden, sizes.query_rank)
             self.q_norm = Norm(config, sizes.query_rank, config.layernorm_epsilon)
         self.q_up = AdaptedColumnParallelLinear(sizes.query_rank or hidden, heads * (sizes.plain + sizes.rotated), **column)
-        self.kv_down = self._whole(hidden, sizes.kv_rank + sizes.rotated)
+        self.kv_down = self._replicated_linear(hidden, sizes.kv_rank + sizes.rotated)
         self.kv_norm = Norm(config, sizes.kv_rank, config.layernorm_epsilon)
         self.kv_up = AdaptedColumnParallelLinear(sizes.kv_rank, heads * (sizes.plain + sizes.value), **column)
         self.core_attention = PackedAttention(config, scale=settings.scale, window=settings.window, softcap=None)
@@ -87,11 +87,11 @@ class MLASelfAttention(MegatronModule):
             tp_group=self.tp,
         )
 
-    def _whole(self, inputs: int, outputs: int) -> nn.Linear:
-        made = nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
-        # Under sequence parallelism each rank knows the gradient of its tokens alone; megatron adds such gradients up.
-        made.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
-        return made
+    def _replicated_linear(self, inputs: int, outputs: int) -> nn.Linear:
+        linear = nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
+        # Under sequence parallelism each rank has the gradient of only its own tokens; megatron sums gradients with this mark.
+        linear.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return linear
 
     def forward(
         self,
@@ -102,13 +102,13 @@ class MLASelfAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of this rank's tokens, angles `[kinds, T, 1, 1, R]` -> hidden states, and no bias."""
+        """Map the hidden states of this rank's tokens and angles `[kinds, T, 1, 1, R]` to hidden states, and no bias."""
         sizes = self.settings.latent
-        low = hidden_states if self.q_down is None else self.q_norm(self.q_down(hidden_states))
-        q, _ = self.q_up(low)
+        q_low = hidden_states if self.q_down is None else self.q_norm(self.q_down(hidden_states))
+        q, _ = self.q_up(q_low)
         kv_low, key_r = self.kv_down(hidden_states).split([sizes.kv_rank, sizes.rotated], -1)
         kv, _ = self.kv_up(self.kv_norm(kv_low))
-        # Every rank's heads use the one rotated part: its gradient is the sum over ranks.
+        # The heads of all ranks share the rotated part, so its gradient is the sum over ranks.
         if self.config.sequence_parallel:
             key_r = gather_from_sequence_parallel_region(key_r, group=self.tp)
         else:
@@ -127,13 +127,13 @@ class MLASelfAttention(MegatronModule):
             out = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
             out = attend(query, key, value)
-        done: tuple[Tensor, Tensor | None] = self.linear_proj(out)
-        return done
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return projected
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate `[T, 1, H, R]` by `[T, 1, 1, R]`."""
+        """Rotate `[T, 1, H, R]` by the angles `[T, 1, 1, R]`."""
         if self.settings.latent.interleaved:
-            # Pairs stand side by side on disk, and apart in the rotation.
+            # The two elements of a pair are adjacent on disk but in separate halves in the rotation.
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         first, second = x.chunk(2, -1)
         cos, sin = ((f * self.settings.factor).to(x.dtype) for f in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""GPTModel with packed documents in and per-token outputs out, and the chunks of it that a rank holds."""
+"""A GPTModel that takes packed documents and returns per-token outputs, and the chunks of it that a rank holds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,19 +46,19 @@ from .moe import GroupedExperts, PackedMoELayer, Router
 
 
 class PackedGPTModel(GPTModel):
-    """One chunk of the decoder: some of the layers, with the embeddings on the first and the head on the last.
+    """One chunk of the decoder: some of its layers, with the embeddings on the first chunk and the head on the last.
 
     Args:
-        config: megatron's configuration.
-        decoder: sizes.
-        hf_config: for the rotary embeddings.
-        layers: specs of this chunk's layers.
-        groups: process groups.
-        first: with the embeddings.
-        last: with the head.
-        stage: of an interleaved pipeline, or None.
-        value_head: one number per token instead of a distribution.
-        transform: of the logits.
+        config: Megatron's configuration.
+        decoder: The decoder's sizes.
+        hf_config: The Hugging Face config, for the rotary embeddings.
+        layers: The specs of this chunk's layers.
+        groups: The process groups.
+        first: Whether the chunk has the embeddings.
+        last: Whether the chunk has the head.
+        stage: The chunk's virtual stage in an interleaved pipeline, or None.
+        value_head: Whether the head returns one number per token instead of a distribution.
+        transform: The transform of the logits.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class PackedGPTModel(GPTModel):
             self.score = nn.Linear(decoder.hidden, 1, bias=False, dtype=config.params_dtype)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._preprocess(*args, **kwargs)
-        if self.pre_process and self.training and not found[0].requires_grad:
-            # Under adapters the embeddings are frozen, and a recomputed layer whose input wants no gradient gives none to its
-            # adapters.
-            found = (found[0].detach().requires_grad_(), *found[1:])
+        inputs = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.training and not inputs[0].requires_grad:
+            # With adapters the embeddings are frozen, and a recomputed layer whose input does not require a gradient passes
+            # none to its adapters.
+            inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         if self.pre_process and self.decoder_sizes.embedding_scale != 1.0:
-            embedded = found[0]
-            found = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *found[1:])
-        return found
+            embedded = inputs[0]
+            inputs = (embedded * torch.tensor(self.decoder_sizes.embedding_scale, dtype=embedded.dtype), *inputs[1:])
+        return inputs
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """Hidden states for the next stage or, on the last, output name -> `[S]`."""
+        """Return the hidden states for the next stage or, on the last stage, output name -> `[S]`."""
         if not self.post_process:
             return hidden_states
         part = slice_of(packed_seq_params)
@@ -121,57 +121,57 @@ class PackedGPTModel(GPTModel):
                 )
             values = self.score(hidden_states[:, 0].index_select(0, part.selected))[:, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
-        # Each rank multiplies with its rows of the vocabulary: the hidden states' gradient is the sum over ranks.
+        # Each rank multiplies by its rows of the vocabulary, so the hidden states' gradient is the sum over ranks.
         if split:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
         head: Any = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
-        first = tp.rank() * len(weight)
-        real = max(0, min(len(weight), self.decoder_sizes.vocabulary - first))
-        every = linear_head(
+        first_row = tp.rank() * len(weight)
+        real_rows = max(0, min(len(weight), self.decoder_sizes.vocabulary - first_row))
+        head_outputs = linear_head(
             hidden_states[:, 0].index_select(0, part.selected),
-            weight if real == len(weight) else weight[:real],
+            weight if real_rows == len(weight) else weight[:real_rows],
             part.targets,
             transform=self.transform,
             temperature=outputs.temperature,
             entropy=outputs.entropy,
             greedy=outputs.greedy,
             expected=part.expected,
-            shard=VocabularyShard(group=tp, first=first) if tp.size() > 1 else None,
+            shard=VocabularyShard(group=tp, first=first_row) if tp.size() > 1 else None,
         )
-        return {name: value for name, value in every._asdict().items() if getattr(outputs, name)}
+        return {name: value for name, value in head_outputs._asdict().items() if getattr(outputs, name)}
 
 
 def row_parallel(decoder: Decoder, *, bias: bool) -> type[AdaptedRowParallelLinear]:
-    """The kind of row-parallel layer that ends attention or a feed-forward layer."""
+    """Return the class of the row-parallel layer that ends attention or a feed-forward layer."""
     if decoder.sandwich:
         return NormedRowParallelLinear
     return BiasedRowParallelLinear if bias else AdaptedRowParallelLinear
 
 
 def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection) -> ModuleSpec:
-    """One layer's modules.
+    """Return the module spec of one layer.
 
     Args:
-        decoder: sizes.
-        hf_config: for the rotary embeddings.
-        number: of the layer, from 0.
-        groups: process groups.
+        decoder: The decoder's sizes.
+        hf_config: The Hugging Face config, for the rotary embeddings.
+        number: The layer's index in the model, from 0.
+        groups: The process groups.
     """
     head_norm = Norm if decoder.qk_norm else IdentityOp
     kind = decoder.rotary_kinds.index(decoder.rotary[number])
-    # Sine and cosine enter query and key alike, so their factor enters the logits twice.
+    # Both query and key are multiplied by sine and cosine, so their factor enters the logits twice.
     factor = rotary_frequencies(hf_config, decoder.rotary[number])[1] ** 2
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
     if decoder.latent is not None:
-        own = rotary_frequencies(hf_config, decoder.rotary[number])[1]
+        rotary_factor = rotary_frequencies(hf_config, decoder.rotary[number])[1]
         attention = ModuleSpec(
             module=MLASelfAttention,
             params={
                 "settings": MLASettings(
-                    latent=decoder.latent, scale=scale, factor=own, window=decoder.windows[number], rotary_kind=kind
+                    latent=decoder.latent, scale=scale, factor=rotary_factor, window=decoder.windows[number], rotary_kind=kind
                 ),
             },
         )
@@ -196,7 +196,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
     if sparse:
         mlp = ModuleSpec(
             module=PackedMoELayer,
-            # Megatron hands the groups to its own class alone, not to one derived from it.
+            # Megatron passes the groups only to its own class, not to a subclass.
             params={"pg_collection": groups},
             submodules=MoESubmodules(
                 router=Router,
@@ -226,7 +226,7 @@ def build_chunks(
     value_head: bool,
     transform: LogitTransform,
 ) -> list[PackedGPTModel]:
-    """This rank's chunks of the model, with zeros for weights: one, or as many as an interleaved pipeline has."""
+    """Build this rank's chunks of the model with zeros as weights: one, or as many as an interleaved pipeline has."""
     stages, rank = groups.pp.size(), groups.pp.rank()
     interleaved = config.virtual_pipeline_model_parallel_size
     per_chunk = decoder.layers // (stages * (interleaved or 1))

@@ -1,4 +1,4 @@
-"""Our modules inside Megatron-core's layers, put there by its module specs.
+"""Our modules inside Megatron-core's layers, inserted through its module specs.
 
 Axes: T tokens of this rank's slice, H query heads, K key/value heads, D head size, F rotary frequencies.
 """
@@ -26,30 +26,32 @@ from .lora import AdaptedRowParallelLinear
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """What travels with a micro-batch through all layers. Megatron's own fields stay empty: its attention never runs.
+    """Data that accompanies a micro-batch through all layers.
+
+    Megatron's own fields stay empty, because its attention never runs.
 
     Args:
-        part: this rank's slice.
+        part: This rank's slice of the micro-batch.
     """
 
     part: RankSlice | None = None
 
 
 def slice_of(params: PackedSeqParams | None) -> RankSlice:
-    """The slice that travels with a micro-batch."""
+    """Return the rank's slice of a micro-batch from the parameters that accompany it."""
     assert isinstance(params, PackedParams)
     assert params.part is not None
     return params.part
 
 
 class PackedAttention(nn.Module):
-    """Core attention over packed documents, context-parallel by Ulysses. Megatron's signature.
+    """Core attention over packed documents in megatron's signature, context-parallel with Ulysses.
 
     Args:
-        config: of the model.
-        scale: of the logits.
-        window: of the layer.
-        softcap: of the logits.
+        config: The model's configuration.
+        scale: The scale of the logits.
+        window: The layer's attention window; None for full attention.
+        softcap: The soft cap of the logits, or None.
     """
 
     def __init__(self, config: DecoderConfig, *, scale: float, window: int | None, softcap: float | None, **_: Any) -> None:
@@ -66,7 +68,7 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """`[T, 1, H, D]`, `[T, 1, K, D]` -> `[T, 1, H * D]`."""
+        """Attend: query `[T, 1, H, D]`, key and value `[T, 1, K, D]` -> `[T, 1, H * D]`."""
         out_thd = packed_attention(
             query[:, 0],
             key[:, 0],
@@ -83,50 +85,50 @@ class Norm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), also under sequence parallelism.
 
     Args:
-        config: of the model.
-        hidden_size: elements of the last axis.
-        eps: under the root.
+        config: The model's configuration.
+        hidden_size: The size of the last axis.
+        eps: The number added under the root.
     """
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps, self.offset = eps, config.norm_offset
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Each rank normalises its part of the sequence; megatron adds such gradients up over the ranks.
+        # Each rank normalizes its part of the sequence; megatron sums gradients with this mark over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the input."""
+        """Normalize over the last axis; the result has the input's shape."""
         weight = self.weight + self.offset if self.offset else self.weight
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
 class BiasedRowParallelLinear(AdaptedRowParallelLinear):
-    """A row-parallel layer with a bias in a model whose other linear layers have none."""
+    """A row-parallel layer with a bias, in a model whose other linear layers have none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
 class NormedRowParallelLinear(AdaptedRowParallelLinear):
-    """A row-parallel layer and the norm of what it gives, before that is added to the residual (Gemma 2, arXiv:2408.00118)."""
+    """A row-parallel layer whose output is normalized before it is added to the residual (Gemma 2, arXiv:2408.00118)."""
 
     def __init__(self, input_size: int, output_size: int, *, config: DecoderConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_norm = Norm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The normed output, and no bias."""
+        """Return the normalized output, and no bias."""
         out, bias = super().forward(input_)
         assert bias is None
         return self.post_norm(out), None
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention that takes the angles of its layer's own kind of rotary embedding.
+    """Self-attention that uses the angles of its layer's kind of rotary embeddings.
 
     Args:
-        rotary_kind: index among the model's kinds.
+        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings.
     """
 
     def __init__(self, *args: Any, rotary_kind: int, **kwargs: Any) -> None:
@@ -134,22 +136,22 @@ class PackedSelfAttention(SelfAttention):
         self.rotary_kind = rotary_kind
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
-        """Angles `[kinds, T, 1, 1, 2 F]` come for all kinds."""
+        """Run self-attention with the layer's kind of the angles `[kinds, T, 1, 1, 2 F]`."""
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self.rotary_kind], **kwargs)
 
 
 class Rotary(nn.Module):
-    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's place in its document.
+    """Angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), from each token's position in its document.
 
-    The frequencies are transformers' own. Where they depend on the length of what the model sees, that is each document's
-    own length: packed or alone, it is rotated alike.
+    The frequencies are those of transformers. Where they depend on the length of the input, the length of each document is
+    used, so that a document is rotated identically whether it is packed or alone.
 
     Args:
-        config: the Hugging Face config.
-        decoder: sizes.
+        config: The Hugging Face config.
+        decoder: The decoder's sizes.
 
     Raises:
-        ModelError: an unknown kind.
+        ModelError: A kind of rotary embeddings is unknown.
     """
 
     inv_freq_kf: Tensor
@@ -166,45 +168,48 @@ class Rotary(nn.Module):
     def get_rotary_seq_len(
         self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedSeqParams | None
     ) -> RankSlice:
-        """Megatron asks for a length and hands it to `forward`; ours is the slice, which knows positions and borders."""
+        """Return this rank's slice, which has positions and document boundaries.
+
+        Megatron expects a length here, and only passes it on to `forward`.
+        """
         return slice_of(packed_seq_params)
 
     def forward(self, part: RankSlice, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles `[kinds, T, 1, 1, 2 F]` of the slice's tokens, float32."""
+        """Return the angles `[kinds, T, 1, 1, 2 F]` of the slice's tokens in float32."""
         inv_freq_ktf = self._of_documents(part) if self.by_length else self.inv_freq_kf[:, None, :]
         angles_ktf = part.position_ids.to(inv_freq_ktf.dtype)[None, :, None] * inv_freq_ktf
         return torch.cat((angles_ktf, angles_ktf), -1)[:, :, None, None, :]
 
     def _of_documents(self, part: RankSlice) -> Tensor:
-        """`[kinds, T, F]`: for each token the frequencies of its document."""
+        """Return the frequencies `[kinds, T, F]`: for each token those of its document."""
         context, tokens = part.context, len(part.input_ids)
         lengths = [end - start for start, end in pairwise(context.bounds)]
-        known = {length: self._frequencies(length) for length in set(lengths)}
-        inv_freq_knf = torch.stack([known[length] for length in lengths], 1).to(self.inv_freq_kf.device)
+        by_length = {length: self._frequencies(length) for length in set(lengths)}
+        inv_freq_knf = torch.stack([by_length[length] for length in lengths], 1).to(self.inv_freq_kf.device)
         first = 0 if context.cp_group is None else context.cp_group.rank() * tokens
-        places = torch.arange(first, first + tokens, device=context.cu_seqlens.device)
-        return inv_freq_knf[:, torch.searchsorted(context.cu_seqlens, places, right=True) - 1]
+        positions = torch.arange(first, first + tokens, device=context.cu_seqlens.device)
+        return inv_freq_knf[:, torch.searchsorted(context.cu_seqlens, positions, right=True) - 1]
 
 
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotary_settings(config: PreTrainedConfig, layer_kind: str) -> dict[str, Any]:
-    """What `rope_parameters` say of one kind of layers, "" where all layers have the same."""
-    found: dict[str, Any] = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
-    return found
+    """Return the `rope_parameters` of one kind of layers; the kind is "" where all layers share them."""
+    settings: dict[str, Any] = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
+    return settings
 
 
 def rotary_frequencies(config: PreTrainedConfig, layer_kind: str, length: int | None = None) -> tuple[Tensor, float]:
-    """Frequencies `[F]` and the factor on sine and cosine (YaRN's attention factor).
+    """Return the frequencies `[F]` and the factor on sine and cosine (YaRN's attention factor).
 
     Args:
-        config: of the model.
-        layer_kind: a key of `rope_parameters`, or "" where all layers have the same.
-        length: tokens of the document; None for no more than the model was trained on.
+        config: The Hugging Face config.
+        layer_kind: A key of `rope_parameters`, or "" where all layers share them.
+        length: The document's number of tokens; None for a document no longer than those the model was trained on.
 
     Raises:
-        ModelError: transformers does not know the kind.
+        ModelError: transformers has no such kind of rotary embeddings.
     """
     config = copy.copy(config)
     rope = config.rope_parameters = rotary_settings(config, layer_kind)
@@ -214,6 +219,6 @@ def rotary_frequencies(config: PreTrainedConfig, layer_kind: str, length: int | 
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise ModelError(f"rope_type={kind} in the model's config is not known; there are {', '.join(ROPE_INIT_FUNCTIONS)}")
+        raise ModelError(f"rope_type={kind} in the model's config is unknown; use one of {', '.join(ROPE_INIT_FUNCTIONS)}")
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
     return frequencies, float(factor)

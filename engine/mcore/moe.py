@@ -1,4 +1,4 @@
-"""Mixtures of experts in Megatron-core's layers, with and without CUDA.
+"""Mixture-of-experts modules for Megatron-core's layers, with and without CUDA.
 
 Axes: T tokens, E experts of this rank, H hidden size, I inner size of an expert (this rank's part of it).
 """
@@ -21,14 +21,14 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(TopKRouter):
-    """The router's scores in plain torch: 0.16's own need TransformerEngine."""
+    """A router that computes its scores in plain torch, because megatron 0.16 needs TransformerEngine for them."""
 
     keep = False
-    """Whether the scores of a forward pass are kept, for a balancing loss."""
+    """Whether to keep the scores of a forward pass for a balancing loss."""
     kept: Tensor | None = None
 
     def gating(self, input: Tensor) -> Tensor:
-        """Hidden states -> scores of the experts."""
+        """Return the experts' scores for the hidden states."""
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
         scores = F.linear(input.to(dtype), self.weight.to(dtype))
         if self.keep:
@@ -37,19 +37,19 @@ class Router(TopKRouter):
 
 
 def keep_scores(chunks: Sequence[nn.Module], keep: bool) -> None:
-    """Let every router keep its scores, or none."""
+    """Set whether the routers keep their scores, and drop the scores kept so far."""
     for router in _routers(chunks):
         router.keep, router.kept = keep, None
 
 
 def take_scores(chunks: Sequence[nn.Module]) -> list[Tensor]:
-    """What the routers kept in the last forward pass, layer by layer."""
-    found = []
+    """Return the scores that the routers kept in the last forward pass, layer by layer, and drop them."""
+    scores = []
     for router in _routers(chunks):
         assert router.kept is not None
-        found.append(router.kept)
+        scores.append(router.kept)
         router.kept = None
-    return found
+    return scores
 
 
 def _routers(chunks: Sequence[nn.Module]) -> list[Router]:
@@ -57,28 +57,28 @@ def _routers(chunks: Sequence[nn.Module]) -> list[Router]:
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts, each matrix product one grouped kernel. Matrices stand one under the other.
+    """This rank's experts, whose matrices are stacked by rows so that each product is one grouped kernel.
 
     Args:
-        num_local_experts: E.
-        config: of the model.
-        pg_collection: process groups.
+        num_local_experts: The number of experts of this rank, E.
+        config: The model's configuration.
+        pg_collection: The process groups.
     """
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__(config=config)
         self.count = num_local_experts
         inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        make = {"dtype": config.params_dtype}
-        self.linear_fc1 = nn.Linear(config.hidden_size, self.count * 2 * inner, bias=False, **make)
-        self.linear_fc2 = nn.Linear(inner, self.count * config.hidden_size, bias=False, **make)
+        factory_kwargs = {"dtype": config.params_dtype}
+        self.linear_fc1 = nn.Linear(config.hidden_size, self.count * 2 * inner, bias=False, **factory_kwargs)
+        self.linear_fc2 = nn.Linear(inner, self.count * config.hidden_size, bias=False, **factory_kwargs)
 
     def forward(self, hidden_th: Tensor, tokens_per_expert: Tensor, probs_t: Tensor) -> tuple[Tensor, None]:
-        """Tokens `[T, H]` in the order of their experts, and their weights `[T]` -> `[T, H]`, and no bias."""
+        """Apply the experts to tokens `[T, H]` in expert order with weights `[T]`; return `[T, H]` and no bias."""
         w1, w2 = (w.view(self.count, -1, w.shape[1]) for w in (self.linear_fc1.weight, self.linear_fc2.weight))
         if not len(hidden_th):
-            # Nobody chose an expert of this rank. All that came in still takes part in the backward pass, whose all-to-alls
-            # meet those of the other ranks.
+            # No token chose an expert of this rank. The inputs and weights still take part in the backward pass, because its
+            # all-to-alls must match those of the other ranks.
             return hidden_th * probs_t[:, None] + 0.0 * (w1.sum() + w2.sum()), None
         ends = tokens_per_expert.to(hidden_th.device).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends).chunk(2, -1)
@@ -88,7 +88,7 @@ class GroupedExperts(MegatronModule):
 
 
 class HostDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sends tokens to their experts over gloo, which wants the numbers of tokens on the host and not as tensors."""
+    """A dispatcher over gloo, which needs the token counts on the host rather than as tensors."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
         if point == self.cuda_dtoh_point:

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer over this rank's chunks: its shards as plain tensors, its norm and clipping as ours."""
+"""Megatron's distributed optimizer over this rank's chunks, with its shards as plain tensors and our own norm and clipping."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Shard:
     """The part of a parameter that this rank's optimizer updates.
 
     Args:
-        main: `[end - start]`, the numbers that are updated: the parameter's own memory, or float32 beside 16 bits.
-        start: where it begins in the flattened parameter.
-        end: past its last element.
-        state: torch's, by name.
+        main: The numbers that are updated, `[end - start]`: the parameter's own memory, or a float32 copy of 16-bit numbers.
+        start: The index of the first element in the flattened parameter.
+        end: The index after the last element in the flattened parameter.
+        state: The state of torch's optimizer, by name.
     """
 
     main: Tensor
@@ -37,13 +37,13 @@ class Shard:
 
 
 class ShardedOptimizer:
-    """AdamW, its state spread over data- and context-parallel ranks.
+    """AdamW with its state spread over the data- and context-parallel ranks.
 
     Args:
-        chunks: of the model, wrapped.
-        optim: settings; the learning rate comes with every step.
-        groups: process groups.
-        compute: number format of the model's parameters.
+        chunks: The model's wrapped chunks.
+        optim: The optimizer's settings; the learning rate is passed with every step.
+        groups: The process groups.
+        compute: The dtype of the model's parameters.
     """
 
     def __init__(
@@ -66,11 +66,13 @@ class ShardedOptimizer:
             bf16=compute == torch.bfloat16,
             params_dtype=compute,
         )
-        self._parts = [made for experts in (False, True) if (made := self._make(config, optim, experts=experts)) is not None]
+        self._parts = [
+            optimizer for experts in (False, True) if (optimizer := self._make(config, optim, experts=experts)) is not None
+        ]
         self.shards: dict[Tensor, Shard] = {
             parameter: shard for part in self._parts for parameter, shard in _shards(part) if shard.end > shard.start
         }
-        """Model parameter -> what this rank updates of it; a parameter of which it updates nothing is left out."""
+        """Model parameter -> the shard that this rank updates; parameters of which it updates nothing are left out."""
 
     def _make(self, config: OptimizerConfig, optim: OptimConfig, *, experts: bool) -> DistributedOptimizer | None:
         decayed: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -81,12 +83,12 @@ class ShardedOptimizer:
         if not any(decayed.values()):
             return None
         settings = [
-            {"params": chosen, "weight_decay": optim.weight_decay if decay else 0.0, "is_expert_parallel": experts}
-            for decay, chosen in decayed.items()
-            if chosen
+            {"params": parameters, "weight_decay": optim.weight_decay if decay else 0.0, "is_expert_parallel": experts}
+            for decay, parameters in decayed.items()
+            if parameters
         ]
-        data = self._groups.expt_dp if experts else self._groups.dp_cp
-        made = DistributedOptimizer(
+        data_group = self._groups.expt_dp if experts else self._groups.dp_cp
+        optimizer = DistributedOptimizer(
             torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps),
             config,
             None,
@@ -95,46 +97,46 @@ class ShardedOptimizer:
             per_model_buffers={
                 i: chunk.expert_parallel_buffers if experts else chunk.buffers for i, chunk in enumerate(self._chunks)
             },
-            data_parallel_group=data,
+            data_parallel_group=data_group,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=self._groups.mp.rank(),
             distributed_optimizer_instance_id=0,
         )
-        made.grad_stats_parallel_group = self._groups.intra_dist_opt
-        made.tp_group = self._groups.tp
-        return made
+        optimizer.grad_stats_parallel_group = self._groups.intra_dist_opt
+        optimizer.tp_group = self._groups.tp
+        return optimizer
 
     def reduce_and_clip(self, max_norm: float | None, device: torch.device) -> float:
-        """The norm of the whole gradient, and the clipped gradients where the next step takes them."""
+        """Return the norm of the full gradient, and clip the gradients of the next step."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for part in self._parts:
             part.prepare_grads()
-            # Copies of tensor-parallel peers and of tied embeddings are left out.
+            # The copies of tensor-parallel peers and of tied embeddings are left out.
             total += sum_of_squares(part.get_main_grads_for_grad_norm(), device)
         torch.distributed.all_reduce(total, group=self._groups.intra_dist_opt)
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm and norm < float("inf"):
             grads = [p.grad for part in self._parts for p in part.get_parameters() if p.grad is not None]
-            # A rank may have nothing to train: a pipeline stage that is frozen.
+            # A rank may have nothing to train, for example in a frozen pipeline stage.
             if grads:
-                # torch.nn.utils.clip_grad_norm_'s formula, so that a plain loop clips alike.
+                # This is the formula of torch.nn.utils.clip_grad_norm_, so that a plain loop clips identically.
                 foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
     def step(self, lr: float) -> None:
-        """Update the shards, and every rank's parameters from them."""
+        """Update the shards, then every rank's parameters from them."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = lr
             part.step_with_ready_grads()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for part in self._parts:
             part.zero_grad()
 
     def sync_params(self) -> None:
-        """Give every rank's parameters the numbers that the shards hold now."""
+        """Copy the current values of the shards to every rank's parameters."""
         for part in self._parts:
             copy_main_params(part)
         for chunk in self._chunks:
@@ -148,11 +150,11 @@ def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Shard]]:
     ):
         for model_group, main_group in zip(models, mains, strict=True):
             for parameter, main in zip(model_group, main_group, strict=True):
-                where = local_range(part, parameter)
+                index_range = local_range(part, parameter)
                 state = part.optimizer.state[main]
-                # Made now, not by the first step, so that a checkpoint can be taken over before one; and a count of steps
-                # for each parameter, since one that is shared would be counted up by all of them.
+                # The state is created here rather than in the first step, so that a checkpoint can be loaded before one. Each
+                # parameter has its own step count, because a shared count would be incremented once per parameter.
                 state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
                 for kind in MOMENTS:
                     state[kind] = torch.zeros_like(main, requires_grad=False)
-                yield parameter, Shard(main.detach().view(-1), where.start, where.end, state)
+                yield parameter, Shard(main.detach().view(-1), index_range.start, index_range.end, state)

@@ -13,5 +13,7 @@ class MCoreOptions:
     overlap_grad_reduce: bool = setting(
         False, "reduce gradients bucket by bucket while the backward pass of the last micro-batch still runs"
     )
-    router_dtype: Literal["float32", "float64"] = setting("float32", "number format of a mixture's router scores")
-    bucket_size: int | None = setting(None, "with overlap_grad_reduce: parameters in a bucket; null: megatron's choice")
+    router_dtype: Literal["float32", "float64"] = setting("float32", "dtype of the router scores in a mixture of experts")
+    bucket_size: int | None = setting(
+        None, "number of parameters per bucket with overlap_grad_reduce; null: megatron's choice"
+    )

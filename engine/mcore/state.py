@@ -1,4 +1,4 @@
-"""What a rank holds, as boxes under Hugging Face names; and full tensors, streamed."""
+"""This rank's parameters as local shards under Hugging Face names, and the stream of full tensors for an export."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -29,21 +29,22 @@ _EXPERT = ".mlp.experts."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParamShard:
-    """A parameter of this rank.
+    """A parameter of this rank, and the stored slices that it consists of.
 
     Args:
-        name: in an unsharded model: layers counted over all ranks.
-        parameter: this rank's part; a buffer is held alike.
-        segments: what it is made of.
-        expert: whether it is an expert's.
-        unique: no tensor-parallel peer, and no other pipeline stage, answers for the same numbers.
-        adapter: whether it is an adapter's.
-        layer: whose weight this is, where that has adapters.
+        name: The parameter's name in an unsharded model, with layers counted over all ranks.
+        parameter: This rank's part of the parameter; buffers are treated the same way.
+        stored_slices: The stored slices that the part consists of.
+        expert: Whether the parameter belongs to an expert.
+        unique: Whether this rank is responsible for these numbers, rather than a tensor-parallel peer or another pipeline
+            stage that has them too.
+        adapter: Whether the parameter belongs to an adapter.
+        layer: The layer whose weight this is, if it has adapters; None otherwise.
     """
 
     name: str
     parameter: Tensor
-    segments: Sequence[StoredSlice]
+    stored_slices: Sequence[StoredSlice]
     expert: bool
     unique: bool
     adapter: bool = False
@@ -53,12 +54,15 @@ class ParamShard:
 def param_shards_of(
     chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
 ) -> list[ParamShard]:
-    """Every parameter of a rank's chunks; marks those that are split over tensor-parallel ranks, for the gradient's norm."""
-    found = []
+    """Return every parameter of a rank's chunks, and mark the ones that are split over tensor-parallel ranks.
+
+    Megatron needs the marks to compute the gradient norm.
+    """
+    param_shards = []
     for chunk in chunks:
         layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
-        for local, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
-            name = _global_name(chunk, local)
+        for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
+            name = _global_name(chunk, local_name)
             expert = _EXPERT in name
             part = Part(groups.tp.size(), groups.tp.rank())
             if expert:
@@ -67,47 +71,47 @@ def param_shards_of(
                 part = Part(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
             if name == "output_layer.weight" and decoder.tied:
                 name = "embedding.word_embeddings.weight"
-            factor = _FACTOR.match(name)
-            if factor is not None:
-                rule, names = adapter_rule(family, *factor.groups())
+            factor_match = _FACTOR.match(name)
+            if factor_match is not None:
+                rule, names = adapter_rule(family, *factor_match.groups())
             else:
                 rule, names = family.rule(name)
             split = rule.is_split(parameter.dim())
             if not hasattr(parameter, "tensor_model_parallel"):
-                # Megatron counts a parameter without this mark on the first rank alone: a split one would be missing from
-                # the norm, which nothing else would show.
+                # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
+                # from the norm, and nothing else would reveal it.
                 parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
             if expert:
-                # Megatron does so under expert parallelism alone; but wherever tensor-parallel ranks hold whole experts, those
-                # that hold the same are others than for dense layers.
+                # Megatron does this under expert parallelism only. But wherever tensor-parallel ranks hold complete experts,
+                # the ranks that hold the same expert are not the ranks that hold the same dense layer.
                 parameter.allreduce = False  # type: ignore[attr-defined]
-            found.append(
+            param_shards.append(
                 ParamShard(
                     name=name,
                     parameter=parameter,
-                    segments=rule.segments(names, tuple(parameter.shape), part, decoder),
+                    stored_slices=rule.stored_slices(names, tuple(parameter.shape), part, decoder),
                     expert=expert,
                     unique=(split or part.rank == 0) and not getattr(parameter, "shared", False),
-                    adapter=factor is not None,
-                    layer=layers.get(local),
+                    adapter=factor_match is not None,
+                    layer=layers.get(local_name),
                 )
             )
-    return found
+    return param_shards
 
 
 def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:
-    """How a factor of an adapter is cut, and its name in peft's files.
+    """Return the rule by which an adapter's factor is split, and the factor's name in peft's files.
 
     Args:
-        family: of the model.
-        module: the adapted layer, in an unsharded model.
-        key: last part of the Hugging Face module's name.
-        factor: lora_A or lora_B.
+        family: The model's family.
+        module: The adapted layer's name in an unsharded model.
+        key: The last part of the Hugging Face module's name.
+        factor: The factor, either lora_A or lora_B.
     """
     base, names = family.rule(f"{module}.weight")
     target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
     split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
-    # A meets the layer's input, B makes its output: the one that is split is that of the layer's own split side.
+    # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
     is_split = (factor == "lora_A") == isinstance(base, RowParallel)
     return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
 
@@ -120,278 +124,303 @@ def add_adapters(
     targets: Set[str],
     lora: LoraConfig,
 ) -> set[str]:
-    """Give every layer behind a target its adapters; the targets that were found in this rank's chunks.
+    """Add adapters to every layer behind a target.
 
     Args:
-        chunks: this rank's.
-        family: of the model.
-        decoder: sizes.
-        groups: process groups.
-        targets: Hugging Face modules.
-        lora: settings.
+        chunks: This rank's chunks.
+        family: The model's family.
+        decoder: The decoder's sizes.
+        groups: The process groups.
+        targets: The names of the Hugging Face modules to adapt.
+        lora: The LoRA settings.
+
+    Returns:
+        The targets that this rank's chunks contain.
     """
     part = Part(groups.tp.size(), groups.tp.rank())
-    found: set[str] = set()
+    adapted: set[str] = set()
     for chunk in chunks:
-        for local, module in chunk.named_modules():
-            if not isinstance(module, Adapted) or _EXPERT in local:
+        for local_name, module in chunk.named_modules():
+            if not isinstance(module, Adapted) or _EXPERT in local_name:
                 continue
             layer: Any = module
-            rule, names = family.rule(f"{_global_name(chunk, local)}.weight")
-            segments = rule.segments(names, tuple(layer.weight.shape), part, decoder)
-            wanted = [name for name in names if name.removesuffix(".weight") in targets]
-            if wanted:
-                module.adapt({n.split(".")[-2]: [s for s in segments if s.name == n] for n in wanted}, lora)
+            rule, names = family.rule(f"{_global_name(chunk, local_name)}.weight")
+            stored_slices = rule.stored_slices(names, tuple(layer.weight.shape), part, decoder)
+            target_names = [name for name in names if name.removesuffix(".weight") in targets]
+            if target_names:
+                module.adapt({n.split(".")[-2]: [s for s in stored_slices if s.name == n] for n in target_names}, lora)
                 mark_factors(layer)
-                found.update(name.removesuffix(".weight") for name in wanted)
-    return found
+                adapted.update(name.removesuffix(".weight") for name in target_names)
+    return adapted
 
 
 def _buffers(chunk: PackedGPTModel) -> list[tuple[str, Any]]:
-    """Tensors that belong to the weights and are not trained."""
-    stored = chunk.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in stored]
+    """Return the buffers that are stored with the weights and are not trained."""
+    stored_names = chunk.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in stored_names]
 
 
-def _global_name(chunk: PackedGPTModel, local: str) -> str:
-    return _LAYER.sub(lambda m: f"decoder.layers.{chunk.decoder.layers[int(m[1])].layer_number - 1}.", local)
+def _global_name(chunk: PackedGPTModel, local_name: str) -> str:
+    return _LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", local_name)
 
 
 def _order(name: str) -> tuple[int, int]:
-    layer = _LAYER.match(name)
-    if layer:
-        return 1, int(layer[1])
+    match = _LAYER.match(name)
+    if match:
+        return 1, int(match[1])
     return (0, 0) if name.startswith("embedding.") else (2, 0)
 
 
 class ModelState:
-    """Reads and writes the state of a rank's chunks.
+    """The state of a rank's chunks, to be read and written.
 
     Args:
-        held: its parameters.
-        optimizer: None for an engine that only infers.
-        topology: of the engine.
-        groups: process groups.
-        stored: number format that parameters are stored in. Those that compute in another and are not trained have a copy in
-            it, spread over the data-parallel ranks: neither an export nor a checkpoint may hold what was rounded for a
-            matrix product.
+        param_shards: The rank's parameters.
+        optimizer: The optimizer; None for an engine that only runs inference.
+        topology: The engine's topology.
+        groups: The process groups.
+        stored: The dtype that parameters are stored in. A parameter that computes in a narrower dtype and is not trained has
+            a copy in this one, spread over the data-parallel ranks, because neither an export nor a checkpoint may contain
+            numbers that were rounded for a matrix product.
     """
 
     def __init__(
         self,
-        held: Sequence[ParamShard],
+        param_shards: Sequence[ParamShard],
         optimizer: ShardedOptimizer | None,
         topology: Topology,
         groups: ProcessGroupCollection,
         stored: torch.dtype,
     ) -> None:
-        self.held, self._optimizer, self._topology, self._groups = held, optimizer, topology, groups
+        self.held, self._optimizer, self._topology, self._groups = param_shards, optimizer, topology, groups
         self._frozen = {
-            h.parameter: self._spread(h, stored)
-            for h in held
-            if not self._is_trained(h) and h.parameter.dtype.itemsize < stored.itemsize
+            param_shard.parameter: self._spread(param_shard, stored)
+            for param_shard in param_shards
+            if not self._is_trained(param_shard) and param_shard.parameter.dtype.itemsize < stored.itemsize
         }
         self._shards = {**({} if optimizer is None else optimizer.shards), **self._frozen}
-        self._by_parameter = {h.parameter: h for h in held}
+        self._by_parameter = {param_shard.parameter: param_shard for param_shard in param_shards}
 
-    def _is_trained(self, held: ParamShard) -> bool:
-        return self._optimizer is not None and held.parameter.requires_grad
+    def _is_trained(self, param_shard: ParamShard) -> bool:
+        return self._optimizer is not None and param_shard.parameter.requires_grad
 
-    def _spread(self, held: ParamShard, stored: torch.dtype) -> Shard:
-        group, size = self._data_group(held), held.parameter.numel()
-        each = -(-size // group.size())
-        start, end = (min(size, rank * each) for rank in (group.rank(), group.rank() + 1))
-        return Shard(torch.zeros(end - start, dtype=stored, device=held.parameter.device), start, end, {})
+    def _spread(self, param_shard: ParamShard, stored: torch.dtype) -> Shard:
+        group, size = self._data_group(param_shard), param_shard.parameter.numel()
+        per_rank = -(-size // group.size())
+        start, end = (min(size, rank * per_rank) for rank in (group.rank(), group.rank() + 1))
+        return Shard(torch.zeros(end - start, dtype=stored, device=param_shard.parameter.device), start, end, {})
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Give every rank's parameters the numbers that shards and copies hold now. Collective."""
+        """Copy the current values of the shards and the stored copies to every rank's parameters. Collective."""
         if self._optimizer is not None:
             self._optimizer.sync_params()
-        for h in self.held:
-            if h.parameter in self._frozen:
-                h.parameter.copy_(self._stored(h))
+        for param_shard in self.held:
+            if param_shard.parameter in self._frozen:
+                param_shard.parameter.copy_(self._stored(param_shard))
 
-    def pieces(self) -> Iterator[LocalShard]:
-        """Boxes of values and moments. The base of adapters is frozen, and comes back from model.path or the seed."""
+    def local_shards(self) -> Iterator[LocalShard]:
+        """Yield the local shards of values and moments that a checkpoint contains.
+
+        The base weights under adapters are not among them: they are frozen, and are restored from model.path or the seed.
+        """
         yield from self.values(saved=True)
         shards = {} if self._optimizer is None else self._optimizer.shards
-        for h in self.held:
-            shard = shards.get(h.parameter)
+        for param_shard in self.held:
+            shard = shards.get(param_shard.parameter)
             if shard is not None:
                 for kind in MOMENTS:
-                    yield from _moment_shards(kind, h, shard.state[kind].view(-1), shard.start, shard.end)
+                    yield from _flat_local_shards(kind, param_shard, shard.state[kind].view(-1), shard.start, shard.end)
 
     def values(self, *, saved: bool = False) -> Iterator[LocalShard]:
-        """Boxes of values: of shards and copies where there are, else of the parameters.
+        """Yield the local shards of values, from the optimizer's shards or copies if they exist, else from the parameters.
 
         Args:
-            saved: those alone that a checkpoint has.
+            saved: Whether to yield only the values that a checkpoint contains.
         """
-        adapters = any(h.adapter for h in self.held)
-        for h in self.held:
-            if saved and adapters and not h.adapter and h.name != "score.weight":
+        adapters = any(param_shard.adapter for param_shard in self.held)
+        for param_shard in self.held:
+            if saved and adapters and not param_shard.adapter and param_shard.name != "score.weight":
                 continue
-            shard = self._shards.get(h.parameter)
+            shard = self._shards.get(param_shard.parameter)
             if shard is not None:
-                yield from _moment_shards("value", h, shard.main, shard.start, shard.end)
-            elif not self._is_trained(h):
-                first = self._data_group(h).rank() == 0
-                data = h.parameter.detach()
-                yield from cut_local_shards("value", h.segments, whole(data.shape), data, owned=h.unique and first)
+                yield from _flat_local_shards("value", param_shard, shard.main, shard.start, shard.end)
+            elif not self._is_trained(param_shard):
+                is_first = self._data_group(param_shard).rank() == 0
+                data = param_shard.parameter.detach()
+                yield from cut_local_shards(
+                    "value", param_shard.stored_slices, whole(data.shape), data, owned=param_shard.unique and is_first
+                )
 
-    def _data_group(self, held: ParamShard) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._groups.expt_dp if held.expert else self._groups.dp_cp
+    def _data_group(self, param_shard: ParamShard) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._groups.expt_dp if param_shard.expert else self._groups.dp_cp
         return group
 
     def step_counts(self) -> dict[str, float]:
-        """Steps made, by name on disk. Collective."""
+        """Return the number of optimizer steps of each tensor, by its name on disk. Collective."""
         shards = {} if self._optimizer is None else self._optimizer.shards
-        mine = {
-            segment.name: float(shards[h.parameter].state["step"])
-            for h in self.held
-            if h.parameter in shards
-            for segment in h.segments
+        local_counts = {
+            stored_slice.name: float(shards[param_shard.parameter].state["step"])
+            for param_shard in self.held
+            if param_shard.parameter in shards
+            for stored_slice in param_shard.stored_slices
         }
-        found: dict[str, float] = {}
-        for part in self._topology.all_gather_object(mine):
-            found.update(part)
-        return found
+        counts: dict[str, float] = {}
+        for rank_counts in self._topology.all_gather_object(local_counts):
+            counts.update(rank_counts)
+        return counts
 
     def restore_step_counts(self, counts: Mapping[str, float]) -> None:
-        """Take back `step_counts`; a parameter of several tensors takes the largest of theirs."""
+        """Restore the counts from `step_counts`; a parameter made of several tensors gets the largest of their counts."""
         assert self._optimizer is not None
-        for h in self.held:
-            shard = self._optimizer.shards.get(h.parameter)
+        for param_shard in self.held:
+            shard = self._optimizer.shards.get(param_shard.parameter)
             if shard is not None:
-                # A part of the vocabulary's padding alone belongs to no tensor, and is never stepped.
-                shard.state["step"].fill_(max((counts[s.name] for s in h.segments), default=0.0))
+                # A part that is only vocabulary padding belongs to no tensor and has no step count.
+                shard.state["step"].fill_(max((counts[s.name] for s in param_shard.stored_slices), default=0.0))
 
     # ---- export --------------------------------------------------------------------------------------------------
 
     def plan(self, *, adapters: bool) -> "list[BroadcastItem]":
-        """Whose part of which parameter is sent to all, in order: of the adapters, or of all else. Collective."""
-        mine = [
-            BroadcastItem(
-                h.name, self._topology.ranks[self._topology.rank], self._dtype(h), tuple(h.parameter.shape), tuple(h.segments)
-            )
-            for h in self.held
-            if h.adapter == adapters and h.unique and self._data_group(h).rank() == 0
-        ]
-        every = [shared for part in self._topology.all_gather_object(mine) for shared in part]
-        first = {shared.name: i for i, shared in reversed(list(enumerate(every)))}
-        # Parts of one parameter side by side, parameters in the order of the layers.
-        return sorted(every, key=lambda shared: (_order(shared.name), first[shared.name]))
+        """Return which rank broadcasts which part of which parameter, in order. Collective.
 
-    def _dtype(self, held: ParamShard) -> torch.dtype:
-        if held.parameter in self._frozen:
-            return self._frozen[held.parameter].main.dtype
-        return torch.promote_types(held.parameter.dtype, torch.float32) if self._is_trained(held) else held.parameter.dtype
+        Args:
+            adapters: Whether to export the adapters' parameters, or all the others.
+        """
+        local_items = [
+            BroadcastItem(
+                param_shard.name,
+                self._topology.ranks[self._topology.rank],
+                self._dtype(param_shard),
+                tuple(param_shard.parameter.shape),
+                tuple(param_shard.stored_slices),
+            )
+            for param_shard in self.held
+            if param_shard.adapter == adapters and param_shard.unique and self._data_group(param_shard).rank() == 0
+        ]
+        items = [item for rank_items in self._topology.all_gather_object(local_items) for item in rank_items]
+        first_index = {item.name: i for i, item in reversed(list(enumerate(items)))}
+        # The parts of one parameter are adjacent, and parameters are in the order of the layers.
+        return sorted(items, key=lambda item: (_order(item.name), first_index[item.name]))
+
+    def _dtype(self, param_shard: ParamShard) -> torch.dtype:
+        if param_shard.parameter in self._frozen:
+            return self._frozen[param_shard.parameter].main.dtype
+        return (
+            torch.promote_types(param_shard.parameter.dtype, torch.float32)
+            if self._is_trained(param_shard)
+            else param_shard.parameter.dtype
+        )
 
     @torch.no_grad()
     def stream(self, plan: "Sequence[BroadcastItem]") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their names on disk, those of one parameter in memory at a time. Collective."""
-        mine = {h.name: h for h in self.held}
+        """Yield full tensors under their names on disk, with those of one parameter in memory at a time. Collective."""
+        by_name = {param_shard.name: param_shard for param_shard in self.held}
         start = 0
         while start < len(plan):
             name = plan[start].name
             end = next((i for i in range(start, len(plan)) if plan[i].name != name), len(plan))
             full: dict[str, Tensor] = {}
-            local = self._whole_part(mine[name]) if name in mine else None
-            for shared in plan[start:end]:
-                at_home = shared.owner == self._topology.ranks[self._topology.rank]
-                if at_home:
-                    assert local is not None
-                    buffer = local.contiguous()
+            local_part = self._whole_part(by_name[name]) if name in by_name else None
+            for item in plan[start:end]:
+                is_owner = item.owner == self._topology.ranks[self._topology.rank]
+                if is_owner:
+                    assert local_part is not None
+                    buffer = local_part.contiguous()
                 else:
-                    buffer = torch.empty(shared.shape, dtype=shared.dtype, device=self._topology.device)
-                dist.broadcast(buffer, src=shared.owner, group=self._topology.world)
-                for segment in shared.segments:
-                    if segment.name not in full:
-                        full[segment.name] = torch.empty(segment.shape, dtype=shared.dtype, device=buffer.device)
-                    target = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length)
-                    zeros = (0,) * len(segment.shape)
-                    full[segment.name][target.within(zeros)] = buffer[segment.box.within(zeros)]
+                    buffer = torch.empty(item.shape, dtype=item.dtype, device=self._topology.device)
+                dist.broadcast(buffer, src=item.owner, group=self._topology.world)
+                for stored_slice in item.stored_slices:
+                    if stored_slice.name not in full:
+                        full[stored_slice.name] = torch.empty(stored_slice.shape, dtype=item.dtype, device=buffer.device)
+                    target = TensorSlice(stored_slice.offset or (0,) * len(stored_slice.shape), stored_slice.box.length)
+                    zeros = (0,) * len(stored_slice.shape)
+                    full[stored_slice.name][target.within(zeros)] = buffer[stored_slice.box.within(zeros)]
             yield from full.items()
             start = end
 
-    def _whole_part(self, held: ParamShard) -> Tensor:
-        """This rank's part of a parameter as it is exported: with the adapters of its layer added. Collective over the
-        ranks that hold the same part."""
-        value = self._stored(held)
-        if held.layer is None:
+    def _whole_part(self, param_shard: ParamShard) -> Tensor:
+        """Return this rank's part of a parameter as it is exported, with its layer's adapters merged.
+
+        Collective over the ranks that hold the same part.
+        """
+        value = self._stored(param_shard)
+        if param_shard.layer is None:
             return value
         factors = [
             (self._stored(self._by_parameter[a.lora_A]), self._stored(self._by_parameter[a.lora_B]))
-            for a in held.layer.adapters.values()
+            for a in param_shard.layer.adapters.values()
         ]
-        merged: Tensor = held.layer.merged(value, factors)
+        merged: Tensor = param_shard.layer.merged(value, factors)
         return merged
 
-    def _stored(self, held: ParamShard) -> Tensor:
-        """This rank's part of a parameter in the precision it is stored in, from all that have some of it."""
-        dtype = self._dtype(held)
-        if dtype == held.parameter.dtype:
-            return held.parameter.detach()
-        flat = torch.zeros(held.parameter.numel(), dtype=dtype, device=held.parameter.device)
-        shard = self._shards.get(held.parameter)
+    def _stored(self, param_shard: ParamShard) -> Tensor:
+        """Return this rank's part of a parameter in the dtype it is stored in, gathered from the ranks that store it."""
+        dtype = self._dtype(param_shard)
+        if dtype == param_shard.parameter.dtype:
+            return param_shard.parameter.detach()
+        flat = torch.zeros(param_shard.parameter.numel(), dtype=dtype, device=param_shard.parameter.device)
+        shard = self._shards.get(param_shard.parameter)
         if shard is not None:
             flat[shard.start : shard.end] = shard.main
-        # Every element is held by one rank of the group and zero on the others.
-        dist.all_reduce(flat, group=self._data_group(held))
-        return flat.view_as(held.parameter)
+        # Every element is held by one rank of the group and is zero on the others.
+        dist.all_reduce(flat, group=self._data_group(param_shard))
+        return flat.view_as(param_shard.parameter)
 
 
 @dataclass(frozen=True)
 class BroadcastItem:
-    """A part of a parameter that its owner sends to all.
+    """A part of a parameter that its owner broadcasts to all ranks.
 
     Args:
-        name: of the parameter in an unsharded model.
-        owner: global rank.
-        dtype: of what is sent.
-        shape: of what is sent.
-        segments: what it is made of.
+        name: The parameter's name in an unsharded model.
+        owner: The owner's global rank.
+        dtype: The dtype of the part.
+        shape: The shape of the part.
+        stored_slices: The stored slices that the part consists of.
     """
 
     name: str
     owner: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    segments: tuple[StoredSlice, ...]
+    stored_slices: tuple[StoredSlice, ...]
 
 
 def shapes_of(plan: Sequence[BroadcastItem]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes that a plan's stream yields, in its order."""
-    return {segment.name: (shared.dtype, segment.shape) for shared in plan for segment in shared.segments}
+    """Return the names, dtypes and shapes that a plan's stream yields, in its order."""
+    return {stored_slice.name: (item.dtype, stored_slice.shape) for item in plan for stored_slice in item.stored_slices}
 
 
-def _moment_shards(kind: str, held: ParamShard, flat: Tensor, start: int, end: int) -> Iterator[LocalShard]:
-    """The boxes of a flat range of a parameter: at most three rectangles of its rows and columns."""
-    shape = tuple(held.parameter.shape)
+def _flat_local_shards(kind: str, param_shard: ParamShard, flat: Tensor, start: int, end: int) -> Iterator[LocalShard]:
+    """Yield the local shards of a flat range of a parameter: at most three rectangles of its rows and columns."""
+    shape = tuple(param_shard.parameter.shape)
     columns = shape[-1] if len(shape) > 1 else 1
     for row, rows, column, width in rectangles(start, end, columns):
         strides: Any = (columns, 1) if len(shape) > 1 else (1,)
-        box = TensorSlice((row, column), (rows, width)) if len(shape) > 1 else TensorSlice((row,), (rows,))
-        view = flat.as_strided(box.length, strides, flat.storage_offset() + row * columns + column - start)
-        yield from cut_local_shards(kind, held.segments, box, view, owned=held.unique)
+        tensor_slice = TensorSlice((row, column), (rows, width)) if len(shape) > 1 else TensorSlice((row,), (rows,))
+        view = flat.as_strided(tensor_slice.length, strides, flat.storage_offset() + row * columns + column - start)
+        yield from cut_local_shards(kind, param_shard.stored_slices, tensor_slice, view, owned=param_shard.unique)
 
 
 def rectangles(start: int, end: int, columns: int) -> list[tuple[int, int, int, int]]:
-    """The range [start, end) of a matrix, row by row, as (row, rows, column, columns): a part of the first row, whole rows, a
-    part of the last."""
+    """Split the range [start, end) of a row-major matrix into rectangles.
+
+    Returns:
+        A part of the first row, full rows, and a part of the last row, each as (row, rows, column, columns).
+    """
     if start >= end:
         return []
-    first, left = divmod(start, columns)
-    last, right = divmod(end, columns)
-    if first == last:
-        return [(first, 1, left, right - left)]
-    found = []
-    if left:
-        found.append((first, 1, left, columns - left))
-        first += 1
-    if last > first:
-        found.append((first, last - first, 0, columns))
-    if right:
-        found.append((last, 1, 0, right))
-    return found
+    first_row, start_column = divmod(start, columns)
+    last_row, end_column = divmod(end, columns)
+    if first_row == last_row:
+        return [(first_row, 1, start_column, end_column - start_column)]
+    parts = []
+    if start_column:
+        parts.append((first_row, 1, start_column, columns - start_column))
+        first_row += 1
+    if last_row > first_row:
+        parts.append((first_row, last_row - first_row, 0, columns))
+    if end_column:
+        parts.append((last_row, 1, 0, end_column))
+    return parts

@@ -1,1 +1,1 @@
-"""Arithmetic that engines share; torch only."""
+"""Numerical operations that the engines share; they depend only on torch."""

@@ -1,4 +1,4 @@
-"""Causal attention inside each document of a packed sequence, for CPU and CUDA.
+"""Causal attention within each document of a packed sequence, for CPU and CUDA.
 
 Axes: T packed tokens, N documents, H query heads, K key/value heads, D head size, E value head size.
 """
@@ -21,33 +21,33 @@ from ..torch_private import constant_floats
 from .ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
 LARGEST_FLASH_HEAD = 256
-# torch 2.11's kernel wants as many key/value heads as query heads.
+# torch 2.11's kernel requires as many key/value heads as query heads.
 KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedContext:
-    """The borders of one packed sequence; one object per micro-batch, shared by all layers.
+    """The document boundaries of one packed sequence; one object per micro-batch, shared by all layers.
 
     Args:
-        bounds: N + 1 borders on the host, over the whole sequence (also under context parallelism).
-        cu_seqlens: the same `[N + 1]` int32, on the device.
-        cp_group: the ranks that share this sequence; None for one.
+        bounds: The N + 1 boundaries on the host, over the full sequence (also under context parallelism).
+        cu_seqlens: The same boundaries on the device, `[N + 1]` int32.
+        cp_group: The ranks that share this sequence; None if there is only one.
     """
 
     bounds: tuple[int, ...]
     cu_seqlens: Tensor
     cp_group: ProcessGroup | None = None
     masks: dict[int | None, Any] = field(default_factory=dict)
-    """Block masks by window, made once for all layers."""
+    """The block masks by window, created once for all layers."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """The number of tokens in the longest document."""
         return max(end - start for start, end in pairwise(self.bounds))
 
 
-# Borders differ in every micro-batch: a compiled layer would be compiled again for each number of documents.
+# Boundaries differ in every micro-batch: a compiled layer would be recompiled for each number of documents.
 @torch.compiler.disable
 def packed_attention(
     query_thd: Tensor,
@@ -60,20 +60,20 @@ def packed_attention(
     softcap: float | None = None,
     sinks_h: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, document by document; under context parallelism over all of its ranks.
+    """Compute causal attention within each document; under context parallelism, over all ranks of the group.
 
     Args:
-        query_thd: `[T, H, D]`; under context parallelism this rank's slice of the tokens, with all heads.
-        key_tkd: `[T, K, D]`, K dividing H.
-        value_tke: `[T, K, E]`.
-        context: borders and group.
-        scale: logits are `scale * q k`.
-        window: a token sees itself and the `window - 1` tokens before it.
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
-        sinks_h: `[H]` logits of one more, valueless key (gpt-oss).
+        query_thd: The queries, `[T, H, D]`; under context parallelism, this rank's slice of the tokens with all heads.
+        key_tkd: The keys, `[T, K, D]`, with K dividing H.
+        value_tke: The values, `[T, K, E]`.
+        context: The document boundaries and the group.
+        scale: The scale of the logits, which are `scale * q k`.
+        window: The number of tokens that a token attends to: itself and the `window - 1` tokens before it; None for all.
+        softcap: The soft cap of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
+        sinks_h: The logits of an additional key without a value, `[H]` (gpt-oss).
 
     Returns:
-        `[T, H, E]`, sliced like the query.
+        The outputs, `[T, H, E]`, split like the queries.
     """
     group = context.cp_group
     if group is None:
@@ -100,16 +100,16 @@ def _local(
         small = q.shape[-1] == v.shape[-1] and q.shape[-1] <= LARGEST_FLASH_HEAD
         if plain and small and q.dtype in (torch.bfloat16, torch.float16):
             return varlen(q, k, v, context, scale, window)
-        # Flex kernels want head sizes of at least 16 and powers of two; others take the plain path below.
+        # Flex kernels require head sizes that are powers of two and at least 16; others take the plain path below.
         if not plain and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128, 256) and v.shape[-1] == q.shape[-1]:
             return flex(q, k, v, context, scale, window, softcap, sinks)
     return by_document(q, k, v, context.bounds, scale, window, softcap, sinks)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None) -> Tensor:
-    """FlashAttention's variable-length kernel: CUDA, 16-bit, no soft cap, no sinks."""
+    """Run FlashAttention's variable-length kernel: CUDA, 16-bit, no soft cap, no sinks."""
     cu, longest = context.cu_seqlens, context.longest
-    # Inclusive reach to the left and right; a window counts the token itself.
+    # Inclusive reach to the left and right; a window includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
@@ -125,19 +125,19 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float
 
 @cache
 def _flex_kernel(device_type: str) -> Any:
-    # The CPU has no trained flex kernel: eager flex is its reference, slow and exact.
+    # The CPU has no flex kernel for training: eager flex is the reference there, slow but exact.
     return compile_flex() if device_type == "cuda" else flex_attention
 
 
 def compile_flex(backend: Any = "inductor") -> Any:
-    """FlexAttention, compiled once for all lengths, with the numbers of a score function as constants.
+    """Compile FlexAttention once for all lengths, with the numbers of a score function as constants.
 
-    A number that torch makes dynamic, as it does with all of them under `dynamic=True`, and with one that changes from call to
-    call (of two models with different soft caps), becomes a buffer on the host, which no CUDA kernel can read. Lengths become
-    dynamic by themselves at their first change.
+    A number that torch makes dynamic becomes a buffer on the host, which no CUDA kernel can read. torch does so with all
+    numbers under `dynamic=True`, and with a number that changes between calls (of two models with different soft caps).
+    Lengths become dynamic automatically when they first change.
 
     Args:
-        backend: of torch.compile.
+        backend: The backend of torch.compile.
     """
     compiled = torch.compile(flex_attention, backend=backend)
 
@@ -160,7 +160,7 @@ def flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """FlexAttention with a block mask of the documents: soft caps, sinks and windows on CUDA."""
+    """Run FlexAttention with a block mask of the documents: soft caps, sinks and windows on CUDA."""
     mask = context.masks.get(window)
     if mask is None:
         mask = context.masks[window] = _block_mask(context, window, q.device)
@@ -207,14 +207,14 @@ def by_document(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One attention call per document: the CPU path, and the reference of the kernels."""
+    """Run one attention call per document: the CPU path, and the reference for the kernels."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     sizes = [end - start for start, end in pairwise(bounds)]
-    pieces = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+    documents = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
     if softcap is None and sinks is None:
-        outs = [_sdpa(a, b, c, scale, window) for a, b, c in pieces]
+        outs = [_sdpa(a, b, c, scale, window) for a, b, c in documents]
     else:
-        outs = [_explicit(a, b, c, scale, window, softcap, sinks) for a, b, c in pieces]
+        outs = [_explicit(a, b, c, scale, window, softcap, sinks) for a, b, c in documents]
     return torch.cat(outs, 2)[0].transpose(0, 1)
 
 

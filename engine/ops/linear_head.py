@@ -1,11 +1,11 @@
-"""Log-probabilities, entropy and the likeliest token of a language-model head, without the logits of all tokens at once.
+"""Log-probabilities, entropy and the most likely token of a language-model head, without the logits of all tokens at once.
 
-Logits exist for one chunk of tokens at a time. Between forward and backward only the hidden states, the weight and one
-or two numbers a token are kept; the backward pass computes a chunk's logits again - or not at all, where the gradient
-that will arrive is known beforehand, as it is for every loss that is linear in its outputs.
+Logits exist for one chunk of tokens at a time. Between the forward and the backward pass, only the hidden states, the weight
+and one or two numbers per token are kept; the backward pass recomputes a chunk's logits, or skips this if the incoming
+gradient is known beforehand, as it is for every loss that is linear in its outputs.
 
-The vocabulary may be cut over the ranks of a group: each multiplies with its own rows, and two or three small all-reduces a
-chunk make the softmax whole.
+The vocabulary may be split over the ranks of a group: each multiplies with its own rows, and two or three small all-reduces
+per chunk complete the softmax.
 
 Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's rows of it).
 """
@@ -25,11 +25,11 @@ SMALLEST_CHUNK = 128
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What a family does between the matrix product and the softmax.
+    """The transform that a family applies between the matrix product and the softmax.
 
     Args:
-        scale: factor on the logits (Granite's 1 / logits_scaling, Cohere's logit_scale).
-        softcap: then `softcap * tanh(logits / softcap)` (Gemma 2).
+        scale: The factor on the logits (Granite's 1 / logits_scaling, Cohere's logit_scale).
+        softcap: The soft cap that is applied next, `softcap * tanh(logits / softcap)` (Gemma 2).
     """
 
     scale: float = 1.0
@@ -41,11 +41,11 @@ PLAIN = LogitTransform()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VocabularyShard:
-    """A rank's rows of a vocabulary that is cut in order over a group.
+    """A rank's rows of a vocabulary that is split in order over a group.
 
     Args:
-        group: the ranks.
-        first: token id of the first row.
+        group: The ranks that the vocabulary is split over.
+        first: The token ID of the first row.
     """
 
     group: ProcessGroup
@@ -53,12 +53,12 @@ class VocabularyShard:
 
 
 class HeadOutputs(NamedTuple):
-    """What the head says of each token.
+    """The outputs of the head for each token.
 
     Args:
-        log_probs: `[T]`, of the target, float32 at least.
-        entropy: `[T]`, in nats, or None.
-        greedy: `[T]` int64, the likeliest token, or None. Carries no gradient.
+        log_probs: The log-probabilities of the targets, `[T]`, at least float32.
+        entropy: The entropies in nats, `[T]`, or None.
+        greedy: The most likely tokens, `[T]` int64, or None. They carry no gradient.
     """
 
     log_probs: Tensor
@@ -67,7 +67,7 @@ class HeadOutputs(NamedTuple):
 
 
 def chunk_tokens(vocabulary: int, device_type: str) -> int:
-    """C: as many tokens as fit the device's chunk budget in float32 logits."""
+    """Return C, the number of tokens whose float32 logits fit the device's chunk budget."""
     return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
@@ -85,29 +85,29 @@ def linear_head(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> HeadOutputs:
-    """Log-probability of each token's target and, when asked for, what else the distribution says.
+    """Compute the log-probability of each token's target and, if requested, the entropy and the most likely token.
 
     Args:
-        hidden_th: `[T, H]`.
-        weight_vh: `[V, H]`.
-        targets_t: `[T]` int64, in the whole vocabulary.
-        bias_v: `[V]`.
-        transform: of the logits.
-        temperature: logits are divided by it, last.
-        entropy: compute the entropy too.
-        greedy: find the likeliest token too.
-        expected: the gradients by "log_probs" and "entropy" `[T]` that the backward pass will bring. They only save work:
-            when others arrive, the right gradient is computed from those.
-        chunk: C; by default from `chunk_tokens`.
-        shard: which rows of the vocabulary these are; all by default. The outputs are then equal on every rank of the group,
-            and the gradient by the hidden states is this rank's part of a sum over them.
+        hidden_th: The hidden states, `[T, H]`.
+        weight_vh: The weight of the head, `[V, H]`.
+        targets_t: The target tokens in the full vocabulary, `[T]` int64.
+        bias_v: The bias of the head, `[V]`.
+        transform: The transform of the logits.
+        temperature: The number that the logits are divided by, as the last step.
+        entropy: Whether to compute the entropy too.
+        greedy: Whether to compute the most likely token too.
+        expected: The gradients with respect to "log_probs" and "entropy", `[T]`, that the backward pass is expected to
+            receive. They only save work: if it receives others, it computes the correct gradient from those.
+        chunk: The chunk size C; by default from `chunk_tokens`.
+        shard: This rank's rows of the vocabulary, if it is split. The outputs are then equal on every rank of the group, and
+            the gradient with respect to the hidden states is this rank's part of a sum over the ranks.
     """
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
     settings = _Settings(transform, temperature, entropy, greedy, size, shard)
-    promise = None
+    expected_grads = None
     if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
-        promise = (expected.get("log_probs"), expected.get("entropy"))
-    log_probs, entropies, likeliest = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, promise)
+        expected_grads = (expected.get("log_probs"), expected.get("entropy"))
+    log_probs, entropies, likeliest = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, expected_grads)
     return HeadOutputs(log_probs, entropies if entropy else None, likeliest if greedy else None)
 
 
@@ -125,7 +125,7 @@ _Gradients = tuple[Tensor | None, Tensor | None]
 
 
 def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
-    """A chunk's final logits and, under a soft cap, the derivative of the cap."""
+    """Return a chunk's final logits and, with a soft cap, the derivative of the cap."""
     z_cv = h_ch @ w_vh.T
     z_cv = z_cv.to(torch.promote_types(z_cv.dtype, torch.float32))
     if bias_v is not None:
@@ -142,8 +142,8 @@ def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> 
     return z_cv, slope_cv
 
 
-def _place(targets_c1: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Tensor | None]:
-    """Rows of the targets here, and which of them are really here; None where all are."""
+def _local_rows(targets_c1: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Tensor | None]:
+    """Return the local rows of the targets, and a mask of the targets on this rank; None if all are on this rank."""
     if s.shard is None:
         return targets_c1, None
     local_c1 = targets_c1 - s.shard.first
@@ -160,42 +160,42 @@ class _Chunk:
 
 
 def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
-    """What the head says of a chunk, from its logits."""
+    """Compute the outputs of the head for a chunk from its logits."""
     if s.shard is None:
         lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
         entropy_c = lse_c1[:, 0] - torch.linalg.vecdot((z_cv - lse_c1).exp_(), z_cv) if s.entropy else None
         return _Chunk((z_cv.gather(1, targets_c1) - lse_c1)[:, 0], lse_c1, entropy_c, z_cv.argmax(1) if s.greedy else None)
     group = s.shard.group
     rows = z_cv.shape[1]
-    # A rank may have no row at all, when there are about as many ranks as tokens.
-    mine_c1 = z_cv.amax(1, keepdim=True) if rows else z_cv.new_full((len(z_cv), 1), float("-inf"))
-    most_c1 = mine_c1.clone()
-    dist.all_reduce(most_c1, op=dist.ReduceOp.MAX, group=group)
-    e_cv = (z_cv - most_c1).exp_()
-    local_c1, here_c1 = _place(targets_c1, rows, s)
+    # A rank may have no rows at all if there are about as many ranks as tokens in the vocabulary.
+    local_max_c1 = z_cv.amax(1, keepdim=True) if rows else z_cv.new_full((len(z_cv), 1), float("-inf"))
+    max_c1 = local_max_c1.clone()
+    dist.all_reduce(max_c1, op=dist.ReduceOp.MAX, group=group)
+    e_cv = (z_cv - max_c1).exp_()
+    local_c1, here_c1 = _local_rows(targets_c1, rows, s)
     assert here_c1 is not None
     target_c = z_cv.gather(1, local_c1).where(here_c1, 0.0)[:, 0] if rows else z_cv.new_zeros(len(z_cv))
     sums = [e_cv.sum(1), target_c, *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
-    whole = torch.stack(sums)
-    dist.all_reduce(whole, group=group)
-    lse_c1 = most_c1 + whole[0].log()[:, None]
+    totals = torch.stack(sums)
+    dist.all_reduce(totals, group=group)
+    lse_c1 = max_c1 + totals[0].log()[:, None]
     greedy_c = None
     if s.greedy:
-        nobody = torch.iinfo(torch.int64).max
-        best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_c1[:, 0], nobody)
-        greedy_c = torch.where((mine_c1 == most_c1)[:, 0], best_c, nobody)
+        no_token = torch.iinfo(torch.int64).max
+        best_c = z_cv.argmax(1) + s.shard.first if rows else torch.full_like(targets_c1[:, 0], no_token)
+        greedy_c = torch.where((local_max_c1 == max_c1)[:, 0], best_c, no_token)
         dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
-    entropy_c = lse_c1[:, 0] - whole[2] / whole[0] if s.entropy else None
-    return _Chunk(whole[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c)
+    entropy_c = lse_c1[:, 0] - totals[2] / totals[0] if s.entropy else None
+    return _Chunk(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c)
 
 
 class _Accumulator:
-    """Gradients by hidden states, weight and bias, chunk by chunk."""
+    """The gradients with respect to hidden states, weight and bias, accumulated chunk by chunk."""
 
     def __init__(self, h_th: Tensor, w_vh: Tensor, bias_v: Tensor | None, wanted: tuple[bool, bool, bool]) -> None:
         self.h_th, self.w_vh = h_th, w_vh
         self.hidden = torch.empty_like(h_th) if wanted[0] else None
-        # Partial sums in float32, so that 16-bit weights lose nothing over many chunks.
+        # Partial sums are in float32, so that 16-bit weights lose no precision over many chunks.
         accurate = torch.promote_types(w_vh.dtype, torch.float32)
         self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if wanted[1] else None
         self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and wanted[2] else None
@@ -226,7 +226,7 @@ def _logit_gradient(
     gradients: _Gradients,
     s: _Settings,
 ) -> Tensor:
-    """The gradient by the matrix product's result, made in place of the logits.
+    """Return the gradient with respect to the matrix product's result, computed in place of the logits.
 
     With p = softmax(z), lp = log p[target] and e = -sum p log p:  d lp / dz = onehot - p  and  d e / dz = -p (log p + e).
     """
@@ -245,7 +245,7 @@ def _logit_gradient(
             d_cv -= g_lp[:, None]
         d_cv *= p_cv
     if g_lp is not None and d_cv.shape[1]:
-        local_c1, here_c1 = _place(targets_c1, d_cv.shape[1], s)
+        local_c1, here_c1 = _local_rows(targets_c1, d_cv.shape[1], s)
         d_cv.scatter_add_(1, local_c1, g_lp[:, None] if here_c1 is None else g_lp[:, None] * here_c1)
     if s.temperature != 1.0:
         d_cv /= s.temperature
@@ -265,7 +265,7 @@ class _LinearHead(torch.autograd.Function):
         bias_v: Tensor | None,
         targets_t: Tensor,
         s: _Settings,
-        promise: _Gradients | None,
+        expected_grads: _Gradients | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
@@ -274,21 +274,21 @@ class _LinearHead(torch.autograd.Function):
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
         lse = torch.empty_like(log_probs)
         wanted = ctx.needs_input_grad[:3]
-        early = _Accumulator(h_th, w_vh, bias_v, wanted) if promise is not None and any(wanted) else None
+        early = _Accumulator(h_th, w_vh, bias_v, wanted) if expected_grads is not None and any(wanted) else None
         for start in range(0, tokens, s.chunk):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
             targets_c1 = targets_t[part, None]
-            found = _chunk_outputs(z_cv, targets_c1, s)
-            log_probs[part], lse[part] = found.log_probs_c, found.lse_c1[:, 0]
-            if found.greedy_c is not None:
-                likeliest[part] = found.greedy_c
-            if found.entropy_c is not None:
-                entropies[part] = found.entropy_c
-            if early is not None and promise is not None:
-                mine = tuple(None if g is None else g[part].to(accurate) for g in promise)
-                early.add(part, _logit_gradient(z_cv, slope_cv, found.lse_c1, targets_c1, found.entropy_c, mine, s))  # type: ignore[arg-type]
-        ctx.settings, ctx.promise = s, promise
+            outputs = _chunk_outputs(z_cv, targets_c1, s)
+            log_probs[part], lse[part] = outputs.log_probs_c, outputs.lse_c1[:, 0]
+            if outputs.greedy_c is not None:
+                likeliest[part] = outputs.greedy_c
+            if outputs.entropy_c is not None:
+                entropies[part] = outputs.entropy_c
+            if early is not None and expected_grads is not None:
+                chunk_grads = tuple(None if g is None else g[part].to(accurate) for g in expected_grads)
+                early.add(part, _logit_gradient(z_cv, slope_cv, outputs.lse_c1, targets_c1, outputs.entropy_c, chunk_grads, s))  # type: ignore[arg-type]
+        ctx.settings, ctx.expected_grads = s, expected_grads
         ctx.early = None if early is None else early.results()
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
         ctx.set_materialize_grads(False)
@@ -301,21 +301,21 @@ class _LinearHead(torch.autograd.Function):
         s: _Settings = ctx.settings
         g_lp, g_ent = grads[0], grads[1] if s.entropy else None
         early, ctx.early = ctx.early, None
-        if early is not None and _kept(ctx.promise, (g_lp, g_ent)):
+        if early is not None and _grads_match(ctx.expected_grads, (g_lp, g_ent)):
             return *early, None, None, None
         total = _Accumulator(h_th, w_vh, bias_v, ctx.needs_input_grad[:3])
         for start in range(0, len(h_th), s.chunk):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
-            mine = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
+            chunk_grads = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
             entropy_c = entropies[part] if s.entropy else None
-            total.add(part, _logit_gradient(z_cv, slope_cv, lse[part, None], targets_t[part, None], entropy_c, mine, s))
+            total.add(part, _logit_gradient(z_cv, slope_cv, lse[part, None], targets_t[part, None], entropy_c, chunk_grads, s))
         return *total.results(), None, None, None
 
 
-def _kept(promise: _Gradients, arrived: _Gradients) -> bool:
-    """Whether the gradients that arrived are those that were promised, to the bit."""
-    for expected, got in zip(promise, arrived, strict=True):
+def _grads_match(expected_grads: _Gradients, received: _Gradients) -> bool:
+    """Return whether the received gradients are bit-identical to the expected ones."""
+    for expected, got in zip(expected_grads, received, strict=True):
         if (expected is None) != (got is None):
             return False
         if expected is not None and got is not None and not torch.equal(expected.to(got.dtype), got):

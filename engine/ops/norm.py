@@ -1,4 +1,4 @@
-"""The 2-norm of many tensors, accurate to float64 and as fast as one pass in their own precision."""
+"""The 2-norm of many tensors, with float64 accuracy and the speed of a single pass in their own precision."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ ROW = 4096
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a float64 scalar.
+    """Return the sum of squares of all elements as a float64 scalar.
 
-    Rows of a few thousand elements are reduced in the tensors' precision (float32 at least) and added up in float64: a
-    plain float32 norm of millions of elements was seen 1e-4 off on a CPU.
+    Rows of a few thousand elements are reduced in the tensors' precision (at least float32) and summed in float64: a plain
+    float32 norm of millions of elements was off by 1e-4 on a CPU.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:

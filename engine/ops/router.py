@@ -14,23 +14,23 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """What a balancing loss needs to know of a mixture of experts."""
+    """The settings of a mixture of experts that a balancing loss needs."""
 
     experts: int
     per_token: int
 
 
 def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens: int, group: ProcessGroup | None) -> Tensor:
-    """Load-balancing loss of one packed micro-batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
+    """Compute the load-balancing loss of one packed micro-batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
 
-    As in transformers: E times the sum over experts of (share of tokens routed to it) x (mean router probability), the
-    means taken over the tokens of all layers together.
+    As in transformers: E times the sum over experts of (fraction of tokens routed to it) x (mean router probability), with
+    the means taken over the tokens of all layers together.
 
     Args:
-        logits: for each layer `[T, E]`.
-        router: sizes.
-        real_tokens: the first tokens of this slice; what follows is filler.
-        group: the ranks that share the sequence; the means are over all of their tokens.
+        logits: The router logits of each layer, `[T, E]`.
+        router: The settings of the router.
+        real_tokens: The number of real tokens at the start of this slice; the rest is padding.
+        group: The ranks that share the sequence; the means are over the tokens of all of them.
     """
     all_te = torch.cat([layer.reshape(-1, layer.shape[-1])[:real_tokens] for layer in logits]).float()
     probabilities = all_te.softmax(-1)
@@ -41,9 +41,9 @@ def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens
     if group is not None:
         dist.all_reduce(counts_e, group=group)
         dist.all_reduce(tokens, group=group)
-        # Peers' probabilities enter as constants: each rank's backward pass is its own part of the whole gradient.
-        whole_e = sums_e.detach().clone()
-        dist.all_reduce(whole_e, group=group)
-        sums_e = sums_e + (whole_e - sums_e.detach())
+        # Peers' probabilities enter as constants: each rank's backward pass computes its own part of the full gradient.
+        total_e = sums_e.detach().clone()
+        dist.all_reduce(total_e, group=group)
+        sums_e = sums_e + (total_e - sums_e.detach())
     tokens = tokens.clamp_min(1.0)
     return router.experts * (counts_e / tokens * (sums_e / tokens)).sum()

@@ -1,6 +1,6 @@
 """The all-to-alls of Ulysses context parallelism (Jacobs et al. 2023, arXiv:2309.14509).
 
-Outside attention each of C ranks holds a contiguous slice of the tokens and all heads; inside, all tokens and a slice of
+Outside attention, each of C ranks holds a contiguous slice of the tokens with all heads; inside, all tokens with a slice of
 the heads. Axes: T tokens, H heads, D head size, C ranks.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """Cut one axis into C parts, send part r to rank r, and join what arrives along another axis."""
+    """Splits one axis into C parts, sends part r to rank r, and joins the received parts along another axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
@@ -31,10 +31,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """`[T/C, H, D]` -> `[T, H/C, D]` for query, key and value.
+    """Convert query, key and value from `[T/C, H, D]` to `[T, H/C, D]`.
 
-    Fewer key/value heads than ranks are repeated to a number that C divides; query head j keeps its key/value head,
-    since both are cut in order.
+    Key/value heads are repeated if C does not divide their number; query head j keeps its key/value head, since both are split
+    in order.
     """
     size, heads = group.size(), k.shape[1]
     if heads % size:
@@ -44,16 +44,16 @@ def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGrou
 
 
 def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:
-    """`[T, H/C, D]` -> `[T/C, H, D]`."""
+    """Convert an attention output from `[T, H/C, D]` to `[T/C, H, D]`."""
     result: Tensor = _AllToAll.apply(out, 0, 1, group)
     return result
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All ranks' slices end to end; backward, this rank's slice of the gradient.
+    """Concatenates all ranks' slices; the backward pass returns this rank's slice of the gradient.
 
-    No sum over ranks: every rank computes the same loss from the same gathered values, so each rank's gradient of a
-    slice is already the whole one.
+    There is no sum over ranks: every rank computes the same loss from the same gathered values, so each rank's gradient of a
+    slice is already complete.
     """
 
     @staticmethod
@@ -69,11 +69,11 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[T/C, ...]` -> `[T, ...]` on every rank of the group; as it is without a group."""
+    """Gather `[T/C, ...]` into `[T, ...]` on every rank of the group; without a group, return the input unchanged."""
     result: Tensor = x if group is None else _GatherTokens.apply(x, group)
     return result
 
 
 def slice_tokens(x: Tensor, group: ProcessGroup | None, axis: int = -1) -> Tensor:
-    """This rank's contiguous slice of a token axis."""
+    """Return this rank's contiguous slice of a token axis."""
     return x if group is None else x.chunk(group.size(), axis)[group.rank()]

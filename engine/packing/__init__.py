@@ -1,1 +1,1 @@
-"""The packed batch: its format, conversions to and from others, and its division into micro-batches."""
+"""Packed batches: the format, conversions from and to other formats, and the partition into micro-batches."""

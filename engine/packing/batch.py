@@ -1,6 +1,6 @@
-"""PackedBatch: documents end to end in one flat sequence, with no padding anywhere.
+"""PackedBatch: documents concatenated into one flat sequence, without any padding.
 
-Axes: T tokens, N sequences (documents), A position axes of multi-axis rope, M rows of a media field.
+Axes: T tokens, N sequences (documents), A position axes of multi-axis RoPE, M rows of a media field.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import BatchError
 
 IGNORE = -100
-"""Label of a token that has no next token in its document, or whose next token is not supervised."""
+"""The label of a token that has no next token in its document, or whose next token is not supervised."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,8 +23,8 @@ class MediaField:
     """Rows of one kind of media (pixel patches, image grids, audio frames), in the order of their sequences.
 
     Args:
-        values: `[M, ...]`.
-        counts: `[N]` int64, the rows that belong to each sequence; they add up to M.
+        values: `[M, ...]`, the rows.
+        counts: `[N]` int64, the number of rows that belong to each sequence; the counts add up to M.
     """
 
     values: Tensor
@@ -33,25 +33,23 @@ class MediaField:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
-    """A batch of N documents with T tokens in all.
+    """A batch of N documents with T tokens in total. Integer tensors of another width are accepted and converted.
 
     Args:
-        input_ids: `[T]` int64.
-        position_ids: `[T]` int64, or `[A, T]` for multi-axis rope.
-        cu_seqlens: `[N + 1]` int32, the borders of the documents, from 0 to T.
+        input_ids: `[T]` int64, the token ids.
+        position_ids: `[T]` int64, or `[A, T]` for multi-axis RoPE, the positions within each document.
+        cu_seqlens: `[N + 1]` int32, the boundaries of the documents, from 0 to T.
         labels: `[T]` int64, already shifted: the next token of the same document, or `IGNORE`.
-        token_fields: name -> `[T, ...]` (loss_weights, advantages, old_log_probs, ...).
-        sequence_fields: name -> `[N, ...]` (rewards, ...).
-        media: name -> `MediaField`.
-        group_ids: `[N]` int64; sequences of one group are never split over micro-batches or ranks.
-        names: where each sequence comes from, for messages (`data.jsonl:12`).
-        passengers: names of fields that ride along and that nobody needs to read; any other that a loss does not read is refused
-            by the engine, as it is most likely misspelt.
-
-    Integers of another width are taken and converted.
+        token_fields: Name -> `[T, ...]`, additional data for each token (loss_weights, advantages, old_log_probs, ...).
+        sequence_fields: Name -> `[N, ...]`, additional data for each sequence (rewards, ...).
+        media: Name -> `MediaField`.
+        group_ids: `[N]` int64, the group of each sequence; a group is never split over micro-batches or ranks.
+        names: The origin of each sequence, for error messages (`data.jsonl:12`).
+        passengers: The names of fields that are carried along and may remain unread. The engine rejects any other field that
+            the loss does not read, because its name is most likely misspelled.
 
     Raises:
-        BatchError: a shape, a dtype, a border or a label breaks the format.
+        BatchError: A shape, a dtype, a boundary or a label violates the format.
     """
 
     input_ids: Tensor
@@ -65,82 +63,82 @@ class PackedBatch:
     names: tuple[str, ...] | None = None
     passengers: frozenset[str] = frozenset()
     bounds: tuple[int, ...] = field(init=False)
-    """`cu_seqlens` on the host: reading it never waits for a device."""
+    """A copy of `cu_seqlens` on the host, so that reading it never waits for a device."""
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "position_ids", "labels", "group_ids"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, as_int64(value))
-        # Any width whose numbers int32 can hold.
+        # Any integer dtype is accepted if its values fit into int32.
         if is_integer(self.cu_seqlens) and len(self.cu_seqlens) and int(self.cu_seqlens.max()) == len(self.input_ids):
             object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to(torch.int32))
         if isinstance(self.passengers, str):
-            raise BatchError(f"passengers={self.passengers!r}; give a collection of names, as in ({self.passengers!r},)")
+            raise BatchError(f"passengers={self.passengers!r}; pass a collection of names, as in ({self.passengers!r},)")
         object.__setattr__(self, "passengers", frozenset(self.passengers))
         object.__setattr__(self, "bounds", _check_bounds(self.cu_seqlens, self.input_ids))
         _check(self)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return self.bounds[-1]
 
     @property
     def num_sequences(self) -> int:
-        """N."""
+        """The number of sequences, N."""
         return len(self.bounds) - 1
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each document."""
+        """The number of tokens in each document."""
         return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest document; 0 for a batch without documents."""
+        """The number of tokens in the longest document; 0 for a batch without documents."""
         return max(self.lengths, default=0)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.input_ids.device
 
     def name_of(self, sequence: int) -> str:
-        """What to call a sequence in a message."""
+        """Return the name of a sequence for messages."""
         return self.names[sequence] if self.names else f"sequence {sequence}"
 
     def groups(self) -> list[int]:
-        """The group of each sequence; a sequence without a group is its own."""
+        """Return the group of each sequence. Without `group_ids`, every sequence is a group of its own."""
         return list(range(self.num_sequences)) if self.group_ids is None else self.group_ids.tolist()
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch on a device."""
-        moved = torch.device(device)
-        if moved == self.device:
+        """Return the batch on a device."""
+        target = torch.device(device)
+        if target == self.device:
             return self
-        return self._map(lambda t: t.to(moved, non_blocking=True))
+        return self._map(lambda t: t.to(target, non_blocking=True))
 
     def with_fields(self, **token_fields: Tensor) -> Self:
-        """The same batch with token fields `[T, ...]` added or replaced."""
+        """Return the batch with token fields `[T, ...]` added or replaced."""
         derived = self._derive(token_fields={**self.token_fields, **token_fields})
         _check_fields(derived)
         return derived
 
     def with_sequence_fields(self, **sequence_fields: Tensor) -> Self:
-        """The same batch with sequence fields `[N, ...]` added or replaced."""
+        """Return the batch with sequence fields `[N, ...]` added or replaced."""
         derived = self._derive(sequence_fields={**self.sequence_fields, **sequence_fields})
         _check_fields(derived)
         return derived
 
     def with_passengers(self, *names: str) -> Self:
-        """The same batch, with these fields declared as ones that nobody needs to read."""
+        """Return the batch with these fields declared as passengers, which a loss need not read."""
         return self._derive(passengers=self.passengers | set(names))
 
     def select(self, sequences: Sequence[int]) -> Self:
-        """The given sequences, in the given order, as a batch of their own."""
+        """Return the given sequences, in the given order, as a new batch."""
         lengths = self.lengths
-        chosen = [lengths[i] for i in sequences]
-        bounds = (0, *accumulate(chosen))
+        selected = [lengths[i] for i in sequences]
+        bounds = (0, *accumulate(selected))
         device = self.device
         if list(sequences) == list(range(sequences[0], sequences[0] + len(sequences)) if sequences else ()):
             first = self.bounds[sequences[0]] if sequences else 0
@@ -162,16 +160,16 @@ class PackedBatch:
         )
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """`[T']` int64: where the tokens of `select(sequences)` stand in this batch."""
+        """Return the indices `[T']` int64 in this batch of the tokens of `select(sequences)`."""
         spans = [torch.arange(self.bounds[i], self.bounds[i + 1]) for i in sequences]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Batches end to end. All must carry the same fields; group ids are made distinct between batches.
+        """Concatenate batches. All must have the same fields; group ids are renumbered to be distinct between batches.
 
         Raises:
-            BatchError: no batch is given, or the fields differ.
+            BatchError: There is no batch, or the fields differ.
         """
         if not batches:
             raise BatchError("concat needs at least one batch")
@@ -202,7 +200,7 @@ class PackedBatch:
         )
 
     def _derive(self, **changes: Any) -> Self:
-        """A copy with changes that are right by construction: not checked again, so nothing waits for a device."""
+        """Return a copy with changes that are valid by construction. They are not checked, so nothing waits for a device."""
         copy = object.__new__(type(self))
         for f in fields(self):
             object.__setattr__(copy, f.name, changes.get(f.name, getattr(self, f.name)))
@@ -222,56 +220,56 @@ class PackedBatch:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds whole numbers."""
+    """Return whether a tensor has an integer dtype."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def as_int64(tensor: Tensor) -> Tensor:
-    """Whole numbers of any width as int64; any other tensor as it is."""
+    """Convert an integer tensor to int64; return any other tensor unchanged."""
     return tensor.to(torch.int64) if is_integer(tensor) else tensor
 
 
 def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | None = None) -> Tensor:
-    """Labels `[T]` of packed documents: the next token, `IGNORE` at the end of each document.
+    """Return the labels `[T]` of packed documents: the next token, or `IGNORE` at the end of each document.
 
     Args:
-        input_ids: `[T]`.
-        bounds: N + 1 borders.
-        supervised: `[T]` bool, the tokens to learn (as targets, so before the shift); all by default.
+        input_ids: `[T]`, the token ids.
+        bounds: The N + 1 boundaries of the documents.
+        supervised: `[T]` bool, the tokens to learn (as targets, that is, before the shift); all tokens if None.
     """
     targets = input_ids if supervised is None else input_ids.masked_fill(~supervised, IGNORE)
     labels = torch.roll(targets, -1)
-    # A document of no tokens has no last token, so an index of -1 must not wrap around.
+    # An empty document has no last token; without the filter, an index of -1 would wrap around.
     labels[[end - 1 for start, end in pairwise(bounds) if end > start]] = IGNORE
     return labels
 
 
 def check_read(fields: Iterable[str], read: Collection[str], passengers: Collection[str]) -> None:
-    """Refuse fields that nobody reads.
+    """Check that all fields of a batch are read.
 
     Args:
-        fields: names.
-        read: those that are read.
-        passengers: those that need not be.
+        fields: The names of the fields.
+        read: The names of the fields that are read.
+        passengers: The names of the fields that may remain unread.
 
     Raises:
-        BatchError: names one of them, and the nearest that is read.
+        BatchError: A field is not read; the message suggests the closest name that is.
     """
     for name in fields:
         if name in read or name in passengers:
             continue
         near = difflib.get_close_matches(name, read, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(read)) or 'none'}."
+        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(sorted(read)) or 'none'}."
         raise BatchError(
-            f"the batch has the field {name!r}, which nobody reads; {hint} Leave it out, or declare it: passengers=({name!r},) of a "
-            f"worker's config, or batch.with_passengers({name!r})"
+            f"the batch has the field {name!r}, which is never read; {hint} Remove it, or declare it: passengers=({name!r},) "
+            f"in a worker's config, or batch.with_passengers({name!r})"
         )
 
 
 def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> tuple[int, ...]:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise BatchError(
-            f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be [N + 1] torch.int32, starting at 0"
+            f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be [N + 1] torch.int32 and start at 0"
         )
     bounds = tuple(cu_seqlens.tolist())
     if bounds[0] != 0 or bounds[-1] != len(input_ids):
@@ -280,7 +278,9 @@ def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> tuple[int, ...]:
         )
     for i, (start, end) in enumerate(pairwise(bounds)):
         if end <= start:
-            raise BatchError(f"cu_seqlens gives sequence {i} the tokens {start} to {end}; a sequence has at least one")
+            raise BatchError(
+                f"cu_seqlens gives sequence {i} the tokens {start} to {end}; a sequence must have at least one token"
+            )
     return bounds
 
 
@@ -298,7 +298,7 @@ def _check(batch: PackedBatch) -> None:
     _check_fields(batch)
     for name, media in batch.media.items():
         if media.counts.dtype != torch.int64 or media.counts.shape != (count,) or bool((media.counts < 0).any()):
-            raise BatchError(f"media field {name!r}: counts must be [{count}] torch.int64, none negative")
+            raise BatchError(f"media field {name!r}: counts must be [{count}] torch.int64 and not negative")
         if int(media.counts.sum()) != len(media.values):
             raise BatchError(
                 f"media field {name!r} has {len(media.values)} rows, but its counts add up to {int(media.counts.sum())}"
@@ -327,7 +327,7 @@ def _check_labels(batch: PackedBatch) -> None:
         sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
         raise BatchError(
             f"labels[{at}] = {int(batch.labels[at])} in {batch.name_of(sequence)}; labels are already shifted, so it must be "
-            f"{IGNORE} or the next token of the same document ({int(expected[at])}); `shift_labels` makes them"
+            f"{IGNORE} or the next token of the same document ({int(expected[at])}); use `shift_labels` to create them"
         )
 
 
@@ -338,7 +338,7 @@ def _same_fields(a: PackedBatch, b: PackedBatch) -> None:
             raise BatchError(f"batches to concatenate differ in {name}: {sorted(left)} and {sorted(right)}")
     for name in ("group_ids", "names"):
         if (getattr(a, name) is None) != (getattr(b, name) is None):
-            raise BatchError(f"batches to concatenate differ: only one of them has {name}")
+            raise BatchError(f"batches to concatenate differ: only one has {name}")
     if a.position_ids.dim() != b.position_ids.dim():
         raise BatchError(
             f"batches to concatenate differ in position_ids: {a.position_ids.dim()} and {b.position_ids.dim()} dimensions"
@@ -349,7 +349,7 @@ def _distinct_groups(groups: Iterable[Tensor | None]) -> Tensor:
     shifted, start = [], 0
     for ids in groups:
         assert ids is not None
-        # Numbered anew from `start`, so that groups of two batches never fuse.
+        # Renumbered from `start`, so that groups of different batches are never merged.
         _, dense = torch.unique(ids, return_inverse=True)
         shifted.append(dense + start)
         start += int(dense.max()) + 1 if len(dense) else 0

@@ -1,4 +1,4 @@
-"""PackedBatch from and to the forms that others hold: lists, padded tensors with masks, jagged TensorDicts.
+"""Conversions between PackedBatch and other formats: lists, padded tensors with masks, jagged TensorDicts.
 
 Axes: B rows of a padded tensor, L padded length, T tokens, N sequences.
 """
@@ -32,20 +32,20 @@ def from_lists(
     """Pack lists of token ids.
 
     Args:
-        sequences: N lists of token ids, none empty.
-        supervised: for each token whether it is a target to learn; all by default. A first token never is.
-        token_fields: name -> N lists of numbers, one per token.
-        sequence_fields: name -> N numbers.
-        media: name -> `MediaField`.
-        group_ids: N numbers.
-        names: N names.
+        sequences: N non-empty lists of token ids.
+        supervised: N lists of bools, whether each token is a target to learn; all are if None. The first token never is.
+        token_fields: Name -> N lists with one number per token.
+        sequence_fields: Name -> N numbers, one per sequence.
+        media: Name -> `MediaField`.
+        group_ids: The group of each sequence.
+        names: The origin of each sequence, for error messages.
 
     Raises:
-        BatchError: a sequence is empty, or a list has another length than its sequence.
+        BatchError: A sequence is empty, or a list's length differs from that of its sequence.
     """
     for i, s in enumerate(sequences):
         if len(s) == 0:
-            raise BatchError(f"{names[i] if names else f'sequence {i}'} is empty; a sequence has at least one token")
+            raise BatchError(f"{names[i] if names else f'sequence {i}'} is empty; a sequence must have at least one token")
     bounds = [0, *accumulate(len(s) for s in sequences)]
     ids = _flat(sequences, torch.int64)
     mask = None if supervised is None else _checked(_flat(supervised, torch.bool), supervised, sequences, "supervised")
@@ -63,7 +63,7 @@ def from_lists(
 
 
 def to_lists(batch: PackedBatch, field: str | None = None) -> list[list[float]]:
-    """N lists: the token ids, or a token field."""
+    """Return the token ids, or the values of a token field, as N lists."""
     flat = batch.input_ids if field is None else batch.token_fields[field]
     return [flat[s:e].tolist() for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
 
@@ -78,19 +78,19 @@ def from_padded(
     group_ids: Tensor | None = None,
     names: Sequence[str] | None = None,
 ) -> PackedBatch:
-    """Pack padded rows; the padding may stand on the left, on the right, or on both sides, but not inside a row.
+    """Pack padded rows. The padding may be on the left, on the right, or on both sides, but not in the middle of a row.
 
     Args:
-        input_ids: `[B, L]` int64.
-        attention_mask: `[B, L]`, non-zero where a token is real.
-        supervised: `[B, L]` bool, the targets to learn; all real tokens by default.
-        token_fields: name -> `[B, L, ...]`.
-        sequence_fields: name -> `[B, ...]`.
-        group_ids: `[B]` int64.
-        names: B names.
+        input_ids: `[B, L]` int64, the token ids.
+        attention_mask: `[B, L]`, non-zero for real tokens.
+        supervised: `[B, L]` bool, the targets to learn; all real tokens if None.
+        token_fields: Name -> `[B, L, ...]`.
+        sequence_fields: Name -> `[B, ...]`.
+        group_ids: `[B]` int64, the group of each row.
+        names: The origin of each row, for error messages.
 
     Raises:
-        BatchError: shapes differ, a row is empty, or a mask has a hole.
+        BatchError: Shapes differ, a row is empty, or a mask has a gap.
     """
     mask, input_ids = attention_mask.bool(), as_int64(input_ids)
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
@@ -101,10 +101,10 @@ def from_padded(
     lengths = mask.sum(1).tolist()
     for row, length in enumerate(lengths):
         if length == 0:
-            raise BatchError(f"row {row} of attention_mask has no token; leave the row out")
+            raise BatchError(f"row {row} of attention_mask has no tokens; remove the row")
         real = mask[row].nonzero()
         if int(real[-1] - real[0]) + 1 != length:
-            raise BatchError(f"row {row} of attention_mask has a hole; padding may stand only before and after the tokens")
+            raise BatchError(f"row {row} of attention_mask has a gap; padding is only allowed before and after the tokens")
     bounds = [0, *accumulate(lengths)]
     ids = input_ids[mask]
     return PackedBatch(
@@ -122,20 +122,20 @@ def from_padded(
 def to_padded(
     batch: PackedBatch, values: Tensor | None = None, *, side: Side = "right", pad: float = 0, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of one length, and their mask.
+    """Unpack a batch into padded rows and their mask.
 
     Args:
-        batch: N sequences.
-        values: `[T, ...]` to unpack; the token ids by default.
-        side: where the padding stands.
-        pad: the value of padding.
-        length: L; the longest sequence by default.
+        batch: The batch of N sequences.
+        values: `[T, ...]`, the values to unpack; the token ids if None.
+        side: The side of the padding.
+        pad: The value of the padding.
+        length: The padded length L; the length of the longest sequence if None.
 
     Returns:
-        `[N, L, ...]` and the bool mask `[N, L]`.
+        The padded values `[N, L, ...]` and the bool mask `[N, L]`, which is true for real tokens.
 
     Raises:
-        BatchError: a sequence is longer than `length`.
+        BatchError: A sequence is longer than `length`.
     """
     values = batch.input_ids if values is None else values
     width = batch.max_seqlen if length is None else length
@@ -150,17 +150,19 @@ def to_padded(
 
 
 def to_tensordict(batch: PackedBatch) -> "TensorDict":
-    """A TensorDict of batch size N whose token tensors are jagged nested tensors `[N, j, ...]`.
+    """Convert a batch to a TensorDict of batch size N whose token tensors are jagged nested tensors `[N, j, ...]`.
 
-    Media rows are nested by sequence too. `labels` and `position_ids` travel with the tokens.
+    Media rows are nested by sequence too. `labels` and `position_ids` are included.
 
     Raises:
-        BatchError: position_ids has several axes, which has no jagged form.
+        BatchError: `position_ids` has several axes, for which there is no jagged form.
     """
     from tensordict import TensorDict
 
     if batch.position_ids.dim() != 1:
-        raise BatchError(f"position_ids has {len(batch.position_ids)} axes; a jagged TensorDict holds one-axis positions only")
+        raise BatchError(
+            f"position_ids has {len(batch.position_ids)} axes; a jagged TensorDict only supports one-axis positions"
+        )
     offsets = batch.cu_seqlens.long()
     data: dict[str, object] = {
         "input_ids": _jagged(batch.input_ids, offsets),
@@ -174,7 +176,7 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
         data[f"media_rows/{name}"] = _jagged(media.values, torch.tensor([0, *accumulate(media.counts.tolist())]))
     if batch.group_ids is not None:
         data["group_ids"] = batch.group_ids
-    # A jagged TensorDict has no place for text of its own; the names ride as non-tensor data of the whole batch.
+    # A TensorDict cannot store one string per row, so the names are stored as non-tensor data of the entire batch.
     result = TensorDict(data, batch_size=[batch.num_sequences])
     if batch.names is not None:
         result.set_non_tensor("names", list(batch.names))
@@ -182,13 +184,13 @@ def to_tensordict(batch: PackedBatch) -> "TensorDict":
 
 
 def from_tensordict(data: "TensorDict") -> PackedBatch:
-    """The inverse of `to_tensordict`. Only `input_ids` is required.
+    """Convert a TensorDict to a batch: the inverse of `to_tensordict`. Only `input_ids` is required.
 
-    Token tensors of other frameworks without a `token/` prefix are taken as token fields when they are jagged, as
-    sequence fields otherwise; `loss_mask` (jagged, over targets) becomes the labels.
+    Tensors from other frameworks, without the prefixes `token/` and `sequence/`, become token fields if they are jagged and
+    sequence fields otherwise. A `loss_mask` (jagged, over targets) is used to create the labels if there are none.
 
     Raises:
-        BatchError: `input_ids` is missing or not jagged, or a jagged tensor has other borders.
+        BatchError: `input_ids` is missing or not jagged, or a jagged tensor has different boundaries.
     """
     if "input_ids" not in data.keys() or not data["input_ids"].is_nested:
         raise BatchError("a jagged TensorDict needs a nested tensor 'input_ids' [N, j]")
@@ -213,7 +215,9 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
             special["group_ids"] = value
         elif value.is_nested:
             if value.offsets().tolist() != bounds:
-                raise BatchError(f"jagged field {key!r} has other borders than input_ids: {value.offsets().tolist()[:8]}...")
+                raise BatchError(
+                    f"jagged field {key!r} has different boundaries than input_ids: {value.offsets().tolist()[:8]}..."
+                )
             target = special if key in ("labels", "position_ids", "loss_mask") else tokens
             target[str(key).removeprefix("token/")] = value.values()
         else:
@@ -234,7 +238,7 @@ def from_tensordict(data: "TensorDict") -> PackedBatch:
 
 
 def unsupervised(tokens: int, device: torch.device | str) -> PackedBatch:
-    """One document of `tokens` zeros that teaches nothing: filler where a layout needs tokens that nobody has."""
+    """Return a batch with one unsupervised document of `tokens` zeros, for padding and dummy micro-batches."""
     return PackedBatch(
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         position_ids=torch.arange(tokens, device=device),

@@ -1,7 +1,7 @@
-"""Who works on which sequence: shares of data-parallel ranks, then micro-batches under a token budget.
+"""Distribution of sequences: over data-parallel ranks, and into micro-batches under a token budget.
 
-Pure functions of lengths and groups, so that every rank computes the same answer without talking. A unit is what may
-not be split: one sequence, or all sequences of a group.
+The functions depend only on lengths and groups, so that every rank computes the same result without communication. A unit is a
+set of sequences that must not be split: one sequence, or all sequences of a group.
 """
 
 import heapq
@@ -16,16 +16,16 @@ DEFAULT_HIDDEN_SIZE = 2048
 
 
 def attention_ratio(hidden_size: int) -> float:
-    """Cost of attending to one earlier token, as a share of a token's matrix products.
+    """Return the cost of attending to one earlier token, as a fraction of the cost of a token's matrix products.
 
-    A decoder layer has about 12 H^2 weights, 24 H^2 FLOPs a token; causal attention adds 2 H FLOPs for each of the L
-    tokens of its document (Kaplan et al. 2020, arXiv:2001.08361, table 1): L / (12 H).
+    A decoder layer has about 12 H^2 weights, hence 24 H^2 FLOPs per token; causal attention adds 2 H FLOPs for each of the L
+    tokens of the document (Kaplan et al. 2020, arXiv:2001.08361, table 1): L / (12 H).
     """
     return 1.0 / (12 * hidden_size)
 
 
 def cost(length: int, ratio: float) -> float:
-    """Cost of a document in units of one token's matrix products: tokens, and attention that grows with their square."""
+    """Return the cost of a document in units of one token's matrix products. The attention part is quadratic in its length."""
     return length + ratio * length * length
 
 
@@ -41,7 +41,7 @@ def _units(lengths: Sequence[int], groups: Sequence[int] | None, ratio: float) -
     for i, group in enumerate(groups if groups is not None else range(len(lengths))):
         members.setdefault(group, []).append(i)
     units = [_Unit(tuple(m), sum(lengths[i] for i in m), sum(cost(lengths[i], ratio) for i in m)) for m in members.values()]
-    # Heaviest first; ties by first member, so that the order never depends on how groups are numbered.
+    # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
 
 
@@ -52,28 +52,30 @@ def balance(
     groups: Sequence[int] | None = None,
     ratio: float = attention_ratio(DEFAULT_HIDDEN_SIZE),
 ) -> list[list[int]]:
-    """Deal sequences to data-parallel ranks so that the heaviest rank has as little as possible.
+    """Distribute sequences over data-parallel ranks so that the maximum cost of a rank is as low as possible.
 
-    Multi-way largest differencing (Karmarkar & Karp 1982), then moves and swaps with the heaviest part while they help.
+    Uses multi-way largest differencing (Karmarkar & Karp 1982), followed by moves and swaps with the most expensive part as
+    long as they help.
 
     Args:
-        lengths: tokens of each sequence.
-        parts: number of ranks.
-        groups: group of each sequence; a group stays together.
-        ratio: from `attention_ratio`.
+        lengths: The number of tokens in each sequence.
+        parts: The number of ranks.
+        groups: The group of each sequence; the sequences of a group stay together.
+        ratio: The relative cost of attention, from `attention_ratio`.
 
     Returns:
-        For each rank the indices of its sequences, ascending. With fewer units than ranks some are empty.
+        The indices of the sequences of each rank, in ascending order. With fewer units than ranks, some ranks have none.
     """
     units = _units(lengths, groups, ratio)
-    shares = _refine(_difference(units, parts))
-    return [sorted(i for unit in share for i in unit.members) for share in shares]
+    bins = _refine(_difference(units, parts))
+    return [sorted(i for unit in contents for i in unit.members) for contents in bins]
 
 
 def _difference(units: Sequence[_Unit], parts: int) -> list[list[_Unit]]:
     if not units:
         return [[] for _ in range(parts)]
-    # A heap of partial solutions: parts in descending cost; the two with the widest spread are merged largest to smallest.
+    # A heap of partial solutions, each with its parts in descending cost. The two solutions with the widest spread are merged,
+    # the most expensive part of one with the cheapest of the other.
     heap: list[tuple[float, int, list[tuple[float, list[_Unit]]]]] = []
     for order, unit in enumerate(units):
         solution = [(unit.cost, [unit])] + [(0.0, []) for _ in range(parts - 1)]
@@ -90,45 +92,45 @@ def _difference(units: Sequence[_Unit], parts: int) -> list[list[_Unit]]:
     return [part for _, part in heap[0][2]]
 
 
-def _refine(shares: list[list[_Unit]], budget: int | None = None, rounds: int = 200) -> list[list[_Unit]]:
-    """Move a unit from the heaviest part to another, or swap two, while that lowers the heavier of the two parts."""
+def _refine(bins: list[list[_Unit]], budget: int | None = None, rounds: int = 200) -> list[list[_Unit]]:
+    """Move units from the most expensive bin to another, or swap units, as long as that lowers the higher cost of the two."""
     for _ in range(rounds):
-        order = sorted(range(len(shares)), key=lambda i: sum(u.cost for u in shares[i]))
-        if not any(_exchange(shares[order[-1]], shares[other], budget) for other in order[:-1]):
+        order = sorted(range(len(bins)), key=lambda i: sum(u.cost for u in bins[i]))
+        if not any(_exchange(bins[order[-1]], bins[other], budget) for other in order[:-1]):
             break
-    return shares
+    return bins
 
 
 def _exchange(heavy: list[_Unit], light: list[_Unit], budget: int | None) -> bool:
-    """Make the best move or swap between two parts; False where none helps."""
+    """Make the best move or swap between two bins. Return whether there was one that helps."""
     gap = sum(u.cost for u in heavy) - sum(u.cost for u in light)
-    room = _room(light, budget), _room(heavy, budget)
-    # What may come back for a unit, ascending; None is a plain move.
-    backs: list[_Unit | None] = [*([None] if len(heavy) > 1 else []), *sorted(light, key=lambda u: u.cost)]
-    costs = [u.cost if u else 0.0 for u in backs]
+    free = _free_tokens(light, budget), _free_tokens(heavy, budget)
+    # The units that can be exchanged for a unit, in ascending cost; None stands for a move without exchange.
+    candidates: list[_Unit | None] = [*([None] if len(heavy) > 1 else []), *sorted(light, key=lambda u: u.cost)]
+    costs = [u.cost if u else 0.0 for u in candidates]
     best: tuple[float, _Unit, _Unit | None] | None = None
     for unit in heavy:
-        # The gap closes when half of it changes sides, so only the units around that cost can be best.
+        # The gap closes if half of it moves to the other bin, so only the candidates around that cost can be the best.
         near = bisect_left(costs, unit.cost - gap / 2)
-        for back in backs[max(near - 1, 0) : near + 1]:
-            delta = unit.cost - (back.cost if back else 0.0)
-            gained = unit.tokens - (back.tokens if back else 0)
-            left = abs(gap - 2 * delta)
-            if gained <= room[0] and -gained <= room[1] and left < gap * (1 - 1e-9) and (best is None or left < best[0]):
-                best = (left, unit, back)
+        for other in candidates[max(near - 1, 0) : near + 1]:
+            delta = unit.cost - (other.cost if other else 0.0)
+            gained = unit.tokens - (other.tokens if other else 0)
+            new_gap = abs(gap - 2 * delta)
+            if gained <= free[0] and -gained <= free[1] and new_gap < gap * (1 - 1e-9) and (best is None or new_gap < best[0]):
+                best = (new_gap, unit, other)
     if best is None:
         return False
-    _, unit, back = best
+    _, unit, other = best
     heavy.remove(unit)
     light.append(unit)
-    if back is not None:
-        light.remove(back)
-        heavy.append(back)
+    if other is not None:
+        light.remove(other)
+        heavy.append(other)
     return True
 
 
-def _room(share: list[_Unit], budget: int | None) -> float:
-    return math.inf if budget is None else budget - sum(u.tokens for u in share)
+def _free_tokens(units: list[_Unit], budget: int | None) -> float:
+    return math.inf if budget is None else budget - sum(u.tokens for u in units)
 
 
 def partition(
@@ -141,88 +143,90 @@ def partition(
     ratio: float = attention_ratio(DEFAULT_HIDDEN_SIZE),
     setting: str = "engine.micro_batch.max_tokens",
 ) -> list[list[int]]:
-    """Cut one rank's share into micro-batches, none over the budget, as few as will do, of about equal cost.
+    """Split one rank's data-parallel shard into as few micro-batches as possible, within the budget and of similar cost.
 
     Args:
-        lengths: tokens of each sequence.
-        max_tokens: hard bound on the tokens of a micro-batch.
-        at_least: micro-batches wanted, where another rank needs more than this one. Fewer come back when there are
-            fewer units than that; the engine fills up with unsupervised documents.
-        groups: group of each sequence; a group stays together.
-        names: of the sequences, for messages.
-        ratio: from `attention_ratio`.
-        setting: the name of the budget, for messages.
+        lengths: The number of tokens in each sequence.
+        max_tokens: The maximum number of tokens in a micro-batch.
+        at_least: The minimum number of micro-batches, for when another rank needs more than this one. If there are fewer
+            units, fewer micro-batches are returned, and the engine adds dummy micro-batches.
+        groups: The group of each sequence; the sequences of a group stay together.
+        names: The names of the sequences, for messages.
+        ratio: The relative cost of attention, from `attention_ratio`.
+        setting: The name of the budget's setting, for messages.
 
     Returns:
-        Micro-batches as lists of ascending indices; every sequence is in exactly one.
+        The micro-batches as lists of indices in ascending order; every sequence is in exactly one of them.
 
     Raises:
-        BudgetError: a sequence or a group alone exceeds the budget.
+        BudgetError: A single sequence or group exceeds the budget.
     """
     units = _units(lengths, groups, ratio)
     for unit in units:
         if unit.tokens > max_tokens:
             first = names[unit.members[0]] if names else f"sequence {unit.members[0]}"
-            what = first if len(unit.members) == 1 else f"the group of {len(unit.members)} sequences around {first}"
+            culprit = (
+                first if len(unit.members) == 1 else f"the group of {len(unit.members)} sequences that starts with {first}"
+            )
             raise BudgetError(
-                f"{what} has {unit.tokens} tokens, more than {setting}={max_tokens}; raise the budget, or shorten the "
+                f"{culprit} has {unit.tokens} tokens, more than {setting}={max_tokens}; raise the budget, or shorten the "
                 "sample (data.max_length, data.too_long)"
             )
     if not units:
         return []
-    shares = _fewest(units, max_tokens)
-    wanted = min(at_least, len(units))
-    if len(shares) < wanted:
-        # Filling afresh balances best, but may find no room; splitting always works and never gives more than asked for.
-        shares = _fill(units, wanted, max_tokens) or shares
-    while len(shares) < wanted:
-        _split_heaviest(shares)
-    shares = _refine(shares, budget=max_tokens)
-    return sorted(sorted(i for unit in share for i in unit.members) for share in shares)
+    bins = _fewest(units, max_tokens)
+    count = min(at_least, len(units))
+    if len(bins) < count:
+        # Filling new bins gives the best balance, but may fail; splitting existing ones always works and never makes too many.
+        bins = _fill(units, count, max_tokens) or bins
+    while len(bins) < count:
+        _split_most_expensive(bins)
+    bins = _refine(bins, budget=max_tokens)
+    return sorted(sorted(i for unit in contents for i in unit.members) for contents in bins)
 
 
 def _fill(units: Sequence[_Unit], count: int, budget: int) -> list[list[_Unit]] | None:
-    """Heaviest first into the lightest part that has room; None where a unit finds no room."""
-    shares: list[list[_Unit]] = [[] for _ in range(count)]
+    """Put each unit, most expensive first, into the cheapest bin with enough space. Return None if a unit does not fit."""
+    bins: list[list[_Unit]] = [[] for _ in range(count)]
     costs, tokens = [0.0] * count, [0] * count
     for unit in units:
-        room = [i for i in range(count) if tokens[i] + unit.tokens <= budget]
-        if not room:
+        candidates = [i for i in range(count) if tokens[i] + unit.tokens <= budget]
+        if not candidates:
             return None
-        i = min(room, key=lambda i: (costs[i], i))
-        shares[i].append(unit)
+        i = min(candidates, key=lambda i: (costs[i], i))
+        bins[i].append(unit)
         costs[i] += unit.cost
         tokens[i] += unit.tokens
-    return shares
+    return bins
 
 
 def _fewest(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     packed = _first_fit(units, budget)
     for count in range(max(1, -(-sum(u.tokens for u in units) // budget)), len(packed) + 1):
-        shares = _fill(units, count, budget)
-        if shares is not None:
-            return shares
+        bins = _fill(units, count, budget)
+        if bins is not None:
+            return bins
     return packed
 
 
 def _first_fit(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
-    """First-fit decreasing (Johnson 1973): at most 11/9 of the fewest parts, plus one."""
-    shares: list[list[_Unit]] = []
+    """Pack units by first-fit decreasing (Johnson 1973): at most 11/9 of the optimal number of bins, plus one."""
+    bins: list[list[_Unit]] = []
     tokens: list[int] = []
     for unit in sorted(units, key=lambda u: (-u.tokens, u.members)):
         for i, used in enumerate(tokens):
             if used + unit.tokens <= budget:
-                shares[i].append(unit)
+                bins[i].append(unit)
                 tokens[i] += unit.tokens
                 break
         else:
-            shares.append([unit])
+            bins.append([unit])
             tokens.append(unit.tokens)
-    return shares
+    return bins
 
 
-def _split_heaviest(shares: list[list[_Unit]]) -> None:
-    heaviest = max((s for s in shares if len(s) > 1), key=lambda s: sum(u.cost for u in s))
-    heaviest.sort(key=lambda u: (-u.cost, u.members))
-    shares.append(heaviest[1::2])
-    heaviest[:] = heaviest[::2]
+def _split_most_expensive(bins: list[list[_Unit]]) -> None:
+    largest = max((b for b in bins if len(b) > 1), key=lambda b: sum(u.cost for u in b))
+    largest.sort(key=lambda u: (-u.cost, u.members))
+    bins.append(largest[1::2])
+    largest[:] = largest[::2]

@@ -1,1 +1,1 @@
-"""Processes of a parallel layout: the topology, its process groups, collectives over them, and how a process ends."""
+"""The processes of a parallel layout: topology, process groups, collectives over them, and process exit."""

@@ -1,6 +1,6 @@
-"""Objects and errors exchanged between ranks.
+"""Collectives that exchange objects and errors between ranks.
 
-Every exchange carries each rank's error besides its value, so an error that one rank raises outside of a collective is
+Every exchange transmits each rank's error along with its value, so an error that one rank raises outside a collective is
 raised on all ranks at their next exchange, whichever exchange that is.
 """
 
@@ -45,8 +45,9 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
 def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise an error of one rank on all ranks when the block ends. Collective over the group.
 
-    Blocks may be nested over the same ranks. A rank that fails before it reaches the inner block meets the others there, at the
-    end of their inner block; that error is then raised on all ranks and the outer blocks exchange nothing more.
+    Blocks may be nested over the same ranks. If a rank fails before it enters the inner block, its exchange pairs with the one
+    at the end of the other ranks' inner block; the error is then raised on all ranks and the outer blocks exchange nothing
+    more.
 
     Args:
         group: The ranks that take part; the default process group if None.
@@ -65,7 +66,7 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
 
 
 def known_to(error: BaseException) -> frozenset[int]:
-    """Return the global ranks on which an error has been raised by an exchange: none of them waits for the rank that raised it."""
+    """Return the global ranks on which an exchange has raised an error. None of them is waiting for the rank that failed."""
     ranks: frozenset[int] = getattr(error, "raised_on_ranks", frozenset())
     return ranks
 

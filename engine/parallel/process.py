@@ -1,4 +1,4 @@
-"""How a worker process ends: what it says of an error, and how it leaves. Imports no torch."""
+"""The end of a worker process: reporting an error and exiting. Does not import torch."""
 
 import json
 import logging
@@ -13,53 +13,53 @@ from typing import NoReturn
 from ..errors import DrivetrainError, RemoteError
 
 REMOTE_WAIT_SECONDS = 3.0
-"""How long a rank that only heard of an error leaves its report to the rank that has it."""
+"""How long a rank with another rank's error waits for that rank to report it."""
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, what it printed flushed.
+    """Flush the output and exit this process immediately, without finalizing the interpreter.
 
-    Not by way of the interpreter: device meshes stay in torch's caches and keep process groups alive, whose threads let go of
-    tensors at a moment of their own. One that does while the interpreter is ending aborts a process that had succeeded (seen,
-    about once in twenty runs of two). And after an error NCCL's groups wait, while they are destroyed, for peers that may be
-    stuck in a collective until its timeout.
+    Device meshes stay in torch's caches and keep process groups alive, whose threads release tensors at arbitrary times. If
+    that happens during interpreter finalization, it aborts a process that had succeeded (observed in about one of twenty runs
+    with two processes). Also, after an error, the destructors of NCCL groups wait for peers that may be stuck in a collective
+    until its timeout.
 
     Args:
-        code: the exit code.
+        code: The exit code.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Whoever read it may have left.
+        # The reader of the pipe may have exited.
         with suppress(BrokenPipeError):
             stream.flush()
     os._exit(code)
 
 
 def report_failure(error: BaseException) -> int:
-    """Print what ended this process, once for all processes that one torchrun started, and tell torchrun. Never raises: whoever
-    calls it is about to `leave`.
+    """Print the error that ends this process, once for all processes that one torchrun started, and report it to torchrun.
 
-    The first of them to fail prints. Those that fail after it do so because of it (a connection that broke, say), and are
-    silent. An error that is not Drivetrain's own comes with its traceback.
+    Only the first process that fails prints its error: later failures are usually a consequence of the first (a broken
+    connection, for example). Errors that are not Drivetrain's own are printed with a traceback. Never raises, because the
+    caller is about to call `leave`.
 
     Args:
-        error: that nobody caught.
+        error: The uncaught error.
 
     Returns:
-        the exit code.
+        The exit code.
     """
     message = f"error: {error}"
     if not isinstance(error, DrivetrainError):
         message = f"error: {_rank_prefix()}{type(error).__name__}: {error}"
-    if not _tells(error):
+    if not _is_reporter(error):
         return 1
-    # Whoever read standard error may have left, and the disk may be full.
+    # The reader of standard error may have exited, or the disk may be full.
     with suppress(Exception):
         if not isinstance(error, DrivetrainError):
             traceback.print_exception(error)
         print(message, file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun's own report ends with this; `launch` then leaves that report out.
+        # torchrun's own report ends with this message; `launch` then omits that report.
         with suppress(Exception):
             Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     return 1
@@ -70,23 +70,23 @@ def _rank_prefix() -> str:
     return f"rank {rank}: " if rank is not None and size != "1" else ""
 
 
-def _tells(error: BaseException) -> bool:
-    """Whether it is this process that prints the error."""
+def _is_reporter(error: BaseException) -> bool:
+    """Return whether this process is the one that prints the error."""
     report, run = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("TORCHELASTIC_RUN_ID")
     if report and run is not None and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        # torchrun gives each process a folder beside those of the others.
+        # torchrun gives each process its own folder, and the parent folder is shared.
         return _claim(Path(report).parent.parent / "first-failure", patient=isinstance(error, RemoteError))
-    # Alone, or among ranks that something else started: the first one tells what all know of, and the others what they alone do.
+    # A single process, or ranks not started by torchrun: rank 0 prints errors known to all ranks, other ranks only their own.
     known = isinstance(error, RemoteError) or bool(getattr(error, "raised_on_ranks", ()))
     return os.environ.get("RANK", "0") == "0" or not known
 
 
 def _claim(file: Path, *, patient: bool) -> bool:
-    """Whether this process is the first to fail.
+    """Return whether this process is the first to fail.
 
     Args:
-        file: that the first one makes.
-        patient: give another process some time to be the first.
+        file: The file that the first process to fail creates.
+        patient: Whether to give another process some time to be the first.
     """
     deadline = time.monotonic() + (REMOTE_WAIT_SECONDS if patient else 0.0)
     while time.monotonic() < deadline and not file.exists():
@@ -96,6 +96,6 @@ def _claim(file: Path, *, patient: bool) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        # A folder that cannot be written: told twice is better than not at all.
+        # The folder is not writable. Printing the error twice is better than not at all.
         return True
     return True

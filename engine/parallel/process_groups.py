@@ -1,4 +1,4 @@
-"""Process groups: the default one, and a pool of those that engines use one after another."""
+"""Process groups: the default group, and a pool of groups that successive engines reuse."""
 
 import datetime
 import os
@@ -14,25 +14,28 @@ from ..errors import TopologyError
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _timeout = DEFAULT_TIMEOUT
-"""The timeout of the default process group, and of an engine's groups unless it asks for another."""
+"""The timeout of the default process group, and of an engine's groups unless the engine sets another."""
 
 
 def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
-    """Start the default process group from torchrun's variables, or a group of one without them.
+    """Initialize the default process group from torchrun's environment variables, or with a single process if they are unset.
+
+    Args:
+        timeout: The timeout of collectives.
 
     Returns:
-        this process's device.
+        This process's device.
 
     Raises:
-        TopologyError: more processes on this machine than GPUs.
+        TopologyError: There are more processes than GPUs on this machine.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise TopologyError(
-                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start one "
-                "process a GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+                f"process {local_rank} on this machine has no GPU of its own: there are {torch.cuda.device_count()}; start "
+                "one process per GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -41,8 +44,8 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     global _timeout
     _timeout = timeout
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    # Not bound to the device: from a bound group NCCL splits its subgroups, which all ranks of the job would have to
-    # take part in, and an engine on some of them would wait for ever.
+    # The group is not bound to the device: NCCL would create subgroups by splitting a bound group, in which all ranks of the
+    # job have to participate, and an engine on a subset of the ranks would wait forever.
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -51,7 +54,7 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
 
 
 def close_distributed() -> None:
-    """Destroy the default process group and all others."""
+    """Destroy all process groups, including the default one."""
     _POOL.clear()
     dist.destroy_process_group()
 
@@ -64,10 +67,10 @@ class _GroupKey:
 
 
 class _ProcessGroupPool:
-    """Process groups that are reused by later engines, and made when none of the kind is free.
+    """Pool of process groups. A group is created if no matching one is free, and is reused by later engines.
 
-    Groups are not destroyed while the default group lives: torch names a group that only its members make after its
-    ranks, and a second one of the same name would meet the first one's addresses in the store and hang.
+    Groups are not destroyed as long as the default group exists: torch names a group that only its members create after its
+    ranks, and a second group of the same name would read the first one's addresses from the store and hang.
     """
 
     def __init__(self) -> None:
@@ -76,23 +79,26 @@ class _ProcessGroupPool:
 
     def acquire(self, key: _GroupKey) -> ProcessGroup:
         if self._default is not dist.group.WORLD:
-            # The default group was destroyed, and all others with it.
+            # The default group has been destroyed, and with it all other groups.
             self.clear()
             self._default = dist.group.WORLD
         free = self._free.setdefault(key, [])
         if free:
             return free.pop()
         self._align_group_count(key)
-        # Local synchronization: only members meet here. The default makes every process of the job take part in every
-        # group, and an engine on a subset of the ranks would wait for the others forever.
+        # With local synchronization, only the members participate. By default, every process of the job has to participate in
+        # creating every group, and an engine on a subset of the ranks would wait for the others forever.
         group = dist.new_group(list(key.ranks), timeout=key.timeout, backend=key.backend, use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         self._keys[group] = key
         return group
 
     def _align_group_count(self, key: _GroupKey) -> None:
-        """Make torch count the same number of groups on all members: a group's name is made of its ranks and that number, and
-        ranks that were in other engines before would wait for each other under different names, forever."""
+        """Make torch's group counter equal on all members.
+
+        The name of a group consists of its ranks and that counter. Ranks that were in different engines before would otherwise
+        wait for each other forever, under different names.
+        """
         if len(key.ranks) == 1:
             return
         meeting = self._meetings[key.ranks] = self._meetings.get(key.ranks, 0) + 1
@@ -118,7 +124,7 @@ _POOL = _ProcessGroupPool()
 
 
 class EngineGroups:
-    """The process groups of one engine: one for each set of ranks and backend, whatever it is used for.
+    """The process groups of one engine: one for each set of ranks and backend, regardless of its use.
 
     Args:
         timeout: The timeout of every group; that of the default process group if None.
@@ -129,7 +135,7 @@ class EngineGroups:
         self._acquired: dict[tuple[tuple[int, ...], str | None], ProcessGroup] = {}
 
     def get(self, ranks: Iterable[int], backend: str | None = None) -> ProcessGroup:
-        """Return the group of these ranks, which is made on first use. Collective over `ranks`.
+        """Return the group of these ranks, creating it on first use. Collective over `ranks`.
 
         Args:
             ranks: Global ranks, in any order.
@@ -147,8 +153,12 @@ class EngineGroups:
 
 
 def private_group(ranks: Iterable[int], timeout: datetime.timedelta) -> ProcessGroup:
-    """Return a gloo group that nobody else uses and that is never released: for a thread, which may outlive its engine.
+    """Return a gloo group that is not shared and is never released, for a thread that may outlive its engine.
 
     Collective over `ranks`.
+
+    Args:
+        ranks: Global ranks, in any order.
+        timeout: The timeout of collectives.
     """
     return _POOL.acquire(_GroupKey(tuple(sorted(ranks)), "gloo", timeout))

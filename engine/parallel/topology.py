@@ -1,8 +1,8 @@
-"""Parallel sizes, ranks and process groups.
+"""The topology of an engine: parallel sizes, ranks and process groups.
 
-The ranks of an engine form a grid `[pp, dp_replicate, dp_shard, cp, tp]`, tensor parallel fastest, so that the ranks that
-talk most are neighbours on one machine. What data-parallel ranks share is sharded over dp_shard x cp and replicated over
-dp_replicate.
+The ranks of an engine form a grid `[pp, dp_replicate, dp_shard, cp, tp]`. Tensor parallelism varies fastest, so that the ranks
+that communicate most are neighbors on one machine. State that is common to data-parallel ranks is sharded over dp_shard x cp
+and replicated over dp_replicate.
 """
 
 import datetime
@@ -23,10 +23,17 @@ from .process_groups import EngineGroups, private_group
 
 
 def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    """Fill in dp_shard, and check that the axes make the number of processes.
+    """Infer `dp_shard` if it is unset, and check that the product of the axes is the number of processes.
+
+    Args:
+        parallel: The parallel layout.
+        world_size: The number of processes.
+
+    Returns:
+        The layout with `dp_shard` set.
 
     Raises:
-        TopologyError: they do not.
+        TopologyError: A size is less than 1, or the layout does not fit the number of processes.
     """
     axes = {
         "dp_replicate": parallel.dp_replicate,
@@ -37,7 +44,7 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
     }
     for name, size in (*axes.items(), ("vpp", parallel.vpp), ("ep", parallel.ep), ("etp", parallel.etp)):
         if size < 1:
-            raise TopologyError(f"engine.parallel.{name}={size}; a size is at least 1")
+            raise TopologyError(f"engine.parallel.{name}={size}; a size must be at least 1")
     product = 1
     for size in axes.values():
         product *= size
@@ -45,38 +52,38 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
     if parallel.dp_shard is not None:
         if product != world_size:
             raise TopologyError(
-                f"engine.parallel asks for {product} processes ({shown}), but {world_size} run; start {product}, or leave "
-                "dp_shard unset to have it inferred"
+                f"engine.parallel requires {product} processes ({shown}), but the world size is {world_size}; start "
+                f"{product}, or leave dp_shard unset to have it inferred"
             )
         return parallel
     if world_size % product:
         raise TopologyError(
-            f"engine.parallel ({shown}) needs a multiple of {product} processes, but {world_size} run; start a multiple (torchrun --nproc-per-node, or --nproc), or "
-            "make the layout smaller"
+            f"engine.parallel ({shown}) needs a multiple of {product} processes, but the world size is {world_size}; start "
+            "a multiple (torchrun --nproc-per-node, or --nproc), or make the layout smaller"
         )
     return replace(parallel, dp_shard=world_size // product)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Topology:
-    """Where this process stands in an engine's grid, and the groups it talks in.
+    """This process's position in an engine's grid, and the engine's process groups.
 
     Args:
-        parallel: resolved sizes.
-        grid: global ranks, `[pp, dp_replicate, dp_shard, cp, tp]`.
-        device: of this process.
-        rank: this process's place in the flattened grid.
-        dp_rank: which share of the batch it works on.
-        dp_size: number of shares.
-        cp_rank: which slice of the sequence it holds.
-        tp_rank: which part of every matrix.
-        pp_rank: which stage of the pipeline.
-        world: all ranks of the engine.
-        host: the same ranks over gloo, for objects and errors, whatever the device.
-        shard: the ranks among which parameters, or their optimizer state, are sharded: dp_shard x cp.
-        replicate: the ranks that hold the same shard; None for one.
-        cp: the ranks that share sequences; None for one.
-        pp: the stages that a micro-batch travels through; None for one.
+        parallel: The parallel layout with all sizes resolved.
+        grid: The global ranks, `[pp, dp_replicate, dp_shard, cp, tp]`.
+        device: This process's device.
+        rank: This process's index in the flattened grid.
+        dp_rank: The index of this rank's data-parallel shard of a batch.
+        dp_size: The number of data-parallel shards.
+        cp_rank: The index of this rank's slice of every sequence.
+        tp_rank: The index of this rank's part of every weight matrix.
+        pp_rank: The index of this rank's pipeline stage.
+        world: The group of all ranks of the engine.
+        host: The same ranks over gloo, for objects and errors, independent of the device.
+        shard: The ranks over which parameters, or their optimizer state, are sharded: dp_shard x cp.
+        replicate: The ranks with the same parameter shard; None if there is only one.
+        cp: The ranks that split sequences among them; None if there is only one.
+        pp: The ranks of the pipeline stages that a micro-batch passes through; None if there is only one.
     """
 
     parallel: ParallelConfig
@@ -104,16 +111,16 @@ class Topology:
         ranks: Sequence[int] | None = None,
         timeout: datetime.timedelta | None = None,
     ) -> Self:
-        """Make the groups of an engine. Collective over `ranks` alone, not over the whole job.
+        """Create the topology of an engine and its process groups. Collective over `ranks`, not over all ranks of the job.
 
         Args:
-            parallel: sizes.
-            device: of this process.
-            ranks: global ranks of the engine; all by default.
-            timeout: of its groups; that of `init_distributed` by default.
+            parallel: The parallel layout.
+            device: This process's device.
+            ranks: The global ranks of the engine; all ranks if None.
+            timeout: The timeout of the engine's groups; that of `init_distributed` if None.
 
         Raises:
-            TopologyError: no default process group, this process is not in `ranks`, or the sizes do not fit.
+            TopologyError: There is no default process group, this process is not in `ranks`, or the sizes do not fit.
         """
         if not dist.is_initialized():
             raise TopologyError("no default process group; call drivetrain.engine.init_distributed() first")
@@ -151,54 +158,54 @@ class Topology:
         )
 
     def group(self, ranks: Tensor) -> ProcessGroup:
-        """A further group of this engine, given back with the others. Collective over `ranks`."""
+        """Return another group of this engine, which `close` releases with the others. Collective over `ranks`."""
         return self._groups.get(ranks.flatten().tolist())
 
     def private_group(self) -> ProcessGroup:
-        """A further gloo group of all ranks, that nobody else uses: for a thread, which may outlive the engine. Collective."""
+        """Return a gloo group of all ranks that is not shared, for a thread that may outlive the engine. Collective."""
         return private_group(self.ranks, self._groups.timeout)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the engine, in grid order."""
+        """The global ranks of the engine, in grid order."""
         return tuple(self.grid.flatten().tolist())
 
     @property
     def seed_rank(self) -> int:
-        """What this rank's random numbers depend on: tensor-parallel ranks hold the same activations, and must drop alike."""
+        """The rank that seeds the random numbers. Equal on tensor-parallel ranks, whose dropout masks must be the same."""
         return self.rank // self.parallel.tp
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of."""
+        """The number that must divide a micro-batch's token count."""
         return self.parallel.token_multiple
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches must be a multiple of: an interleaved pipeline works on groups of them."""
+        """The number that must divide the count of micro-batches, because an interleaved pipeline processes them in groups."""
         return self.parallel.pp if self.parallel.vpp > 1 else 1
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
+        """Whether this rank is in the last pipeline stage, which has the head."""
         return self.pp_rank == self.parallel.pp - 1
 
     def from_last_stage(self, value: Tensor) -> Tensor:
-        """The last pipeline stage's tensor, on every stage. Collective over the stages; shapes and dtypes are equal."""
+        """Return the last pipeline stage's tensor on all stages. Collective over the stages; shapes and dtypes must match."""
         if self.pp is not None:
-            moved = value.to(self.device)
-            dist.broadcast(moved, group=self.pp, group_src=self.parallel.pp - 1)
-            return moved.to(value.device)
+            buffer = value.to(self.device)
+            dist.broadcast(buffer, group=self.pp, group_src=self.parallel.pp - 1)
+            return buffer.to(value.device)
         return value
 
     @property
     def size(self) -> int:
-        """Number of processes of the engine."""
+        """The number of processes of the engine."""
         return len(self.ranks)
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank answers for its data-parallel share: the first of the ranks that hold the same outputs."""
+        """Whether this is the output rank of its data-parallel shard, the first of the ranks with the same outputs."""
         return self.cp_rank == 0 and self.tp_rank == 0 and self.is_last_stage
 
     @property
@@ -219,5 +226,5 @@ class Topology:
         dist.barrier(group=self.host)
 
     def close(self) -> None:
-        """Free the groups, for the next engine on the same ranks."""
+        """Release the groups to the next engine on the same ranks."""
         self._groups.close()

@@ -95,7 +95,7 @@ def rename_file(data: Any, name: str) -> None:
         (lambda d: d["optim"].update(name="sgd"), "saved with optim.name=sgd, but this run has optim.name=adamw"),
         (
             lambda d: d["tensors"].update(more=d["tensors"]["model.norm.weight"]),
-            "1 tensors that the model has not, more among",
+            "1 tensors that the model does not have, including more",
         ),
         (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"].update(dtype="BF16"), "is F32 in the model and BF16"),
         (lambda d: d["files"]["rank-00000.safetensors"].update(bytes=7), "the manifest says 7 bytes"),
@@ -171,7 +171,7 @@ def test_latest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
     assert manifest is not None
     assert manifest.step == 2
     assert len(skipped) == 1
-    assert "step-00000003 is no complete checkpoint" in skipped[0]
+    assert "step-00000003 is not a complete checkpoint" in skipped[0]
     # The damaged one is later than what was saved last: it does not count as kept.
     rotate(root, 1, newest=2)
     root.sweep()
@@ -200,10 +200,10 @@ def test_disk_full_leaves_the_older_checkpoint(checkpoint: tuple[BaseEngine, Pat
 
     monkeypatch.setattr(TensorWriter, "_put", full)
     monkeypatch.setattr(hf_folder.FolderWriter, "_put", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*; make room"):
+    with pytest.raises(CheckpointError, match=r"No space left.*; free up space"):
         engine.save_checkpoint(folder.parent, 6)
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    with pytest.raises(CheckpointError, match=r"No space left.*; make room"):
+    with pytest.raises(CheckpointError, match=r"No space left.*; free up space"):
         export_hf(engine, folder.parent / "hf")
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 

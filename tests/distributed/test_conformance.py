@@ -21,15 +21,16 @@ from drivetrain.engine.step import MicroBatchConsumer
 from drivetrain.engine.step_plan import MicroBatch
 from helpers.harness import run_ranks
 
+slow = pytest.mark.slow
 LAYOUTS = [
     (1, {}),
-    (2, {}),
+    pytest.param(2, {}, marks=slow),
     (2, {"cp": 2}),
-    (4, {}),
-    (4, {"cp": 4}),
-    (4, {"cp": 2}),
-    (4, {"dp_replicate": 2}),
-    (4, {"dp_replicate": 2, "cp": 2}),
+    pytest.param(4, {}, marks=slow),
+    pytest.param(4, {"cp": 4}, marks=slow),
+    pytest.param(4, {"cp": 2}, marks=slow),
+    pytest.param(4, {"dp_replicate": 2}, marks=slow),
+    pytest.param(4, {"dp_replicate": 2, "cp": 2}, marks=slow),
 ]
 
 
@@ -44,15 +45,22 @@ def test_fsdp_conforms(nproc: int, axes: dict[str, Any]) -> None:
     run_ranks(rank_checks, nproc, axes, list(CHECKS), "qwen3", timeout_s=200)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=slow), "gemma2"])
 def test_fsdp_conforms_with_other_families(family: str) -> None:
     run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(2, {"dp_shard": 2, "ep": 2}), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2})])
+@pytest.mark.parametrize(
+    ("nproc", "axes"),
+    [pytest.param(2, {"dp_shard": 2, "ep": 2}, marks=slow), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2})],
+)
 def test_fsdp_conforms_with_experts_over_ranks(nproc: int, axes: dict[str, Any]) -> None:
     # Fillers of one token leave ranks whose experts nobody chose.
     run_ranks(rank_checks, nproc, axes, [*CHECKS] if nproc == 2 else ["reference", "weights", "checkpoint"], "qwen3_moe")
+
+
+def test_fsdp_conforms_with_every_axis() -> None:
+    run_ranks(rank_checks, 4, {"dp_replicate": 2, "cp": 2}, ["reference", "weights", "checkpoint"], "qwen3")
 
 
 def test_fsdp_conforms_without_resharding() -> None:

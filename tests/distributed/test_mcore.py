@@ -50,11 +50,11 @@ def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
 @pytest.mark.parametrize(
     ("nproc", "axes", "family"),
     [
-        (1, {}, "qwen3"),
-        (2, {"dp_shard": 2}, "qwen2"),
+        pytest.param(1, {}, "qwen3", marks=pytest.mark.slow),
+        pytest.param(2, {"dp_shard": 2}, "qwen2", marks=pytest.mark.slow),
         (2, {"tp": 2, "tp_sequence": True}, "qwen3"),
-        (2, {"pp": 2}, "llama"),
-        (4, {"tp": 2, "tp_sequence": True, "cp": 2, "ep": 2}, "qwen3_moe"),
+        pytest.param(2, {"pp": 2}, "llama", marks=pytest.mark.slow),
+        pytest.param(4, {"tp": 2, "tp_sequence": True, "cp": 2, "ep": 2}, "qwen3_moe", marks=pytest.mark.slow),
     ],
 )
 def test_mcore_conforms(nproc: int, axes: dict[str, Any], family: str) -> None:
@@ -66,7 +66,14 @@ def rank_families(axes: dict[str, Any], families: list[str]) -> None:
         rank_checks(axes, ["reference", "weights"], family)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}, {"cp": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"tp": 2, "tp_sequence": True}, marks=pytest.mark.slow),
+        {"pp": 2},
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dict[str, Any]) -> None:
     run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "deepseek_v3"])
 
@@ -84,9 +91,9 @@ def test_experts_shared_by_tensor_parallel_ranks_conform() -> None:
 
 
 def rank_unmarked(folder: str) -> float:
-    import drivetrain.engine.mcore.engine
+    import drivetrain.engine.mcore.build
 
-    module: Any = drivetrain.engine.mcore.engine
+    module: Any = drivetrain.engine.mcore.build
     real = module.param_shards_of
 
     def unmarked(*args: Any) -> Any:
@@ -220,7 +227,7 @@ def rank_drops(folder: str, sequence: bool) -> dict[str, Tensor]:
     axes = {"tp": 2, "tp_sequence": sequence}
     with contextlib.closing(build(folder, axes, model={"lora": LoraConfig(rank=4, dropout=0.5)}, optim=FAST)) as engine:
         steps(engine)
-        held: Any = engine._param_shards  # type: ignore[attr-defined]
+        held: Any = engine._built.param_shards  # type: ignore[attr-defined]
         return {h.name: h.parameter.detach().clone() for h in held if h.adapter and not h.parameter.tensor_model_parallel}
 
 
@@ -471,7 +478,7 @@ def refused(folder: Path, axes: dict[str, Any], model: dict[str, Any] | None = N
         ({"cp": 3}, r"cp=3 does not divide the 8 attention heads"),
         ({"tp": 2, "cp": 8}, r"cp=8 does not divide the 4 attention heads that tp=2 leaves"),
         ({"tp_sequence": True}, r"tp_sequence=true with tp=1"),
-        ({"ep": 2}, r"ep=2, but qwen3 is no mixture"),
+        ({"ep": 2}, r"ep=2, but qwen3 is not a mixture"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(axes: dict[str, Any], message: str, folder: Path) -> None:
@@ -591,7 +598,7 @@ def test_what_the_ranks_find_out_together_is_refused_alike(folder: Path, tmp_pat
     biased = str(save_tiny_model(tmp_path / "biased", "llama", mlp_bias=True))
     for made, axes, message in (
         (moe, {"ep": 4}, "engine.parallel.ep=4 x etp=1 does not divide the 2 ranks"),
-        (str(folder), {"ep": 2}, "qwen3 is no mixture"),
+        (str(folder), {"ep": 2}, "qwen3 is not a mixture"),
         (biased, {"pp": 2}, "the bridge of llama to Megatron-core does not fit this model: the model has model.layers.0.mlp"),
     ):
         assert all(message in told for told in run_ranks(rank_refused, 2, made, axes)), message

@@ -178,7 +178,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(trained: tuple[Base
     for bad, message in (
         ({"dtype": "int4"}, "dtype=int4; it must be one of float32"),
         ({"adapters": "only"}, "has no adapters: it was trained without LoRA"),
-        ({"base": "x"}, "has no adapters that a base, x, could be merged with"),
+        ({"base": "x"}, "has no adapters to merge into the base model x"),
         ({"adapters": "both"}, "adapters=both; it must be merged or only"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -218,7 +218,7 @@ def test_a_base_that_is_another_model_is_refused(tmp_path: Path, process_group: 
         merge(saved, tmp_path / "out", base=other)
     shutil.move(folder, tmp_path / "moved")
     with pytest.raises(
-        CheckpointError, match=r"the base model of .* is no folder here and cannot be downloaded; name its place"
+        CheckpointError, match=r"the base model of .* is not a local folder and cannot be downloaded; set base"
     ):
         merge(saved, tmp_path / "out")
     merge(saved, tmp_path / "out", base=tmp_path / "moved")
@@ -231,7 +231,7 @@ def test_a_base_that_is_another_model_is_refused(tmp_path: Path, process_group: 
     from drivetrain.engine.checkpoint.storage import LocalStore
 
     write_manifest(LocalStore(Path(saved)), {**json.loads(text), "fingerprint": "org/name"})
-    with pytest.raises(CheckpointError, match="but its adapter's factors are"):
+    with pytest.raises(CheckpointError, match="but its adapter factors have"):
         merge(saved, tmp_path / "out", base=small)
 
 
@@ -253,7 +253,7 @@ def test_verify_finds_what_differs(trained: tuple[BaseEngine, str], tmp_path: Pa
     assert result.only_first == ["more"]
     assert result.only_second == ["model.embed_tokens.weight"]
     assert result.different.keys() == {"lm_head.weight", "model.norm.weight"}
-    assert "1 of 64 numbers, at most 0.5 apart" in result.different["model.norm.weight"]
+    assert "1 of 64 elements, largest difference 0.5" in result.different["model.norm.weight"]
     assert "BF16 and F32" in result.different["lm_head.weight"]
     assert result.largest == pytest.approx(0.5)
     assert len(result.equal) == 21 - 3
@@ -284,7 +284,7 @@ def test_inspect_says_what_it_is(trained: tuple[BaseEngine, str], tmp_path: Path
     (tmp_path / "c" / "step-00000002" / "manifest.json").unlink()
     assert "has no manifest.json" in (inspect(tmp_path / "c").also or {})["step-00000002"]
     assert inspect(tmp_path / "model").kind == "hugging_face"
-    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         inspect(tmp_path / "c" / "step-00000002")
 
 

@@ -20,8 +20,8 @@ from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.hf.weights import WeightFolder, check_head
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.sft import main
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, share, steps, weights
 from helpers.harness import run_ranks
@@ -81,7 +81,7 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(tmp_path: Path) 
         build(folder, model={"freeze": ("model.embed_token.weight",)})
     with pytest.raises(ModelError, match="leaves nothing to train"):
         build(folder, model={"freeze": ("*",)})
-    with pytest.raises(ModelError, match=r"model.freeze=.* with model.lora.rank=2: under adapters"):
+    with pytest.raises(ModelError, match=r"model.freeze=.* with model.lora.rank=2: with adapters"):
         build(folder, model={"freeze": ("*",), "lora": LoraConfig(rank=2)})
 
 
@@ -171,7 +171,7 @@ def test_quantised_models_are_refused_by_name(tmp_path: Path) -> None:
         build(folder, model={"quantization": "nf4"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ModelError, match=r"holds quantised weights \(quantization_config: mxfp4\)"):
+    with pytest.raises(ModelError, match=r"has quantized weights \(quantization_config: mxfp4\)"):
         build(folder)
 
 

@@ -54,10 +54,10 @@ def rank_moves(folder: str, root: str, fsdp: dict[str, Any], mcore: dict[str, An
     ("family", "fsdp", "mcore", "model"),
     [
         ("qwen3", {"cp": 2}, {"tp": 2, "tp_sequence": True}, {}),
-        ("qwen2", {"dp_shard": 2}, {"pp": 2}, {}),
-        ("qwen3_moe", {"ep": 2}, {"tp": 2, "tp_sequence": True, "ep": 2}, {}),
+        pytest.param("qwen2", {"dp_shard": 2}, {"pp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"ep": 2}, {"tp": 2, "tp_sequence": True, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", {"dp_replicate": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}),
-        ("qwen3_moe", {"dp_shard": 2}, {"pp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}),
+        pytest.param("qwen3_moe", {"dp_shard": 2}, {"pp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}, marks=pytest.mark.slow),
     ],
 )
 def test_five_steps_on_each_engine_are_ten_on_either(

@@ -53,7 +53,7 @@ def float64(models: Path) -> dict[str, list[tuple[float, float]]]:
     return expected(models, ROWS, EXAMPLE.STEPS.steps(list(range(len(ROWS)))))
 
 
-@pytest.mark.parametrize(("backend", "parallel"), [("fsdp", {}), ("mcore", {"tp": 2})])
+@pytest.mark.parametrize(("backend", "parallel"), [pytest.param("fsdp", {}, marks=pytest.mark.slow), ("mcore", {"tp": 2})])
 def test_all_roles_on_two_actors_give_the_numbers_of_plain_float64(
     models: Path, float64: dict[str, Any], backend: str, parallel: dict[str, Any]
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_failure_comes_with_its_traceback_and_a_death_with_its_rank(models: Pa
         # A process is killed: the other waits for it inside a collective, and is ended.
         ray.kill(group._pools["main"][1])
         began = time.monotonic()
-        with pytest.raises(WorkerLostError, match=r"(?s)rank 1 of pool 'main' died during actor.update.*rebuild\(\) starts"):
+        with pytest.raises(WorkerLostError, match=r"(?s)rank 1 of pool 'main' died during actor.update.*rebuild\(\) restarts"):
             group["actor"].update(data)
         assert time.monotonic() - began < 20
         with pytest.raises(WorkerLostError, match=r"cannot be used: rank 1 of pool 'main' died"):
@@ -142,12 +142,13 @@ class Stuck:
         return "met"
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_failed_process_is_ended(models: Path) -> None:
     with RayWorkerGroup({"stuck": RoleSpec(worker=Stuck, config=None)}, pools={"main": 2}, grace_s=2) as group:
         began = time.monotonic()
         with pytest.raises(
             WorkerError,
-            match=r"(?s)rank 1 of pool 'main' failed in stuck.meet.*not me.*ranks \[0\] waited for it and were ended",
+            match=r"(?s)rank 1 of pool 'main' failed in stuck.meet.*not me.*ranks \[0\] waited for it and were killed",
         ):
             group["stuck"].meet()
         assert time.monotonic() - began < 8
@@ -171,6 +172,7 @@ class FailingActor(ActorWorker):
         raise torch.OutOfMemoryError("planted failure")
 
 
+@pytest.mark.slow
 def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(models: Path) -> None:
     role = replace(actor_role(models), worker=FailingActor)
     with RayWorkerGroup({"actor": role}, pools={"main": 2}, grace_s=2) as group:
@@ -250,6 +252,7 @@ def die(note: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_read_are_told_by_rank_and_hang_nobody() -> None:
     roles = {"giver": RoleSpec(worker=Giver, config=(1, None)), "taker": RoleSpec(worker=Taker, config=None, pool="taker")}
     with RayWorkerGroup(roles, pools={"main": 2, "taker": 1}, cpus=0.5, grace_s=3) as group:
@@ -279,6 +282,7 @@ class DiesWhileBuilt(Stuck):
         torch.distributed.barrier()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_while_it_is_built_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     free = ray.available_resources()["CPU"]
     with pytest.raises(WorkerLostError, match=r"rank 1 of pool 'main' died during building mortal"):
@@ -299,6 +303,7 @@ class DiesWhileFed(Taker):
                 die(self.note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dying", "taker", "message"),
     [
@@ -344,11 +349,11 @@ def test_the_program_of_the_page(models: Path) -> None:
 
 def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), the Ray cluster has 2; make the pools smaller"):
+    with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), but the Ray cluster has 2; make the pools"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 5})
-    with pytest.raises(ConfigError, match=r"need 2 GPUs \(2 processes of 1\), the Ray cluster has 0"):
+    with pytest.raises(ConfigError, match=r"need 2 GPUs \(2 processes of 1\), but the Ray cluster has 0"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 2}, gpus=1)
-    with pytest.raises(ConfigError, match=r"role 'actor' is on pool 'main'; there are other"):
+    with pytest.raises(ConfigError, match=r"role 'actor' is on pool 'main'; the pools are other"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"other": 1})
     with pytest.raises(ConfigError, match=r"cpus=0, gpus=None"):
         RayWorkerGroup({"actor": actor_role(models)}, pools={"main": 1}, cpus=0)
@@ -357,6 +362,7 @@ def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.slow
 def test_a_role_that_cannot_be_built_is_told_and_leaves_nothing(models: Path) -> None:
     config = ActorConfig(model=ModelConfig(path=str(models / "none")), optim=OptimConfig())
     for _ in range(2):

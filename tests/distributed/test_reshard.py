@@ -91,6 +91,7 @@ def rank_loads(folder: str, root: str, hops: list[tuple[str, Layout]]) -> list[A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp", "mcore"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_any_layout_to_any_other(family: str, backend: str, tmp_path: Path) -> None:

@@ -170,15 +170,15 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
     rollout = worker(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     whole = dict(model.state_dict())
-    with pytest.raises(ModelError, match=r"1 tensors belong nowhere \(other\), 0 parameters got none"):
+    with pytest.raises(ModelError, match=r"1 tensors match no parameter \(other\), 0 parameters have no tensor"):
         rollout.load_weights({**whole, "other": torch.zeros(1)}.items())
     del whole["model.norm.weight"]
-    with pytest.raises(ModelError, match=r"1 parameters got none \(model.norm.weight\)"):
+    with pytest.raises(ModelError, match=r"1 parameters have no tensor \(model.norm.weight\)"):
         rollout.load_weights(whole.items())
-    with pytest.raises(ModelError, match="they are not one model"):
+    with pytest.raises(ModelError, match="they are different models"):
         rollout.load_weights({"model.norm.weight": torch.zeros(3)}.items())
     # Of two models it would answer nonsense.
-    with pytest.raises(ModelError, match="weights are of two models"):
+    with pytest.raises(ModelError, match="weights are a mix of two models"):
         rollout.generate(PROMPTS, GREEDY)
     rollout.load_weights(model.state_dict().items())
     assert [a[0].response for a in rollout.generate(PROMPTS, GREEDY)] == plain_answers(model)
@@ -191,7 +191,7 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
         (lambda: SamplingOptions(top_p=0.0), "top_p=0.0"),
         (lambda: SamplingOptions(temperature=0.0, samples=2), "all of them would be the same"),
         (lambda: RolloutWorker(RolloutConfig(model=ModelConfig(), dtype="float16")), "dtype=float16"),
-        (lambda: RolloutWorker(RolloutConfig(model=ModelConfig())).generate([[1]], GREEDY), "not initialised"),
+        (lambda: RolloutWorker(RolloutConfig(model=ModelConfig())).generate([[1]], GREEDY), "not initialized"),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
@@ -201,10 +201,10 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
 
 def test_prompts_that_do_not_fit_are_refused(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"prompt 2 has 7 tokens; with 1 answers of at most 7 it needs room for 14 \(batch_tokens=12\)"
+        ConfigError, match=r"prompt 2 has 7 tokens; .* 1 responses of up to 7 tokens it needs room for 14 \(batch_tokens=12\)"
     ):
         worker(folder, batch_tokens=12).generate(PROMPTS, GREEDY)
-    with pytest.raises(ConfigError, match="prompt 0 has tokens from 3 to 999; the model knows those below 256"):
+    with pytest.raises(ConfigError, match="prompt 0 has token ids from 3 to 999; the model only has those below 256"):
         worker(folder).generate([[3, 999]], GREEDY)
     with pytest.raises(ConfigError, match="prompt 0 has 0 tokens"):
         worker(folder).generate([[]], GREEDY)
@@ -288,12 +288,12 @@ def test_generation_follows_no_settings_of_the_folder_but_names_them_once(
 ) -> None:
     more: dict[str, Any] = {"continuous": True, "batch_tokens": 2048} if continuous else {}
     plain = worker(folder, **more)
-    assert "does not follow" not in caplog.text
+    assert "which rollout ignores" not in caplog.text
     asks = worker(folder_with(folder, tmp_path / "asks", FOLDER_SETTINGS, use_cache=False), **more)
     sampled = SamplingOptions(max_tokens=6, samples=2, seed=3)
     for options in (GREEDY, sampled):
         assert answers_of(asks.generate(PROMPTS, options)) == answers_of(plain.generate(PROMPTS, options))
-    told = [record.getMessage() for record in caplog.records if "does not follow" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "which rollout ignores" in record.getMessage()]
     assert len(told) == 1
     for name, value in FOLDER_SETTINGS.items():
         assert f"{name}={value}" in told[0]
@@ -337,15 +337,15 @@ def spoiled(folder: Path, to: Path, value: float) -> Path:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_on_load_and_on_sync(folder: Path, tmp_path: Path, value: float) -> None:
     with pytest.raises(
-        ModelError, match=r"model.layers.1.mlp.up_proj.weight has numbers not finite .*the weights are damaged"
+        ModelError, match=r"model.layers.1.mlp.up_proj.weight has values that are not finite .*the weights are damaged"
     ):
         worker(spoiled(folder, tmp_path / "spoiled", value))
     rollout, model = worker(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     bad = {**good, "model.norm.weight": torch.full_like(good["model.norm.weight"], value)}
-    with pytest.raises(ModelError, match=r"model.norm.weight has numbers not finite .*that were sent are damaged"):
+    with pytest.raises(ModelError, match=r"model.norm.weight has values that are not finite .*that were sent are damaged"):
         rollout.load_weights(bad.items())
-    with pytest.raises(ModelError, match="weights are of two models"):
+    with pytest.raises(ModelError, match="weights are a mix of two models"):
         rollout.generate(PROMPTS, GREEDY)
     rollout.load_weights(good.items())
     assert rollout.generate(PROMPTS, GREEDY)
@@ -365,7 +365,7 @@ def test_logits_that_are_nan_are_one_error(folder: Path, options: SamplingOption
 def test_continuous_batching_without_a_token_that_ends_answers(folder: Path, tmp_path: Path) -> None:
     endless = folder_with(folder, tmp_path / "endless", {"eos_token_id": None}, eos_token_id=None)
     rollout = worker(endless, continuous=True, batch_tokens=2048)
-    with pytest.raises(ConfigError, match=r"no token that ends an answer.*give SamplingOptions\(stop_tokens=...\)"):
+    with pytest.raises(ConfigError, match=r"no token that ends a response.*give SamplingOptions\(stop_tokens=...\)"):
         rollout.generate(PROMPTS, GREEDY)
     stopped = replace(GREEDY, stop_tokens=(2,))
     assert answers_of(rollout.generate(PROMPTS, stopped)) == answers_of(worker(endless).generate(PROMPTS, stopped))
@@ -391,11 +391,11 @@ def test_the_context_is_that_of_the_scaled_rope(folder: Path, tmp_path: Path, ca
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
     scaled = folder_with(folder, tmp_path / "scaled", {}, rope_parameters=rope)
     assert worker(scaled).generate([[5] * 300], GREEDY)
-    assert "may go beyond" not in caplog.text
+    assert "may exceed" not in caplog.text
     rollout = worker(folder)
     for _ in range(2):
         rollout.generate([[5] * 250], replace(GREEDY, max_tokens=7))
-    assert caplog.text.count("may go beyond the 256 positions") == 1
+    assert caplog.text.count("may exceed the 256 positions") == 1
 
 
 def test_an_infinite_logit_is_one_error(folder: Path) -> None:
@@ -420,8 +420,8 @@ def test_a_reward_model_answers_nothing(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (torch.tensor([[0, 5, 6], [7, 8, 9]]), r"prompts is a Tensor \[2, 3\]: padding could not be told"),
-        ({"input_ids": torch.tensor([[0, 5]])}, "prompts is a dict: padding could not be told"),
+        (torch.tensor([[0, 5, 6], [7, 8, 9]]), r"prompts is a Tensor \[2, 3\], in which padding cannot be distinguished"),
+        ({"input_ids": torch.tensor([[0, 5]])}, "prompts is a dict, in which padding cannot be distinguished"),
         (["text"], "prompt 0 is 'text'; it must be a list of token ids"),
         ([5, 6], "prompt 0 is 5; it must be a list of token ids"),
         ("text", "prompts is a str; give a list of token ids"),
@@ -430,7 +430,7 @@ def test_a_reward_model_answers_nothing(folder: Path, tmp_path: Path) -> None:
         ([[1.5, 2.0]], r"prompt 0 is \[1.5, 2.0\]"),
         ([[True, False]], r"prompt 0 is \[True, False\]"),
         ([{1, 2}], "prompt 0 is {1, 2}"),
-        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for an answer in the 256 positions"),
+        ([[5] * 300], r"prompt 0 has 300 tokens, which leaves no room for a response in the 256 positions"),
     ],
 )
 def test_prompts_that_are_none_are_one_error(folder: Path, prompts: Any, message: str) -> None:

@@ -76,8 +76,8 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("no tokenizer", no_tokenizer, [], "has no tokenizer"),
     ("family", family, [], "model family 'qwen3_next' cannot run on packed sequences"),
     ("quantisation", nothing, ["model.quantization=nf4"], "model.quantization=nf4: QLoRA is not supported"),
-    ("world size", nothing, ["engine.parallel.cp=3"], "needs a multiple of 3 processes, but 1 run"),
-    ("axis", nothing, ["engine.parallel.tp=2"], "engine.parallel.tp=2: backend 'fsdp' has the axes"),
+    ("world size", nothing, ["engine.parallel.cp=3"], "needs a multiple of 3 processes, but the world size is 1"),
+    ("axis", nothing, ["engine.parallel.tp=2"], "engine.parallel.tp=2: backend 'fsdp' supports the axes"),
     ("no data setting", nothing, ["data.train=[]"], "data.train is not set"),
     ("no data file", nothing, ["data.train={task}/nowhere.jsonl"], "nowhere.jsonl does not exist"),
     ("empty data", rows_none, [], "train.jsonl has no rows"),
@@ -107,7 +107,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
         "all labels masked",
         lambda t: rows(t, {"messages": [USER, {**ANSWER, "train": False}]}),
         [],
-        "train.jsonl:3: no message of the assistant is to be learned",
+        "train.jsonl:3: every assistant message is excluded from learning",
     ),
     (
         "all labels cut off",
@@ -116,8 +116,8 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
         "train.jsonl is left to learn from",
     ),
     ("batch size", nothing, ["data.batch_size=0"], "data.batch_size=0; it must be at least 1"),
-    ("weights", nothing, ["data.weights=[1,2]"], "data.weights has 2 numbers, data.train 1 sources"),
-    ("negative weight", nothing, ["data.weights=[-1]"], "data.weights=[-1.0]; a weight is more than 0"),
+    ("weights", nothing, ["data.weights=[1,2]"], "data.weights has 2 numbers, data.train has 1 sources"),
+    ("negative weight", nothing, ["data.weights=[-1]"], "data.weights=[-1.0]; weights must be more than 0"),
     ("head", nothing, ["model.head=value"], "model.head=value: SFT trains a language-model head"),
     ("logger", nothing, ["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
     ("length", nothing, ["data.max_length=65"], "data.max_length=65 is more than engine.micro_batch.max_tokens=64"),
@@ -125,23 +125,23 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("seed", nothing, ["data.seed=-1"], "data.seed=-1; it must be at least 0"),
     ("timeout", nothing, ["trainer.timeout_minutes=0"], "trainer.timeout_minutes=0.0; it must be more than 0"),
     ("name from elsewhere", nothing, ["learning_rate=1"], "did you mean 'optim.lr'?"),
-    ("option", nothing, ["--optim.lr=1"], "'--optim.lr=1' is no setting; write optim.lr=1"),
+    ("option", nothing, ["--optim.lr=1"], "'--optim.lr=1' is not a setting; write optim.lr=1"),
     ("evaluation without data", nothing, ["trainer.eval_every=2"], "trainer.eval_every=2 needs data.eval"),
     (
         "patience without evaluations",
         nothing,
         ["data.eval={task}/data/eval.jsonl", "trainer.best_metric=loss", "trainer.patience=2"],
-        "trainer.patience=2 counts evaluations, and there is one at the end only",
+        "trainer.patience=2 counts evaluations, but the only evaluation is at the end",
     ),
     ("variable", nothing, ["data.chat_template_kwargs.tokenize=true"], "data.chat_template_kwargs has tokenize"),
-    ("resume", nothing, ["trainer.resume=yes"], "trainer.resume=True is no folder; give auto, none or a checkpoint folder"),
+    ("resume", nothing, ["trainer.resume=yes"], "trainer.resume=True is not a folder; give auto, none or a checkpoint folder"),
     ("config", lambda t: spoil_config(t, hidden_size="abc"), [], "the config cannot be read"),
-    ("several files", nothing, ["data.train=a.jsonl\\,b.jsonl"], "several are given as 'data.train=[a.jsonl,b.jsonl]'"),
+    ("several files", nothing, ["data.train=a.jsonl\\,b.jsonl"], "give several files as 'data.train=[a.jsonl,b.jsonl]'"),
     ("a pattern", nothing, ["data.train=data/*.jsonl"], "patterns are not expanded: give the folder"),
     ("output folder is a file", nothing, ["trainer.output_dir={task}/model/config.json"], "is a file; choose a folder"),
     ("metric", nothing, ["trainer.best_metric=loss"], "trainer.best_metric=loss needs data.eval"),
-    ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be made"),
-    ("output folder of the kernel", nothing, ["trainer.output_dir=/proc/nowhere"], "cannot be made"),
+    ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be created"),
+    ("output folder of the kernel", nothing, ["trainer.output_dir=/proc/nowhere"], "cannot be created"),
     ("cache folder", nothing, ["data.cache_dir={task}/model/config.json"], "set data.cache_dir"),
 ]
 
@@ -204,7 +204,7 @@ def test_nan_in_the_weights(task: Path, capfd: pytest.CaptureFixture[str]) -> No
 def test_nan_in_the_loss(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words(task, "trainer.max_steps=30", "optim.lr=1e30", "optim.clip_grad_norm=null")) == 1
     error = capfd.readouterr().err
-    one_line(error, "the parameters are as before")
+    one_line(error, "the parameters are unchanged")
     assert "engine.non_finite=skip" in error
     # What was measured until then is kept, and drawn.
     assert records(task / "run")
@@ -233,7 +233,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(rank: int, task: Pat
     (code, error), (other, silent) = run_ranks(rank_disk_full, 2, longer, rank, 1_000_000)
     assert (code, other, silent) == (1, 1, "")
     one_line(
-        error, "cannot be written (File too large); make room, or choose another folder. Those saved before are untouched"
+        error, "cannot be written (File too large); free up space, or choose another folder. Earlier checkpoints are untouched"
     )
     manifest, skipped = latest(LocalStore(task / "run" / "checkpoints"))
     assert manifest is not None

@@ -26,11 +26,11 @@ from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, 
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader, Sampler
-from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.methods import reference as reference_module
 from drivetrain.trainers.methods.base import Method
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.validate import sample_budget
 from helpers.harness import run_ranks
 from helpers.preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
@@ -200,7 +200,7 @@ def test_a_cached_reference_gives_the_same_and_is_computed_once(pairs_task: Path
     held_out = [f"data.eval=[{pairs_task / 'pairs.jsonl'}]", "trainer.best_metric=reward_margin", "trainer.eval_every=1"]
     assert dpo.main(words(pairs_task, "cached", *common, *held_out, "trainer.export_hf=false")) == 0
     near([r for r in records(pairs_task / "cached") if "split" not in r], expected(pairs_task, "sigmoid"))
-    assert "were computed before" not in caplog.text
+    assert "log-probabilities from an earlier run" not in caplog.text
     evaluated = [r for r in records(pairs_task / "cached") if r.get("split") == "eval"]
     assert len(evaluated) == STEPS
     assert evaluated[-1]["reward_margin"] > evaluated[0]["reward_margin"]
@@ -208,7 +208,7 @@ def test_a_cached_reference_gives_the_same_and_is_computed_once(pairs_task: Path
     assert len(files) == 1
     stamp = files[0].stat().st_mtime_ns
     assert dpo.main(words(pairs_task, "again", *common, "trainer.export_hf=false")) == 0
-    assert "were computed before" in caplog.text
+    assert "log-probabilities from an earlier run" in caplog.text
     assert files[0].stat().st_mtime_ns == stamp
     near(records(pairs_task / "again"), expected(pairs_task, "sigmoid"))
     # Another reference is not taken for this one; nor is a damaged file.
@@ -282,7 +282,7 @@ def test_a_run_of_another_trainer_is_not_gone_on_with(pairs_task: Path, capfd: p
     from drivetrain.trainers.sft import main
 
     assert main([*sft, f"data.train=[{pairs_task / 'data' / 'train.jsonl'}]"]) == 1
-    assert "is of a run of DPO, this one is SFT" in capfd.readouterr().err
+    assert "is from a DPO run, and this SFT run cannot resume from it" in capfd.readouterr().err
 
 
 def test_a_resumed_dpo_run_equals_the_uninterrupted_one(pairs_task: Path) -> None:
@@ -341,6 +341,7 @@ def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: A
     assert next(tmp_path.glob("*/hf/model.safetensors")).is_file()
 
 
+@pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from drivetrain.trainers.demo.command import main
 
@@ -356,18 +357,18 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         (dpo, ["dpo.loss=sigmoid", "dpo.beta=0"], "dpo.beta=0.0; it must be more than 0"),
         (dpo, ["dpo.loss=simpo", "reference.path=MODEL"], "which has no reference"),
         (dpo, ["reference.mode=base"], "reference.mode=base needs adapters"),
-        (dpo, ["recipe=sft"], "recipe=sft is another trainer's; this one has dpo, "),
+        (dpo, ["recipe=sft"], "recipe=sft belongs to another trainer; this one has dpo, "),
         (dpo, ["dpo.loss=cpo", "reference.offload=host"], "reference.* is set with dpo.loss=cpo"),
-        (dpo, ["dpo.gamma=0.9"], "dpo.gamma=0.9 with dpo.loss=sigmoid, which has none; it is for simpo"),
-        (dpo, ["dpo.loss=kto", "dpo.sft_weight=1"], "dpo.sft_weight=1.0 with dpo.loss=kto"),
-        (dpo, ["dpo.desirable_weight=2"], "dpo.desirable_weight=2.0 with dpo.loss=sigmoid"),
+        (dpo, ["dpo.gamma=0.9"], "dpo.gamma=0.9 does not apply to dpo.loss=sigmoid; it is only for simpo"),
+        (dpo, ["dpo.loss=kto", "dpo.sft_weight=1"], "dpo.sft_weight=1.0 does not apply to dpo.loss=kto"),
+        (dpo, ["dpo.desirable_weight=2"], "dpo.desirable_weight=2.0 does not apply to dpo.loss=sigmoid"),
         (dpo, ["engine.micro_batch.infer_max_tokens=10"], "more than engine.micro_batch.infer_max_tokens=10"),
         (
             dpo,
             ["model.lora.rank=2", "reference.mode=base", "reference.backend=mcore"],
             "reference.backend=mcore with reference.mode=base",
         ),
-        (dpo, ["reference.parallel.tp=2"], "reference.parallel is set, reference.backend is not"),
+        (dpo, ["reference.parallel.tp=2"], "reference.parallel is set but reference.backend is not"),
         (
             dpo,
             ["reference.path=nowhere/at/all"],
@@ -376,24 +377,24 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         (dpo, ["dpo.loss=kto", "reference.mode=cached"], "reference.mode=cached with dpo.loss=kto"),
         (dpo, ["dpo.loss=kto", "data.batch_size=1"], "data.batch_size=1: kto compares"),
         (dpo, ["data.format=messages"], "data.format=messages: DPO reads preference"),
-        (dpo, ["data.turns=per_turn"], "data.turns=per_turn: a side of a preference"),
+        (dpo, ["data.turns=per_turn"], "data.turns=per_turn: each side of a preference"),
         (dpo, ["model.head=value"], "model.head=value: DPO trains a language-model head"),
-        (rm, ["model.head=lm"], "model.head=lm: reward modelling trains a value head"),
+        (rm, ["model.head=lm"], "model.head=lm: reward modeling trains a value head"),
         (rm, ["rm.centering=-1"], "rm.centering=-1.0; it must be 0 or more"),
         (
             rm,
             ["trainer.generate=2", "data.eval=[PAIRS]"],
-            "trainer.generate=2: reward modelling trains a model that says nothing",
+            "trainer.generate=2: reward modeling trains a model that cannot generate text",
         ),
         (
             rm,
             ["trainer.best_metric=accuracy", "data.eval=[PAIRS]"],
-            "an evaluation measures loss, reward_accuracy, reward_margin",
+            "the metrics of an evaluation are loss, reward_accuracy, reward_margin",
         ),
         (
             dpo,
             ["engine.micro_batch.max_tokens=20"],
-            "and stand in one micro-batch: more than engine.micro_batch.max_tokens=20",
+            "too many for one micro-batch: more than engine.micro_batch.max_tokens=20",
         ),
     ],
 )
@@ -418,7 +419,7 @@ def test_a_reference_of_another_vocabulary_is_refused(
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(other)
     assert dpo.main(words(pairs_task, "bad", f"reference.path={other}")) == 1
-    assert "has another tokenizer (17 tokens) than" in capfd.readouterr().err
+    assert "has a different tokenizer (17 tokens) than" in capfd.readouterr().err
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------------
@@ -474,15 +475,17 @@ def layout_steps(
         engine.close()
 
 
-LAYOUTS: list[tuple[str, str, int, dict[str, Any], dict[str, Any]]] = [
-    ("sigmoid", "fsdp", 2, {}, {}),
+LAYOUTS: list[Any] = [
+    pytest.param("sigmoid", "fsdp", 2, {}, {}, marks=pytest.mark.slow),
     ("sigmoid", "fsdp", 2, {"cp": 2}, {"backend": "fsdp", "parallel": {}}),
     ("sigmoid", "mcore", 2, {"tp": 2}, {"backend": "fsdp", "parallel": {"cp": 2}}),
-    ("sigmoid", "fsdp", 4, {"cp": 2}, {"backend": "mcore", "parallel": {"tp": 2, "pp": 2}}),
-    ("sigmoid", "mcore", 2, {"pp": 2}, {"mode": "cached"}),
+    pytest.param(
+        "sigmoid", "fsdp", 4, {"cp": 2}, {"backend": "mcore", "parallel": {"tp": 2, "pp": 2}}, marks=pytest.mark.slow
+    ),
+    pytest.param("sigmoid", "mcore", 2, {"pp": 2}, {"mode": "cached"}, marks=pytest.mark.slow),
     ("kto", "fsdp", 2, {}, {"backend": "mcore", "parallel": {"tp": 2}}),
     ("reward", "mcore", 2, {"tp": 2, "tp_sequence": True}, {}),
-    ("reward", "fsdp", 2, {}, {}),
+    pytest.param("reward", "fsdp", 2, {}, {}, marks=pytest.mark.slow),
 ]
 
 
@@ -543,9 +546,9 @@ def rank_first_loss(
     return result.loss, ran[0] == ran[1]
 
 
-SELF: list[tuple[str, int, dict[str, Any], int]] = [
-    ("fsdp", 1, {}, 0),
-    ("fsdp", 2, {}, 0),
+SELF: list[Any] = [
+    pytest.param("fsdp", 1, {}, 0, marks=pytest.mark.slow),
+    pytest.param("fsdp", 2, {}, 0, marks=pytest.mark.slow),
     ("fsdp", 2, {"cp": 2}, 4),
     ("mcore", 2, {"tp": 2, "tp_sequence": True}, 0),
     ("mcore", 2, {"pp": 2}, 0),

@@ -72,7 +72,11 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
 
 @pytest.mark.parametrize(
     ("launcher", "blocks"),
-    [(TORCHRUN, True), (TORCHRUN, False), (["drivetrain.cli", "sft", "--nproc", "2"], True)],
+    [
+        pytest.param(TORCHRUN, True, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, False, marks=pytest.mark.slow),
+        (["drivetrain.cli", "sft", "--nproc", "2"], True),
+    ],
     ids=["torchrun, blocking destroy", "torchrun", "drivetrain, blocking destroy"],
 )
 def test_both_ranks_end_and_the_cause_is_shown_once(
@@ -101,6 +105,7 @@ def test_both_ranks_end_and_the_cause_is_shown_once(
         assert done.stderr.strip().splitlines()[-1] == told[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_told_in_one_line(task: Path, planted: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain.cli", "sft", "--nproc", "2", *words(task, "engine.backend=planted")],
@@ -113,7 +118,7 @@ def test_a_rank_that_is_killed_is_told_in_one_line(task: Path, planted: dict[str
     assert done.returncode in (1, 137)
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     # What its peer saw of it may come first: a connection that broke.
-    assert any(line.startswith("error: rank 1 was ended by SIGKILL") or "rank 0: RuntimeError" in line for line in told)
+    assert any(line.startswith("error: rank 1 was killed by SIGKILL") or "rank 0: RuntimeError" in line for line in told)
     assert "ChildFailedError" not in done.stderr
 
 

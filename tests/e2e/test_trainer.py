@@ -16,9 +16,9 @@ from drivetrain.engine.checkpoint.retention import steps
 from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.encode import encode_row
-from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.loop.loggers import JSONL
 from drivetrain.trainers.sft import main
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from helpers.runs import losses, records, words
 
 TOKENIZER = make_tokenizer()
@@ -115,6 +115,7 @@ def test_two_processes_by_torchrun(task: Path) -> None:
     assert AutoTokenizer.from_pretrained(task / "run" / "hf").chat_template == TOKENIZER.chat_template
 
 
+@pytest.mark.slow
 def test_commands_of_the_readme(task: Path) -> None:
     """Typed as they stand there, with the reader's own paths put in."""
     root = Path(__file__).parents[2]
@@ -150,6 +151,7 @@ def test_commands_of_the_readme(task: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_page_for_ones_own_data(task: Path) -> None:
     """docs/own-data.md, typed from top to bottom."""
     page = (Path(__file__).parents[2] / "docs" / "own-data.md").read_text()
@@ -170,6 +172,7 @@ def test_the_page_for_ones_own_data(task: Path) -> None:
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_program_of_the_documentation(task: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     program = page.split("```python\n")[1].split("```")[0].replace('"MODEL"', repr(str(task / "model")))
@@ -216,7 +219,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(
     best = min(evaluated, key=lambda step: evaluated[step])
     last = max(evaluated)
     assert last == best + 6 < 100
-    assert f"best loss: {evaluated[best]:.4g} after step {best}, which is exported" in caplog.text
+    assert f"best loss: {evaluated[best]:.4g} after step {best}; exporting that checkpoint" in caplog.text
     folders = steps(LocalStore(task / "run" / "checkpoints"))
     assert folders == [f"step-{best:08d}", f"step-{last:08d}"]
     # The export is the best one: evaluated again, it has that loss.
@@ -261,7 +264,7 @@ def test_watch_decides() -> None:
     ):
         other.restore(watch.state())
         assert other.best is None
-    with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; an evaluation measures loss, accuracy"):
+    with pytest.raises(ConfigError, match=r"trainer.best_metric=f1; the metrics of an evaluation are loss, accuracy"):
         EarlyStopping("f1", None, "", SFTMethod.lower_is_better)
     with pytest.raises(ConfigError, match=r"trainer.patience=3 needs trainer.best_metric"):
         EarlyStopping(None, 3, "", SFTMethod.lower_is_better)
@@ -291,9 +294,12 @@ LAUNCHERS = {
     "one rank of torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *ALONE],
     "ctrl-c": ALONE,
 }
+FAST_LAUNCHERS = ("one rank of torchrun", "ctrl-c")
 
 
-@pytest.mark.parametrize("how", LAUNCHERS)
+@pytest.mark.parametrize(
+    "how", [how if how in FAST_LAUNCHERS else pytest.param(how, marks=pytest.mark.slow) for how in LAUNCHERS]
+)
 def test_a_signal_saves_and_leaves(how: str, task: Path) -> None:
     """Whoever gets it; and what follows is what would have followed."""
     run = started(task, LAUNCHERS[how])
@@ -358,7 +364,7 @@ def test_another_model_in_the_same_folder_is_refused(task: Path, capfd: pytest.C
     assert main(moved) == 0
     capfd.readouterr()
     assert main(words(task, "trainer.max_steps=4", f"model.path={task / 'run' / 'hf'}")) == 1
-    assert f"now it is {task / 'run' / 'hf'}, another model, whose weights would not be read" in capfd.readouterr().err
+    assert f"it is now {task / 'run' / 'hf'}, a different model, whose weights would not be read" in capfd.readouterr().err
 
 
 def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:

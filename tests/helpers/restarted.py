@@ -38,7 +38,7 @@ class Restarted(Reference):
             state = self.optimizer.state[parameter]
             for kind, tensors in kinds.items():
                 target = parameter.data if kind == "value" else state.setdefault(kind, torch.zeros_like(parameter.data))
-                for segment in layout.segments(name, parameter.shape):
+                for segment in layout.stored_slices(name, parameter.shape):
                     part = segment.box.within((0,) * parameter.dim())
                     target[part] = tensors[segment.name].view_as(target[part])
             steps = set(counts.values())

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drivetrain.trainers.demo.addition import write_data, write_model
+from drivetrain.trainers.tasks.addition import write_data, write_model
 
 
 def make_task(folder: Path) -> None:

@@ -97,7 +97,7 @@ def valid() -> dict[str, Any]:
         ({"group_ids": torch.tensor([0])}, "group_ids"),
         ({"names": ("a",)}, "names"),
         ({"media": {"p": MediaField(values=torch.zeros(3, 2), counts=torch.tensor([1, 1]))}}, "counts add up to 2"),
-        ({"media": {"p": MediaField(values=torch.zeros(0, 2), counts=torch.tensor([1, -1]))}}, "none negative"),
+        ({"media": {"p": MediaField(values=torch.zeros(0, 2), counts=torch.tensor([1, -1]))}}, "not negative"),
     ],
 )
 def test_what_breaks_the_format_is_refused(change: dict[str, Any], message: str) -> None:
@@ -172,9 +172,9 @@ def test_padded_round_trip(lengths: list[int], seed: int, side: Any, extra: int)
 
 def test_padded_input_is_checked() -> None:
     ids = torch.arange(6).view(2, 3)
-    with pytest.raises(BatchError, match=r"row 0 .* has a hole"):
+    with pytest.raises(BatchError, match=r"row 0 .* has a gap"):
         from_padded(ids, torch.tensor([[1, 0, 1], [1, 1, 1]]))
-    with pytest.raises(BatchError, match=r"row 1 .* has no token"):
+    with pytest.raises(BatchError, match=r"row 1 .* has no tokens"):
         from_padded(ids, torch.tensor([[1, 1, 1], [0, 0, 0]]))
     with pytest.raises(BatchError, match="both be"):
         from_padded(ids, torch.ones(2, 4))

@@ -148,17 +148,17 @@ def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
         ({"responses": torch.zeros(2, 9)}, "R <= L"),
         ({"responses": GOOD["input_ids"]}, "there is no prompt"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \[2, 4\]"),
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])}, "has a hole"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])}, "has a gap"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]])}, "row 1 has no prompt"),
         ({"input_ids": None}, "this is a dict with"),
-        ({"input_ids": [[1, 2], [3]]}, "input_ids is a list that makes no tensor"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids is a list that cannot be converted to a tensor"),
         ({"input_ids": GOOD["input_ids"].float()}, "input_ids are float32; token ids are integers"),
-        ({"input_ids": "text"}, "input_ids is a str; a field is a tensor"),
-        ({"reponse_mask": GOOD["responses"]}, "the field 'reponse_mask', which nobody reads; did you mean 'response_mask'"),
+        ({"input_ids": "text"}, "input_ids is a str; a field must be a tensor"),
+        ({"reponse_mask": GOOD["responses"]}, "the field 'reponse_mask', which is never read; did you mean 'response_mask'"),
         ({"importance_weight": GOOD["responses"]}, "did you mean 'importance_weights'"),
-        ({"uid": torch.zeros(2)}, r"'uid', which nobody reads; there are advantages.*passengers=\('uid',\)"),
+        ({"uid": torch.zeros(2)}, r"'uid', which is never read; known fields: advantages.*passengers=\('uid',\)"),
         ({"rewards": torch.zeros(2, 1)}, r"rewards is \[2, 1\]; it must be \[2\]"),
-        ({"advantages": [["a", "b"], ["c", "d"]]}, "advantages is a list that makes no tensor .*as columns"),
+        ({"advantages": [["a", "b"], ["c", "d"]]}, "advantages is a list that cannot be converted to a tensor .*as columns"),
         ({"responses": GOOD["responses"] + 1}, "row 0: responses are not the last 3 columns"),
         ({"response_mask": torch.tensor([[1, 1, 1], [1, 1, 1]])}, "response_mask is 1 where attention_mask is 0"),
         ({"response_mask": torch.tensor([[1, 1, 0.3], [1, 1, 0]])}, "neither 0 nor 1"),
@@ -220,11 +220,11 @@ def test_passengers_ride_along() -> None:
     assert batch.select([1]).passengers >= {"uid"}
     # Declared once, they pass every other door; undeclared ones do not.
     assert open_any(batch).batch.passengers == batch.passengers
-    with pytest.raises(BatchError, match=r"'(uid|scores|ids)', which nobody reads"):
+    with pytest.raises(BatchError, match=r"'(uid|scores|ids)', which is never read"):
         open_any(replace(batch, passengers=frozenset()))
     # A reward function reads all numbers, and what is no number has a way of its own.
     assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, every=True).batch.sequence_fields
-    with pytest.raises(BatchError, match=r"source is a list that makes no tensor .*as columns"):
+    with pytest.raises(BatchError, match=r"source is a list that cannot be converted to a tensor .*as columns"):
         open_any(data, every=True)
     assert open_any(data, passengers=("source",), every=True).batch.passengers >= {"uid", "source"}
 
@@ -232,22 +232,22 @@ def test_passengers_ride_along() -> None:
 def test_a_known_field_in_another_place_is_refused() -> None:
     batch = opened(GOOD).batch
     for name in ("response_mask", "importance_weights"):
-        with pytest.raises(BatchError, match=f"'{name}', which nobody reads"):
+        with pytest.raises(BatchError, match=f"'{name}', which is never read"):
             opened(batch.with_sequence_fields(**{name: torch.zeros(2)}))
-    with pytest.raises(BatchError, match="'margin', which nobody reads"):
+    with pytest.raises(BatchError, match="'margin', which is never read"):
         opened(batch.with_fields(margin=torch.zeros(batch.num_tokens)))
-    with pytest.raises(BatchError, match=r"passengers='uid'; give a collection"):
+    with pytest.raises(BatchError, match=r"passengers='uid'; pass a collection"):
         replace(batch, passengers="uid")  # type: ignore[arg-type]
     assert replace(batch, passengers=("uid",)).with_passengers("x").passengers == {"uid", "x"}  # type: ignore[arg-type]
 
 
 def test_jagged_fields_of_other_borders_are_refused() -> None:
     rows: dict[str, Any] = {"input_ids": jagged([[1, 2, 3], [4, 5]]), "responses": jagged([[3], [5]])}
-    with pytest.raises(BatchError, match="advantages has other borders"):
+    with pytest.raises(BatchError, match="advantages has different boundaries"):
         opened(TensorDict({**rows, "advantages": jagged([[1], [1, 2]], torch.float32)}, batch_size=[2]))
-    with pytest.raises(BatchError, match="it must be jagged like them"):
+    with pytest.raises(BatchError, match="it must be jagged as well"):
         opened(TensorDict({**rows, "advantages": torch.zeros(2)}, batch_size=[2]))
-    with pytest.raises(BatchError, match="do not fit"):
+    with pytest.raises(BatchError, match="do not match"):
         opened(TensorDict({**rows, "responses": jagged([[3], [4, 5, 6]])}, batch_size=[2]))
     with pytest.raises(BatchError, match="row 1 has no prompt"):
         opened(TensorDict({**rows, "responses": jagged([[3], [4, 5]])}, batch_size=[2]))

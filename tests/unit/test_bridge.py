@@ -25,7 +25,7 @@ def disk_shapes(family: str, **settings: Any) -> dict[str, tuple[int, ...]]:
     model.tie_weights()
     layout = DiskLayout(model)
     stored = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
-    return {s.name: s.shape for name, p in stored.items() for s in layout.segments(name, p.shape)}
+    return {s.name: s.shape for name, p in stored.items() for s in layout.stored_slices(name, p.shape)}
 
 
 def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tuple[int, ...]]:
@@ -101,13 +101,13 @@ def test_parts_of_all_ranks_make_every_tensor_exactly_once(name: str, tp: int, t
                 of_experts = isinstance(rule, ExpertRows | ExpertColumns)
                 if (not of_experts and expert_rank) or (not rule.is_split(len(shape)) and rank):
                     continue
-                segments = rule.segments(names, shape, part, decoder)
-                used = [s.box for s in segments]
+                stored_slices = rule.stored_slices(names, shape, part, decoder)
+                used = [s.box for s in stored_slices]
                 rows = sum(b.length[0] for b in used)
                 padding = "embed" in parameter or "output_layer" in parameter
                 assert covers((rows, *shape[1:]), used), f"{parameter}: the segments overlap"
                 assert rows == shape[0] or padding, f"{parameter} has rows that no tensor fills"
-                for s in segments:
+                for s in stored_slices:
                     assert s.shape == stored[s.name], s
                     boxes.setdefault(s.name, []).append(TensorSlice(s.offset or (0,) * len(s.shape), s.box.length))
     assert set(boxes) == set(stored)
@@ -131,7 +131,7 @@ def test_query_key_and_value_stand_group_by_group() -> None:
     tensors = dict(zip(names, (q, k, v), strict=True))
     for rank in range(2):
         local = torch.zeros(len(want) // 2, decoder.hidden)
-        for s in rule.segments(names, tuple(local.shape), Part(2, rank), decoder):
+        for s in rule.stored_slices(names, tuple(local.shape), Part(2, rank), decoder):
             local[s.box.within((0, 0))] = tensors[s.name][TensorSlice(s.offset, s.box.length).within((0, 0))]
         assert torch.equal(local, want.chunk(2)[rank])
 
@@ -194,7 +194,7 @@ def test_the_bridge_packs_as_mbridge_does(name: str, tp: int) -> None:
             whole = bare._weight_to_mcore_format(their, [stored[n] for n in names])
             want = bare._weight_split_across_tp(their, whole, torch.empty(shape), tp)[rank]
             got = torch.full(shape, torch.nan)
-            for s in rule.segments(names, shape, Part(tp, rank), decoder):
+            for s in rule.stored_slices(names, shape, Part(tp, rank), decoder):
                 offset = s.offset or (0,) * len(s.shape)
                 got[s.box.within((0,) * len(shape))] = stored[s.name][
                     TensorSlice(offset, s.box.length).within((0,) * len(s.shape))

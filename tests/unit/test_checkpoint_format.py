@@ -104,7 +104,7 @@ def test_damage_shows_where_it_is_read_and_nowhere_else(big: tuple[LocalStore, b
     for start in (0, CHUNK_BYTES - 100, 2 * CHUNK_BYTES, len(data) - 100):
         file.read_into(start, memoryview(out))
     for start in (CHUNK_BYTES - 50, CHUNK_BYTES, 2 * CHUNK_BYTES - 100):
-        with pytest.raises(DamagedError, match=f"bytes from {CHUNK_BYTES} on do not match"):
+        with pytest.raises(DamagedError, match=f"bytes starting at {CHUNK_BYTES} do not match"):
             file.read_into(start, memoryview(out))
     with pytest.raises(DamagedError):
         file.read_into(0, memoryview(bytearray(len(data))))
@@ -152,15 +152,15 @@ def tensors(shape: list[Any], *boxes: dict[str, Any], dtype: str = "F32") -> dic
     ("changes", "message"),
     [
         ({"format": 2}, "has format 2; this version reads format 1"),
-        ({"step": -1}, "-1 is no count"),
-        ({"step": True}, "True is no count"),
-        ({"step": 10.5}, "10.5 is no count"),
-        ({"ranks": []}, "2 ranks, but the state of 0"),
+        ({"step": -1}, "-1 is not a count"),
+        ({"step": True}, "True is not a count"),
+        ({"step": 10.5}, "10.5 is not a count"),
+        ({"ranks": []}, "world_size is 2, but there is state for 0 ranks"),
         ({"extra": []}, "extra is list"),
         ({"schedule": {}}, "malformed: KeyError 'step'"),
-        ({"tensors": tensors([6, -5, 4], BOX)}, "-5 is no count"),
-        ({"tensors": tensors([6, 5, 4], {**BOX, "offset": [1, 0, 0]})}, "a box from"),
-        ({"tensors": tensors([6, 5, 4], {**BOX, "offset": [0]})}, "a box from|argument"),
+        ({"tensors": tensors([6, -5, 4], BOX)}, "-5 is not a count"),
+        ({"tensors": tensors([6, 5, 4], {**BOX, "offset": [1, 0, 0]})}, "does not fit into the tensor"),
+        ({"tensors": tensors([6, 5, 4], {**BOX, "offset": [0]})}, "does not fit into the tensor|argument"),
         ({"tensors": tensors([6, 5, 4], {**BOX, "file": "../../etc/passwd"})}, "does not list"),
         ({"tensors": tensors([6, 5, 4], BOX, dtype="PICKLE")}, "unknown dtype 'PICKLE'"),
         ({"tensors": {"w": 5}}, "malformed"),
@@ -210,7 +210,7 @@ def header(text: bytes, length: int | None = None) -> bytes:
         (header(b"{"), "cannot be read"),
         (header(b"[" * 100_000), "cannot be read"),
         (header(json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()), "takes"),
-        (header(json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}).encode()), "is no count"),
+        (header(json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}).encode()), "is not a count"),
         (header(json.dumps({"w": {"dtype": "OBJ", "shape": [1], "data_offsets": [0, 4]}}).encode()), "cannot be read"),
         (header(json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()), "takes 4 bytes"),
         (b"\x80\x05\x95" + b"." * 100, "a header of"),
@@ -293,7 +293,7 @@ def test_an_unknown_store_is_refused() -> None:
 
 
 def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         find_checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"checkpoints has no complete checkpoint: .*has no manifest.json"):
@@ -364,7 +364,7 @@ def test_an_empty_tensor_costs_nothing(tmp_path: Path) -> None:
     assert verify_or_refuse(tmp_path)
     for shape in ([2**60, 0], [1, 0, 2**63], [2**40, 2**40]):
         write(LocalStore(tmp_path), tensors=tensors(shape))
-        with pytest.raises(CheckpointError, match="is no shape that a tensor can have"):
+        with pytest.raises(CheckpointError, match="is not a shape that a tensor can have"):
             find_checkpoint(tmp_path)
 
 
@@ -381,5 +381,5 @@ def test_model_files_are_no_weights(name: str, tmp_path: Path) -> None:
     manifest = find_checkpoint(tmp_path)
     data = {**manifest.data, "files": {**manifest.data["files"], name: {"bytes": 2, "xxh3": digests_of(b"{}")}}}
     write_manifest(LocalStore(tmp_path / "step-00000003"), data)
-    with pytest.raises(CheckpointError, match="is none of the files that stand beside"):
+    with pytest.raises(CheckpointError, match="is not a file that belongs next to"):
         dict(find_checkpoint(tmp_path).model_files())

@@ -41,15 +41,15 @@ def test_overrides_win_over_recipe_and_defaults(tmp_path: Path) -> None:
         (["trainer.max_step=3"], "did you mean 'trainer.max_steps'"),
         (
             ["engine.options.nonsense=1"],
-            "unknown setting 'engine.options.nonsense'; engine.options of this backend has allow_unverified_family",
+            "unknown setting 'engine.options.nonsense'; this backend's engine.options are allow_unverified_family",
         ),
         (["optim.lr=abc"], "optim.lr: Value 'abc'"),
         (["engine.recompute=sometimes"], "engine.recompute: Invalid value 'sometimes', expected one of"),
         (["engine.backend=fsdq"], "engine.backend='fsdq' is unknown; .*did you mean 'fsdp'"),
-        (["recipe=nowhere"], "recipe=nowhere does not exist; built in are sft, sft_demo, sft_lora"),
+        (["recipe=nowhere"], "recipe=nowhere does not exist; the built-in recipes are sft, sft_demo, sft_lora"),
         (["recipe=sft_lorra"], "did you mean 'sft_lora'"),
         (["recipe=sft", "recipe=sft_lora"], "given 2 times"),
-        (["--lr"], "'--lr' is no setting; write key=value"),
+        (["--lr"], "'--lr' is not a setting; write key=value"),
     ],
 )
 def test_bad_settings_say_what_to_do(words: list[str], message: str) -> None:
@@ -90,14 +90,14 @@ def test_paths_are_expanded(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert given("~/a") == [f"{tmp_path}/a"]
     assert given("$WHERE/$WHERE.x") == ["here/here.x"]
     assert given("s3://bucket/~a") == ["s3://bucket/~a"]
-    with pytest.raises(ConfigError, match=rf"{name}=\$NOWHERE/a: the environment has no variable \$NOWHERE"):
+    with pytest.raises(ConfigError, match=rf"{name}=\$NOWHERE/a: the environment variable \$NOWHERE is not set"):
         given("$NOWHERE/a")
     with pytest.raises(ConfigError, match=f"{name}=~nobody-here/a: there is no user 'nobody-here'"):
         given("~nobody-here/a")
-    with pytest.raises(ConfigError, match=r"an environment variable is written \$NAME"):
+    with pytest.raises(ConfigError, match=r"write an environment variable as \$NAME"):
         given("${HOME}/a")
     monkeypatch.setenv("EMPTY", "")
-    with pytest.raises(ConfigError, match=r"no variable \$EMPTY, or an empty one"):
+    with pytest.raises(ConfigError, match=r"variable \$EMPTY is not set or is empty"):
         given("$EMPTY/a")
     monkeypatch.setenv("PRICE", "5$")
     assert given("$PRICE/a") == ["5$/a"]
@@ -144,7 +144,7 @@ def test_a_recipe_may_stand_on_another(tmp_path: Path) -> None:
     config = parse(SFTConfig, [f"recipe={tmp_path / 'mine.yaml'}"], USAGE)
     assert (config.optim.lr, config.engine.precision.compute) == (0.5, "bfloat16")
     (tmp_path / "round.yaml").write_text(f"recipe: {tmp_path / 'round.yaml'}\n")
-    with pytest.raises(ConfigError, match="go round in a circle"):
+    with pytest.raises(ConfigError, match="form a cycle"):
         parse(SFTConfig, [f"recipe={tmp_path / 'round.yaml'}"], USAGE)
 
 
@@ -320,7 +320,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 def test_registry_refuses_a_taken_name() -> None:
     assert "fsdp" in backends()
-    with pytest.raises(ConfigError, match="'fsdp' is registered already"):
+    with pytest.raises(ConfigError, match="'fsdp' is already registered"):
         register("fsdp", BackendSpec(engine="x:Y"))
     register("mine", BackendSpec(engine="x:Y"))
     assert spec_of("mine").engine == "x:Y"
@@ -355,7 +355,7 @@ def test_third_party_engine_is_found_and_conforms(tmp_path: Path) -> None:
     words = ["-m", "drivetrain.cli", "conformance", "other", "--only", "reference", "budget"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "2 checks hold, 0 fail" in done.stdout
+    assert "2 checks passed, 0 failed" in done.stdout
 
 
 def test_third_party_engine_may_not_take_our_name(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_third_party_engine_may_not_take_our_name(tmp_path: Path) -> None:
         [sys.executable, "-m", "drivetrain.cli", "backends"], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode != 0
-    assert "two engines are called 'fsdp'" in done.stderr
+    assert "two backends are called 'fsdp'" in done.stderr
 
 
 def test_errors_survive_pickling() -> None:

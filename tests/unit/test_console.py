@@ -54,11 +54,11 @@ def test_a_summary_tells_what_was_done() -> None:
     summary.log({"step": 3, "split": "eval", "loss": 2.75})
     told = dict(line.split(maxsplit=1) for line in summary.lines({"model": "runs/x/hf"}))
     assert told["steps"] == "1 to 3 of 3, 1 skipped"
-    assert told["loss"] == "3 at first, 1 at last"
+    assert told["loss"] == "3 at the first step, 1 at the last"
     # The first step, which compiles and allocates, is left out.
-    assert told["tokens"] == "3000, 250 a second (median)"
+    assert told["tokens"] == "3000, 250 per second (median)"
     assert told["mfu"] == "25.0%"
-    assert told["evaluation"] == "loss 2.75 at last, 2.5 at lowest (step 2)"
+    assert told["evaluation"] == "last loss 2.75, lowest 2.5 (step 2)"
     assert told["model"] == "runs/x/hf"
 
 

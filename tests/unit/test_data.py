@@ -12,7 +12,7 @@ from drivetrain.trainers.data.encode import encode_completion, encode_row, marke
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.sources import Chunk
 from drivetrain.trainers.data.tokenize import Encoder
-from drivetrain.trainers.demo.addition import make_tokenizer, pairs, question
+from drivetrain.trainers.tasks.addition import make_tokenizer, pairs, question
 
 TOKENIZER = make_tokenizer()
 BUDGET = Budget(tokens=100, setting="engine.micro_batch.max_tokens=100")
@@ -47,7 +47,7 @@ def test_a_turn_may_be_left_out() -> None:
     (sample,) = chat(first)
     assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end><user>10+5=<assistant>15<end>"
     assert learned(sample) == "15<end>"
-    with pytest.raises(DataError, match=r"row: no message of the assistant is to be learned \(train=false"):
+    with pytest.raises(DataError, match=r"row: every assistant message is excluded from learning \(train=false"):
         chat(first[:2])
     with pytest.raises(DataError, match="row: message 1 has train=true and the role 'user'"):
         chat([{**question(1, 2)[0], "train": True}, {"role": "assistant", "content": "3"}])
@@ -77,7 +77,7 @@ def test_all_of_a_text_is_learned() -> None:
 def test_parts_of_text_are_joined_and_others_refused() -> None:
     (sample,) = chat([{"role": "user", "content": [{"type": "text", "text": "3+"}, {"type": "text", "text": "4="}]}, CHAT[1]])
     assert TOKENIZER.decode(sample.ids) == "<user>3+4=<assistant>7<end>"
-    with pytest.raises(DataError, match="row: message 1 has parts of the kinds text, image"):
+    with pytest.raises(DataError, match="row: message 1 has parts of type text, image"):
         chat([{"role": "user", "content": [{"type": "text", "text": "3"}, {"type": "image"}]}, CHAT[1]])
 
 
@@ -97,7 +97,7 @@ def test_tools_and_variables_reach_the_template() -> None:
     assert tokenizer.decode(sample.ids) == "+<user>3+4=<assistant>7<end>"
     with pytest.raises(DataError, match="row: tools is a dict; it must be a list"):
         chat(messages, tokenizer, tools={"name": "5"})
-    with pytest.raises(DataError, match="row: tools is no JSON"):
+    with pytest.raises(DataError, match="row: tools is not valid JSON"):
         chat(messages, tokenizer, tools="[{")
 
 
@@ -155,7 +155,8 @@ def test_a_template_that_rewrites_the_past_makes_a_sample_of_each_answer() -> No
 def test_a_template_whose_prompt_is_no_part_of_the_answer_is_refused() -> None:
     tokenizer = with_template(FORGETFUL.replace("<assistant>{% endif %}", "<assistant>5{% endif %}"))
     with pytest.raises(
-        DataError, match=r"row: the chat template begins the answer of message 2 with '.*<assistant>5', but renders it with"
+        DataError,
+        match=r"row: the chat template begins the answer of message 2 with '.*<assistant>5' in the generation prompt",
     ):
         chat(CHAT, tokenizer)
 
@@ -209,9 +210,9 @@ def test_no_token_stands_across_the_border_of_prompt_and_answer() -> None:
 def test_rows_that_teach_nothing_or_are_broken_are_refused() -> None:
     with pytest.raises(DataError, match="row: the content of message 2 is empty; there is nothing to learn"):
         chat([CHAT[0], {"role": "assistant", "content": ""}])
-    with pytest.raises(DataError, match="row: message 1 has a part of the kind text without one"):
+    with pytest.raises(DataError, match="row: message 1 has a part of type text without any text"):
         chat([{"role": "user", "content": [{"type": "text", "text": None}]}, CHAT[1]])
-    with pytest.raises(DataError, match="chat_template_kwargs has tokenize, which is no variable of a template"):
+    with pytest.raises(DataError, match="chat_template_kwargs has tokenize, which cannot be a template variable"):
         chat(CHAT, chat_template_kwargs={"tokenize": True})
     chunk = Chunk(
         "f.jsonl", [(1, b'{"prompt": "1", "completion": "2"}'), (2, b'{"prompt": "1", "completion": "2\\ud800"}')], 1.0
@@ -302,7 +303,7 @@ def test_sharegpt_rows_are_read_with_their_roles() -> None:
         ({"conversations": [{"from": "human", "text": "a"}]}, "it must have value and from"),
         ({"conversations": [{"from": "gpt", "value": "a", "weight": 0.5}]}, "weight of conversations 1 is 0.5"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no message has the role assistant"),
-        ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "row has a column system and begins"),
+        ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "row has a column system and also begins"),
         ({"instruction": "a", "chosen": "b"}, "it needs .* or instruction and output or .*drivetrain dpo or rm"),
     ],
 )
@@ -369,7 +370,7 @@ def test_generation_marks_are_taken_at_their_word() -> None:
 def test_chats_without_a_template_are_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"row is a chat, but .* no chat template; give one by model.chat_template=FILE"):
+    with pytest.raises(DataError, match=r"row is a chat, but .* no chat template; set model.chat_template=FILE"):
         encode_row(tokenizer, {"messages": CHAT}, "row", DataConfig())
 
 

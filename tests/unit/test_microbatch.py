@@ -63,7 +63,7 @@ def test_partition_spreads_cost_not_tokens() -> None:
 def test_over_budget_names_the_sample_and_both_numbers() -> None:
     with pytest.raises(BudgetError, match=r"b has 11 tokens, more than engine.micro_batch.max_tokens=10"):
         partition([3, 11], 10, names=["a", "b"])
-    with pytest.raises(BudgetError, match=r"group of 2 sequences around a has 12 tokens"):
+    with pytest.raises(BudgetError, match=r"group of 2 sequences that starts with a has 12 tokens"):
         partition([6, 6], 10, groups=[7, 7], names=["a", "b"])
 
 

@@ -285,7 +285,7 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
     [
         (lambda: PolicyLoss(clip_low=-0.1), "clip_low=-0.1"),
         (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0"),
-        (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; there are token-mean"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; choose one of token-mean"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
         (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
         (lambda: PolicyLoss(temperature=0.0), "temperature=0.0"),
@@ -492,17 +492,17 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 1"),
-        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for answer 0"),
-        (lambda x: broadcast_to_tokens(t(1.0, x), torch.ones(2, 2)), "advantages has nan for answer 1"),
-        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for answer 1"),
-        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of answer 1"),
-        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of answer 0"),
-        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of answer 0"),
-        (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must be whole numbers"),
-        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups makes no tensor"),  # type: ignore[arg-type,list-item]
+        (lambda x: grpo(t(1.0, x), torch.zeros(2, dtype=torch.int64)), "rewards has nan for response 1"),
+        (lambda x: rloo(t(x, 1.0), torch.zeros(2, dtype=torch.int64)), "rewards has nan for response 0"),
+        (lambda x: broadcast_to_tokens(t(1.0, x), torch.ones(2, 2)), "advantages has nan for response 1"),
+        (lambda x: token_rewards(t(1.0, x), torch.ones(2, 2)), "rewards has nan for response 1"),
+        (lambda x: whiten([[1.0, 2.0], [3.0, x]], torch.ones(2, 2)), "values has nan at token 1 of response 1"),
+        (lambda x: gae([[1.0, x]], [[1.0, 2.0]], [[1, 1]]), "rewards has nan at token 1 of response 0"),
+        (lambda x: gae([[1.0, 1.0]], [[x, 2.0]], [[1, 1]]), "values has nan at token 0 of response 0"),
+        (lambda x: grpo([1.0, 2.0], [0.5, 0.7]), "groups is float32; it must hold integers"),
+        (lambda x: rloo([1.0, 2.0], ["a", "b"]), "groups cannot be converted to a tensor"),  # type: ignore[arg-type,list-item]
         (lambda x: grpo(torch.zeros(1, 2), torch.zeros(1, 2).long()), r"rewards is \[1, 2\]; it must be \[B\]"),
-        (lambda x: broadcast_to_tokens([1.0, 2.0], [[1], [1, 1]]), "mask makes no tensor"),
+        (lambda x: broadcast_to_tokens([1.0, 2.0], [[1], [1, 1]]), "mask cannot be converted to a tensor"),
         (lambda x: whiten([1.0, 2.0], [1, 1]), r"mask is \[2\]; it must be \[B, R\]"),
     ],
 )

@@ -18,8 +18,8 @@ from drivetrain.trainers.data.loader import GlobalBatch, Loader, Sampler
 from drivetrain.trainers.data.preference import split_preference
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.tokenize import load_token_caches
-from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.methods.preference import mismatched
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN
 
 TOKENIZER = make_tokenizer()
@@ -72,7 +72,9 @@ def test_texts_with_the_prompt_apart_and_inside() -> None:
     sides = split_preference({"chosen": "Human: a\n\nAssistant:\nyes", "rejected": "Human: a\n\nAssistant:\nno"}, "row")
     assert (sides.prompt, sides.chosen, sides.rejected) == ("Human: a\n\nAssistant:\n", "yes", "no")
     # A question under a name that nobody reads must not be lost without a word.
-    with pytest.raises(DataError, match=r"row: chosen and rejected begin with no word in common, so there is no prompt"):
+    with pytest.raises(
+        DataError, match=r"row: chosen and rejected have no word in common at the beginning, so there is no prompt"
+    ):
         split_preference({"question": "well?", "chosen": "yes", "rejected": "no"}, "row")
     sides = split_preference({"prompt": "", "chosen": "yes", "rejected": "no"}, "row")
     assert (sides.prompt, sides.chosen, sides.rejected) == ("", "yes", "no")
@@ -120,10 +122,10 @@ def test_single_answers_for_kto() -> None:
         ({"prompt": "1", "chosen": "2", "rejected": "3", "margin": "big"}, "pairs", "margin is 'big'"),
         ({"prompt": [user("1")], "chosen": [user("2")], "rejected": [answer("3")]}, "pairs", r"f.jsonl:3 \(chosen\)"),
         ({"messages": [user("1"), answer("2")]}, "pairs", "it needs chosen and rejected"),
-        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "completions", "for drivetrain dpo or rm"),
+        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "completions", "use it with drivetrain dpo or rm"),
         ({"prompt": "1", "completion": "2", "label": "yes"}, "unpaired", "label is 'yes'; it must be true"),
-        ({"prompt": "1", "completion": "2", "label": True}, "pairs", "for drivetrain dpo with dpo.loss=kto"),
-        ({"messages": [user("1"), answer("2")]}, "unpaired", "for drivetrain sft"),
+        ({"prompt": "1", "completion": "2", "label": True}, "pairs", "use them with drivetrain dpo and dpo.loss=kto"),
+        ({"messages": [user("1"), answer("2")]}, "unpaired", "use them with drivetrain sft"),
         ({"prompt": "1", "completion": "2"}, "unpaired", "it needs chosen and rejected or prompt and completion and label"),
     ],
 )
@@ -157,7 +159,8 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
         caplog.clear()
         samples = load(tmp_path, rows)
         assert (
-            f"left out of {tmp_path}/pairs.jsonl: 2 pairs of equal sides, the first is {tmp_path}/pairs.jsonl:2" in caplog.text
+            f"left out of {tmp_path}/pairs.jsonl: 2 pairs with equal sides, the first is {tmp_path}/pairs.jsonl:2"
+            in caplog.text
         )
     assert len(samples) == 2
     assert samples.lengths.tolist() == [[5, 4], [4, 6]]
@@ -200,7 +203,7 @@ def test_long_pairs_are_refused_skipped_or_cut_as_one(tmp_path: Path) -> None:
     # Without a length it is the micro-batch that both sides share.
     with pytest.raises(
         DataError,
-        match=r"two sides of .*pairs.jsonl:1 \(chosen\) have 17 tokens, .*more than engine.micro_batch.max_tokens=16; raise",
+        match=r"two sides of .*pairs.jsonl:1 \(chosen\) have 17 tokens together, .*more than engine.micro_batch.max_tokens=16; raise",
     ):
         load(tmp_path, LONG, tokens=16)
     assert len(load(tmp_path, LONG[2:], tokens=8)) == 1

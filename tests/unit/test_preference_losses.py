@@ -19,10 +19,10 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
 from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader, Sampler
-from drivetrain.trainers.demo.addition import make_tokenizer
 from drivetrain.trainers.methods.base import Method
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.validate import sample_budget
 from drivetrain.workers.losses import preference
 from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
@@ -95,7 +95,7 @@ def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_
     one = whole.bounds[3]
     labels = whole.labels.clone()
     labels[one : whole.bounds[4]] = IGNORE
-    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty answer: none of its tokens is supervised"):
+    with pytest.raises(BatchError, match=r"pairs.jsonl:3 has an empty response: none of its tokens is supervised"):
         loss.weights(replace(whole, labels=labels))
     if loss.needs_reference:
         reference = whole.sequence_fields[REFERENCE].clone()
@@ -206,7 +206,7 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
         (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
         (lambda: PreferenceLoss(sft_weight=-1.0), "sft_weight=-1.0"),
-        (lambda: PreferenceLoss(kind="dpo"), "there are sigmoid"),  # type: ignore[arg-type]
+        (lambda: PreferenceLoss(kind="dpo"), "choose one of sigmoid"),  # type: ignore[arg-type]
         (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight=0.0"),
         (lambda: RewardLoss(centering=-0.1), "centering=-0.1"),
     ],

@@ -16,7 +16,7 @@ from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.sources import open_source
 from drivetrain.trainers.data.tokenize import load_token_caches
-from drivetrain.trainers.demo.addition import make_tokenizer, question
+from drivetrain.trainers.tasks.addition import make_tokenizer, question
 from helpers.hub import serve
 
 TOKENIZER = make_tokenizer()
@@ -105,7 +105,7 @@ def test_what_truncation_leaves_nothing_of_is_left_out(
         tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "2"}, {"prompt": "111+111=", "completion": "222"}]
     )
     assert len(load([path], cache, max_length=6, too_long="truncate_right")) == 1
-    assert "left out: 1 of the samples" in caplog.text
+    assert "left out: 1 samples" in caplog.text
     with pytest.raises(DataError, match=r"no sample of .*a.jsonl is left to learn from"):
         load([path], cache, max_length=3, too_long="truncate_right")
 
@@ -118,7 +118,7 @@ def test_tokenised_data_is_kept_and_made_again_when_anything_changes(
     path = write_rows(tmp_path / "a.jsonl", ROWS)
 
     def made() -> bool:
-        told = "tokenised" in caplog.text
+        told = "tokenized" in caplog.text
         caplog.clear()
         return told
 
@@ -190,12 +190,12 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         ("nowhere.jsonl", "data file nowhere.jsonl does not exist"),
         (str(tmp_path / "empty"), "has no .jsonl, .json, .parquet file"),
         (str(tmp_path / "a.csv"), "is a .csv; use"),
-        ("nobody/nothing", "is no file or folder, and loading it as a data set of the Hugging Face Hub failed"),
+        ("nobody/nothing", "is not a file or folder, and loading it as a Hugging Face Hub dataset failed"),
     ):
         with pytest.raises(DataError, match=message):
             open_source(name, training=True)
     for file, message in (
-        ("b.json", "is not JSON: .*; a file of one object a line ends in .jsonl"),
+        ("b.json", "is not JSON: .*; a file with one object per line must end in .jsonl"),
         ("c.parquet", "cannot be read"),
     ):
         with pytest.raises(DataError, match=message):
@@ -249,7 +249,7 @@ ENDLESS = """
 import sys
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.demo.addition import make_tokenizer
+from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.data.tokenize import load_token_caches
 if __name__ == "__main__":
     init_distributed()
@@ -313,9 +313,9 @@ def test_data_sets_of_the_hub(tmp_path: Path) -> None:
     assert whole == [[1, {"text": "1"}], [2, {"text": "2"}]]
     assert test == [[1, {"text": "3"}]]
     assert part == [[1, {"text": "2"}]]
-    assert unnamed == "DataError: data set org/some has the splits train, test; name one, as in org/some:test"
+    assert unnamed == "DataError: dataset org/some has the splits train, test; name one, for example org/some:test"
     assert 'Unknown split "nix". Should be one of' in no_split
-    assert "DataError: org/other is no file or folder, and loading it as a data set of the Hugging Face Hub failed" in no_name
+    assert "DataError: org/other is not a file or folder, and loading it as a Hugging Face Hub dataset failed" in no_name
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,4 +1,4 @@
-"""Every setting of a trainer. Names are resolved when asked for."""
+"""Settings of the trainers. Names are resolved lazily, on first access."""
 
 from typing import TYPE_CHECKING
 

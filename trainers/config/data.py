@@ -1,4 +1,4 @@
-"""Settings of the data. Imports no torch."""
+"""Settings for the training and evaluation data. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,58 +26,58 @@ RESERVED_VARIABLES = (
     "return_assistant_tokens_mask",
     "conversation",
 )
-"""Names that a chat template's variables cannot have: arguments of transformers' `apply_chat_template`, which the trainer sets."""
+"""Names that template variables cannot have: arguments of transformers' `apply_chat_template` that the trainer sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is learned from."""
+    """The training and evaluation data."""
 
     train: tuple[str, ...] = setting(
-        (), "jsonl, json or parquet files, folders of them, or Hub names (org/name[/config][:split])", path=True
+        (), "jsonl, json or parquet files, folders of such files, or Hub names (org/name[/config][:split])", path=True
     )
     weights: tuple[float, ...] | None = setting(
-        None, "share of each source of data.train in an epoch, as relative weights; null: as large as the sources are"
+        None, "relative weight of each source of data.train in an epoch; null: proportional to the sources' sizes"
     )
-    eval: tuple[str, ...] = setting((), "the same, to evaluate on", path=True)
+    eval: tuple[str, ...] = setting((), "sources to evaluate on, given as in data.train", path=True)
     format: Format = setting(
         "auto",
-        "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations of from and value; alpaca: instruction, input, output, as a chat where the model has a template; text: all of it; preference: chosen and rejected; unpaired: prompt, completion, label; auto: by the columns",
+        "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations with from and value; alpaca: instruction, input and output, as a chat if the model has a chat template; text: plain text, all of it supervised; preference: chosen and rejected; unpaired: prompt, completion and label; auto: detected from the columns",
     )
     turns: Turns = setting(
         "auto",
-        "a chat's answers: single, all in one sample; per_turn, a sample for each answer with what came before it; auto: per_turn where the chat template needs it",
+        "how a chat's answers become samples; single: all in one sample; per_turn: one sample per answer, with the messages before it; auto: per_turn if the chat template requires it",
     )
     chat_template_kwargs: dict[str, Any] = setting(
-        factory=dict, help="variables for the chat template, as in data.chat_template_kwargs.enable_thinking=false"
+        factory=dict, help="variables for the chat template, for example data.chat_template_kwargs.enable_thinking=false"
     )
-    max_length: int | None = setting(None, "tokens in a sample, at most; null: engine.micro_batch.max_tokens")
-    too_long: TooLong = setting("error", "what happens to a longer sample")
-    batch_size: int = setting(32, "samples a step, all ranks together; a pair is one sample")
-    shuffle: bool = setting(True, "a new order every epoch; false keeps the order of the files")
-    seed: int = setting(0, "seed of the order")
+    max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
+    too_long: TooLong = setting("error", "what to do with a sample that is too long")
+    batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
+    shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
+    seed: int = setting(0, "seed for shuffling")
     workers: int | None = setting(
-        None, "processes that tokenise; 0: none beside the first rank; null: as many as cores, for much data"
+        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data"
     )
     cache_dir: str | None = setting(
-        None, "folder that keeps tokenised data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
+        None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
     )
 
     def __post_init__(self) -> None:
         expand_paths(self, "data")
 
     def check(self) -> None:
-        """Check these settings by themselves.
+        """Check these settings independently of the other sections.
 
         Raises:
-            ConfigError: Names the setting and its value.
+            ConfigError: A setting is invalid; the message names it and its value.
         """
         check_least("data.batch_size", self.batch_size, 1)
         check_least("data.max_length", self.max_length, 1)
         check_least("data.workers", self.workers, 0)
         check_least("data.seed", self.seed, 0)
         if not self.train:
-            raise ConfigError("data.train is not set; give files, folders or Hub names, as in data.train=[train.jsonl]")
+            raise ConfigError("data.train is not set; give files, folders or Hub names, for example data.train=[train.jsonl]")
         if self.weights is not None:
             self._check_weights(self.weights)
         if taken := sorted({*self.chat_template_kwargs} & {*RESERVED_VARIABLES}):
@@ -86,9 +86,10 @@ class DataConfig:
     def _check_weights(self, weights: Sequence[float]) -> None:
         if len(weights) != len(self.train):
             raise ConfigError(
-                f"data.weights has {len(weights)} numbers, data.train {len(self.train)} sources; give one for each"
+                f"data.weights has {len(weights)} numbers, data.train has {len(self.train)} sources; give one weight per "
+                "source"
             )
         if not all(0 < w < float("inf") for w in weights):
             raise ConfigError(
-                f"data.weights={list(weights)}; a weight is more than 0: leave a source out of data.train instead"
+                f"data.weights={list(weights)}; weights must be more than 0: to leave a source out, remove it from data.train"
             )

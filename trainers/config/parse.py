@@ -1,4 +1,7 @@
-"""From YAML and dotted overrides to a typed config. Imports no torch: `--help` and a typing error answer at once."""
+"""Parsing of YAML recipes and dotted overrides into a typed config.
+
+This module does not import torch, so that `--help` and a mistyped setting are answered at once.
+"""
 
 import difflib
 import logging
@@ -32,17 +35,17 @@ FOREIGN = {
     "load_in_4bit": "model.quantization",
     "load_in_8bit": "model.quantization",
 }
-"""What other programs call a setting."""
+"""Names that other programs use for a setting, mapped to ours."""
 
 RENAMED_VALUES = {"data.turns": {"together": "single", "apart": "per_turn"}}
-"""Values of settings that have another name now."""
+"""Renamed values of settings, mapped from the old name to the new one."""
 
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted name, type, default, help line, and whether it names files or folders."""
+    """A setting: its dotted name, type, default, help text, and whether it is a path."""
 
     name: str
     type: str
@@ -52,12 +55,15 @@ class Key:
 
 
 def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
-    """Every setting of a config class, depth first.
+    """Yield every setting of a config class, depth first.
 
     Args:
-        cls: the class.
-        prefix: of the names.
-        defaults: an object of the class; one that nothing was set of by default.
+        cls: The config class.
+        prefix: The prefix of the dotted names.
+        defaults: An instance of the class that holds the defaults; by default, one with no arguments.
+
+    Yields:
+        One key per setting.
     """
     hints, defaults = get_type_hints(cls), cls() if defaults is None else defaults
     for f in fields(cls):
@@ -76,7 +82,12 @@ def _type_name(hint: Any) -> str:
 
 
 def help_text(cls: type, usage: str) -> str:
-    """What `--help` prints."""
+    """Return the text that `--help` prints.
+
+    Args:
+        cls: The trainer's config class.
+        usage: The first lines of the text.
+    """
     lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
     lines.append(f"Built-in recipes: {', '.join(recipes_of(cls))}")
     lines.append("")
@@ -93,20 +104,24 @@ def help_text(cls: type, usage: str) -> str:
 
 
 def recipes_of(cls: type) -> list[str]:
-    """Names of the built-in recipes of a trainer, by its config class."""
+    """Return the names of a trainer's built-in recipes, given its config class."""
     return sorted(p.stem for p in RECIPES.glob(f"{cls.__name__.removesuffix('Config').lower()}*.yaml"))
 
 
 def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
-    """Defaults, then the recipe, then overrides; typed.
+    """Merge the defaults, the recipe and the overrides, in this order, into a typed config.
 
     Args:
-        cls: the config class.
-        argv: words like `recipe=sft_demo engine.parallel.cp=2`.
-        usage: first lines of `--help`, which prints and exits.
+        cls: The config class.
+        argv: The command-line arguments, such as `recipe=sft_demo engine.parallel.cp=2`.
+        usage: The first lines of `--help`, which prints its text and exits.
+
+    Returns:
+        The config, an instance of `cls`.
 
     Raises:
-        ConfigError: an unknown key (the nearest is suggested), a wrong type, a recipe that is not there.
+        ConfigError: A key is unknown (the message suggests the closest one), a value has the wrong type, or the recipe does
+            not exist.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(help_text(cls, usage))
@@ -114,7 +129,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     layers = [_words([w for w in argv if not w.startswith("recipe=")])]
     recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
     if len(recipes) > 1:
-        raise ConfigError(f"recipe= is given {len(recipes)} times; give one")
+        raise ConfigError(f"recipe= is given {len(recipes)} times; give only one")
     if recipes:
         layers.insert(0, _recipe(recipes[0], recipes_of(cls)))
     backend = next(
@@ -122,10 +137,10 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         EngineConfig().backend,
     )
     if recipes and OmegaConf.select(layers[0], "engine.backend", default=EngineConfig().backend) != backend:
-        # What only the recipe's engine has says nothing to another one.
-        left = OmegaConf.select(layers[0], "engine.options")
-        if left:
-            log.warning("engine.backend=%s: engine.options of the recipe's engine are left out (%s)", backend, ", ".join(left))
+        # The options of the recipe's engine do not apply to another engine.
+        ignored = OmegaConf.select(layers[0], "engine.options")
+        if ignored:
+            log.warning("engine.backend=%s: ignoring engine.options of the recipe's engine (%s)", backend, ", ".join(ignored))
             layers[0].engine.pop("options")
     options = options_class(str(backend))
     known = {key.name for key in keys(cls)}
@@ -142,13 +157,15 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
                     OmegaConf.update(layer, name, [value])
         base = OmegaConf.structured(cls)
         if options is not None:
-            with read_write(base.engine):  # frozen dataclasses make read-only nodes
+            with read_write(base.engine):  # a frozen dataclass becomes a read-only node
                 base.engine.options = OmegaConf.structured(options)
         merged = OmegaConf.merge(base, *layers)
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as e:
         where = f"{e.full_key}: " if e.full_key else ""
-        hint = "; ${...} is another setting, an environment variable is written $NAME" if "Interpolation" in str(e) else ""
+        hint = (
+            "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(e) else ""
+        )
         raise ConfigError(f"{where}{str(e).splitlines()[0]}{hint}") from e
     assert isinstance(result, cls)
     return result
@@ -158,10 +175,12 @@ def _words(words: Sequence[str]) -> DictConfig:
     for word in words:
         if "=" not in word or word.startswith("-"):
             if word.startswith("--") and "=" in word:
-                raise ConfigError(f"{word!r} is no setting; write {word.lstrip('-')}")
-            raise ConfigError(f"{word!r} is no setting; write key=value, as in engine.parallel.cp=2 (--help lists all)")
+                raise ConfigError(f"{word!r} is not a setting; write {word.lstrip('-')}")
+            raise ConfigError(
+                f"{word!r} is not a setting; write key=value, for example engine.parallel.cp=2 (--help lists all settings)"
+            )
     try:
-        # YAML takes a word that begins with * for a reference; here it is a pattern.
+        # YAML reads a value that starts with * as an alias; here it is a pattern, so it is quoted.
         return OmegaConf.from_dotlist([re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word) for word in words])
     except Exception as e:
         raise ConfigError(f"the settings cannot be read: {e}") from e
@@ -170,24 +189,25 @@ def _words(words: Sequence[str]) -> DictConfig:
 def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     path = Path(expand_path(name, "recipe")) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
-        raise ConfigError(f"recipe={name} is another trainer's; this one has {', '.join(built_in)}")
+        raise ConfigError(f"recipe={name} belongs to another trainer; this one has {', '.join(built_in)}")
     if not path.is_file():
         near = difflib.get_close_matches(name, built_in, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"recipe={name} does not exist; {hint}built in are {', '.join(built_in)}, or give the path of a .yaml file"
+            f"recipe={name} does not exist; {hint}the built-in recipes are {', '.join(built_in)}; or give the path of a "
+            ".yaml file"
         )
     try:
         loaded = OmegaConf.load(path)
     except Exception as e:
-        raise ConfigError(f"recipe={name}: {path} is no valid YAML: {e}") from e
+        raise ConfigError(f"recipe={name}: {path} is not valid YAML: {e}") from e
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"recipe={name}: {path} holds no settings")
+        raise ConfigError(f"recipe={name}: {path} contains no settings")
     base = loaded.pop("recipe", None)
     if base is None:
         return loaded
     if depth > 4:
-        raise ConfigError(f"recipe={name}: recipes that stand on recipes go round in a circle")
+        raise ConfigError(f"recipe={name}: the recipes that it is based on form a cycle")
     return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
 
 
@@ -197,20 +217,20 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
             continue
         if name.startswith("engine.options."):
             own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
-            raise ConfigError(f"unknown setting {name!r}; engine.options of this backend has {own}")
+            raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {own}")
         last = name.rpartition(".")[2]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
             last, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7
         )
         full = FOREIGN.get(last) or next((k for k in sorted(known) if near and k.endswith(near[0])), None)
-        raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all)")
+        raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all settings)")
 
 
 def _check_renamed(layer: DictConfig) -> None:
     for name, values in RENAMED_VALUES.items():
         value = OmegaConf.select(layer, name)
         if value in values:
-            raise ConfigError(f"{name}={value} is called {values[value]} now; write {name}={values[value]}")
+            raise ConfigError(f"{name}={value} is now called {values[value]}; write {name}={values[value]}")
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -224,33 +244,38 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def to_yaml(config: Any) -> str:
-    """A resolved config as YAML, with every key."""
+    """Return a resolved config as YAML, with every key."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config))))
 
 
 def changes(config: Any) -> dict[str, Any]:
-    """The settings that differ from their defaults, by dotted name."""
-    found: dict[str, Any] = {}
+    """Return the settings that differ from their defaults, keyed by dotted name."""
+    changed: dict[str, Any] = {}
     for key in keys(type(config)):
         value: Any = config
         for part in key.name.split("."):
             value = getattr(value, part)
         if is_dataclass(value) and not isinstance(value, type):
-            found |= {f"{key.name}.{n}": v for n, v in changes(value).items()}
+            changed |= {f"{key.name}.{n}": v for n, v in changes(value).items()}
         elif value != key.default:
-            found[key.name] = list(value) if isinstance(value, tuple) else value
-    return found
+            changed[key.name] = list(value) if isinstance(value, tuple) else value
+    return changed
 
 
 def differences(old: Path, config: Any) -> list[str]:
-    """What an earlier run's `config.yaml` says otherwise, as lines of `name: old -> new`."""
+    """Return how a config differs from an earlier run's `config.yaml`, as lines of the form `name: old -> new`.
+
+    Args:
+        old: The earlier run's file.
+        config: The config of this run.
+    """
     before, now = OmegaConf.load(old), OmegaConf.create(_plain(asdict(config)))
     lines = []
-    moved = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
+    switched = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
     for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
         a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
-        # Another backend has other options; that it is another says it all.
-        if a != b and not (moved and name.startswith("engine.options")):
+        # Another backend has other options; the line about the backend itself is enough.
+        if a != b and not (switched and name.startswith("engine.options")):
             lines.append(f"{name}: {a} -> {b}")
     return lines
 

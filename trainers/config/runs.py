@@ -1,4 +1,4 @@
-"""The whole configuration of each trainer. Imports no torch."""
+"""The complete configuration of each trainer. This module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ from .trainer import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every trainer has."""
+    """The settings that all trainers share."""
 
     model: ModelConfig = setting(factory=ModelConfig, help="the model")
     data: DataConfig = setting(factory=DataConfig, help="the data")
     engine: EngineConfig = setting(factory=EngineConfig, help="the engine")
     optim: OptimConfig = setting(factory=OptimConfig, help="the optimizer")
-    trainer: TrainerConfig = setting(factory=TrainerConfig, help="the loop")
+    trainer: TrainerConfig = setting(factory=TrainerConfig, help="the training loop")
 
     def check(self) -> None:
-        """Check every section, then the settings of one section that depend on another.
+        """Check every section, then the settings that depend on another section.
 
         Raises:
-            ConfigError: Names the setting and its value.
+            ConfigError: A setting is invalid; the message names it and its value.
         """
         self.data.check()
         self.engine.check()
@@ -37,19 +37,23 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
-    """`python -m drivetrain.trainers.sft`."""
+    """The configuration of `python -m drivetrain.trainers.sft`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(RunConfig):
-    """`python -m drivetrain.trainers.dpo`."""
+    """The configuration of `python -m drivetrain.trainers.dpo`."""
 
-    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/dpo"), help="the loop")
+    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/dpo"), help="the training loop")
     dpo: PreferenceConfig = setting(factory=PreferenceConfig, help="the loss")
     reference: ReferenceConfig = setting(factory=ReferenceConfig, help="the reference")
 
     def check(self) -> None:
-        """Check every section."""
+        """Check every section.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
         super().check()
         self.dpo.check()
         self.reference.check()
@@ -57,8 +61,8 @@ class DPOConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RMConfig(RunConfig):
-    """`python -m drivetrain.trainers.rm`."""
+    """The configuration of `python -m drivetrain.trainers.rm`."""
 
     model: ModelConfig = setting(factory=lambda: ModelConfig(head="value"), help="the model")
-    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/rm"), help="the loop")
+    trainer: TrainerConfig = setting(factory=lambda: TrainerConfig(output_dir="runs/rm"), help="the training loop")
     rm: RewardConfig = setting(factory=RewardConfig, help="the loss")

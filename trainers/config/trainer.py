@@ -1,4 +1,4 @@
-"""Settings of the training loop and of what it leaves behind. Imports no torch."""
+"""Settings for the training loop and its outputs. This module does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,60 +10,62 @@ from ...engine.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The loop, and what it leaves behind."""
+    """The training loop and its outputs."""
 
-    output_dir: str = setting("runs/sft", "folder of this run: config, metrics, checkpoints, export", path=True)
-    max_steps: int | None = setting(None, "optimizer steps; null: as many as the epochs make")
-    epochs: int = setting(1, "passes over the training data")
+    output_dir: str = setting("runs/sft", "folder for this run's config, metrics, checkpoints and export", path=True)
+    max_steps: int | None = setting(None, "number of optimizer steps; null: determined by trainer.epochs")
+    epochs: int = setting(1, "number of passes over the training data")
     eval_every: int | None = setting(None, "steps between evaluations; null: only at the end")
     save_every: int | None = setting(None, "steps between checkpoints; null: only at the end")
     save_background: bool = setting(
-        True, "write checkpoints while training goes on, from a copy in the host's memory; false: training waits"
+        True, "write checkpoints in the background while training continues, from a copy in host memory; false: training waits"
     )
     checkpoint_dir: str | None = setting(
         None,
-        "folder of this run's checkpoints, or a URL (s3://, gs://, anything fsspec opens); null: checkpoints in output_dir",
+        "folder for this run's checkpoints, or a URL (s3://, gs:// or anything else that fsspec opens); null: checkpoints/ in output_dir",
         path=True,
     )
-    keep_last: int | None = setting(2, "checkpoints kept, beside the best; null: all")
-    keep_every: int | None = setting(None, "checkpoints of every so many steps are kept beside those; null: none")
-    verify_checksums: bool = setting(True, "compare a checkpoint's numbers with their checksums while it is loaded")
+    keep_last: int | None = setting(2, "number of recent checkpoints to keep, in addition to the best one; null: all")
+    keep_every: int | None = setting(
+        None, "also keep a checkpoint whenever its step is a multiple of this; null: no extra checkpoints"
+    )
+    verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
     resume: str = setting(
         "auto",
-        "auto: the run's last complete checkpoint, if any; none; or a checkpoint or the folder of a run, also as a URL",
+        "auto: from the run's last complete checkpoint, if any; none: start from scratch; or a path or URL of a checkpoint or a run's folder",
         path=True,
     )
     best_metric: str | None = setting(
         None,
-        "evaluation metric (loss; accuracy of SFT; reward_accuracy, reward_margin of the others) whose best checkpoint is kept and exported; null: the last one is",
+        "evaluation metric that selects the checkpoint to keep and export (loss; accuracy in SFT; reward_accuracy or reward_margin in the other trainers); null: the last checkpoint",
     )
     patience: int | None = setting(
-        None, "evaluations without a better best_metric after which training stops; null: it goes on"
+        None, "early stopping: stop after this many evaluations without an improvement of best_metric; null: never"
     )
-    generate: int = setting(0, "held-out samples that the model answers at each evaluation, to be read")
-    generate_tokens: int = setting(64, "tokens of such an answer, at most")
-    log_every: int = setting(1, "steps between lines of progress, where the output is no terminal")
-    loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "console, jsonl, tensorboard, wandb")
-    wandb_project: str = setting("drivetrain", "project of the run in Weights & Biases")
+    generate: int = setting(0, "number of held-out samples for which each evaluation generates and logs an answer")
+    generate_tokens: int = setting(64, "maximum number of tokens in a generated answer")
+    log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
+    loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
+    wandb_project: str = setting("drivetrain", "Weights & Biases project of the run")
     peak_tflops: float | None = setting(
-        None, "what the device can do at most, in 1e12 FLOP/s, for MFU; null: known for common NVIDIA GPUs"
+        None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
     )
     export_hf: bool = setting(True, "write the trained model in Hugging Face format at the end")
-    export_hf_every: int | None = setting(None, "steps between further such exports, to exports/ in output_dir; null: none")
+    export_hf_every: int | None = setting(None, "steps between additional exports to exports/ in output_dir; null: none")
     push_to_hub: str | None = setting(
         None,
-        "repository of the Hugging Face Hub (org/name, made private if new) for the final export, or its adapter; null: none",
+        "Hugging Face Hub repository (org/name, created as private if it is new) for the final export or its adapter; null: none",
     )
-    timeout_minutes: float = setting(30.0, "after which a rank that waits for the others gives up")
+    timeout_minutes: float = setting(30.0, "minutes after which a rank stops waiting for the others")
 
     def __post_init__(self) -> None:
         expand_paths(self, "trainer")
 
     def check(self) -> None:
-        """Check these settings by themselves.
+        """Check these settings independently of the other sections.
 
         Raises:
-            ConfigError: Names the setting and its value.
+            ConfigError: A setting is invalid; the message names it and its value.
         """
         check_least("trainer.epochs", self.epochs, 1)
         for name in ("max_steps", "eval_every", "save_every", "keep_last", "keep_every", "export_hf_every", "patience"):
@@ -77,7 +79,7 @@ class TrainerConfig:
             raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
         if self.patience is not None and self.eval_every is None:
             raise ConfigError(
-                f"trainer.patience={self.patience} counts evaluations, and there is one at the end only; set trainer.eval_every"
+                f"trainer.patience={self.patience} counts evaluations, but the only evaluation is at the end; set trainer.eval_every"
             )
         if self.push_to_hub is not None and not self.export_hf:
             raise ConfigError(f"trainer.push_to_hub={self.push_to_hub} uploads the final export; set trainer.export_hf=true")

@@ -1,1 +1,1 @@
-"""Files to batches."""
+"""The data pipeline, from files to global batches."""

@@ -1,4 +1,4 @@
-"""Samples of all sources, none longer than it may be."""
+"""The dataset: the samples of all sources, fitted to the length limits."""
 
 import logging
 from collections.abc import Sequence
@@ -20,50 +20,56 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Tokens that a sample may have, all of its documents together, and the setting that says so."""
+    """A limit on the tokens of a sample.
+
+    Args:
+        tokens: The maximum number of tokens, summed over the sample's documents.
+        setting: The setting that determines the limit, for error messages.
+    """
 
     tokens: int
     setting: str
 
 
 class Dataset:
-    """What is trained on, or evaluated on: a sequence of samples, each the documents that belong together (one, or the two
-    sides of a pair), read when asked for.
+    """The samples to train or evaluate on, read lazily.
+
+    A sample consists of the documents that belong together: a single one, or the two sides of a pair.
 
     Args:
-        stores: of each source.
-        data: `max_length` and `too_long`.
-        budget: of a micro-batch, which no sample may exceed.
-        names: of the sources, for messages.
+        stores: The token cache of each source.
+        data: The data settings; `max_length` and `too_long` are used.
+        budget: The token limit of a micro-batch, which no sample may exceed.
+        names: The names of the sources, for messages.
 
     Raises:
-        DataError: a sample is too long under `data.too_long=error`, or none is left.
+        DataError: A sample is too long under `data.too_long=error`, or a source has no sample left.
     """
 
     def __init__(self, stores: Sequence[TokenCache], data: DataConfig, budget: Budget, names: Sequence[str]) -> None:
-        self._stores = stores
+        self._caches = stores
         self.width = stores[0].width
-        """Documents of a sample."""
+        """The number of documents in a sample."""
         self.compared = stores[0].compared
-        """Whether each document says if it was chosen."""
-        for store, name in zip(stores, names, strict=True):
-            if store.equal[0]:
-                log.warning("left out of %s: %d pairs of equal sides, the first is %s", name, *store.equal)
-        fitted = [_fit(store, data, budget) for store in stores]
-        self.sizes = [len(kept) for kept, _, _ in fitted]
-        """Samples of each source."""
-        for size, store, name in zip(self.sizes, stores, names, strict=True):
+        """Whether each document is labeled as chosen or not."""
+        for cache, name in zip(stores, names, strict=True):
+            if cache.equal[0]:
+                log.warning("left out of %s: %d pairs with equal sides, the first is %s", name, *cache.equal)
+        fitted = [_fit(cache, data, budget) for cache in stores]
+        self.sizes = [len(index) for index, _, _ in fitted]
+        """The number of samples in each source."""
+        for size, cache, name in zip(self.sizes, stores, names, strict=True):
             if not size:
-                why = " (all of its pairs have equal sides)" if store.equal[0] and not len(store) else ""
-                raise DataError(f"no sample of {name} is left to learn from{why}")
+                reason = " (all of its pairs have equal sides)" if cache.equal[0] and not len(cache) else ""
+                raise DataError(f"no sample of {name} is left to learn from{reason}")
         self._source = np.repeat(np.arange(len(stores), dtype=np.int32), self.sizes)
         self._index, self._first, self._last = (np.concatenate(arrays) for arrays in zip(*fitted, strict=True))
         self.lengths: NDArray[Any] = self._last - self._first
-        """`[samples, width]`: tokens of each document."""
-        self.split_chats = [store.split_chats for store in stores]
-        """Chats of each source that became a sample of each answer."""
+        """`[samples, width]`: the number of tokens in each document."""
+        self.split_chats = [cache.split_chats for cache in stores]
+        """The number of chats in each source that were split into one sample per answer."""
         self.tokens = [int(last.sum() - first.sum()) for _, first, last in fitted]
-        """Tokens of each source."""
+        """The number of tokens in each source."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -72,56 +78,68 @@ class Dataset:
         return tuple(self.document(index, i) for i in range(self.width))
 
     def document(self, index: int, which: int) -> Sample:
-        """One document of a sample."""
-        store, first, last = self._stores[self._source[index]], self._first[index], self._last[index]
-        return store.sample(int(self._index[index]) * self.width + which, int(first[which]), int(last[which]))
+        """Return one document of a sample.
+
+        Args:
+            index: The sample's index.
+            which: The document's position in the sample.
+        """
+        cache, first, last = self._caches[self._source[index]], self._first[index], self._last[index]
+        return cache.sample(int(self._index[index]) * self.width + which, int(first[which]), int(last[which]))
 
     @cached_property
     def digest(self) -> str:
-        """Changes when any sample does."""
+        """A digest of all samples, which changes if any sample does."""
         cuts = xxhash.xxh3_128(b"".join(a.tobytes() for a in (self._index, self._first, self._last)))
-        return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._stores), cuts.hexdigest()]).encode())
+        return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._caches), cuts.hexdigest()]).encode())
 
 
-def _fit(store: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Of the samples that are kept their numbers `[K]`, and first and last token of their documents `[K, width]`."""
-    width = store.width
+def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Apply the length limits.
+
+    Returns:
+        The indices of the remaining samples, `[K]`, and the first and last token of their documents, each `[K, width]`.
+    """
+    width = cache.width
     limit = min(data.max_length or budget.tokens, budget.tokens)
-    lengths = store.lengths.astype(np.int64).reshape(-1, width)
+    lengths = cache.lengths.astype(np.int64).reshape(-1, width)
     index = np.arange(len(lengths))
     first, last = np.zeros_like(lengths), lengths.copy()
     longer = (lengths > limit).any(1) | (lengths.sum(1) > budget.tokens)
     if not longer.any():
         return index, first, last
     cap = min(limit, budget.tokens // width)
-    said = budget.setting if data.max_length is None else f"data.max_length={limit}"
+    limit_text = budget.setting if data.max_length is None else f"data.max_length={limit}"
     if data.too_long == "error":
         worst = int(index[longer][0])
         side = int(lengths[worst].argmax())
-        what = f"{store.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {said}"
+        reason = f"{cache.name(worst * width + side)} has {lengths[worst, side]} tokens, more than {limit_text}"
         if lengths[worst].max() <= limit:
-            what = f"the two sides of {store.name(worst * width)} have {lengths[worst].sum()} tokens, and stand in one micro-batch: more than {budget.setting}"
-        raise DataError(f"{what}; raise it, or set data.too_long to skip, truncate_left or truncate_right")
+            reason = (
+                f"the two sides of {cache.name(worst * width)} have {lengths[worst].sum()} tokens together, too many for one "
+                f"micro-batch: more than {budget.setting}"
+            )
+        raise DataError(f"{reason}; raise it, or set data.too_long to skip, truncate_left or truncate_right")
     if width > 1:
-        said += f" for a side, {budget.setting} for a pair"
+        limit_text += f" for a side, {budget.setting} for a pair"
     if data.too_long == "skip":
-        log.warning("left out (data.too_long=skip): %d of the samples, longer than %s", longer.sum(), said)
+        log.warning("left out (data.too_long=skip): %d samples longer than %s", longer.sum(), limit_text)
         return index[~longer], first[~longer], last[~longer]
     if data.too_long == "truncate_left":
-        # Of both sides alike: they go on comparing answers to one prompt.
+        # Both sides are cut at the same position, so that they still compare answers to one prompt.
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
     else:
         last[longer] = np.minimum(lengths[longer], cap)
-    keep = ~longer
+    remaining = ~longer
     documents = (index[longer, None] * width + np.arange(width)).ravel()
-    left = store.supervised_in(documents, first[longer].ravel(), last[longer].ravel())
-    keep[longer] = left.reshape(-1, width).all(1)
-    log.warning("cut to %s (data.too_long=%s): %d of the samples", said, data.too_long, (keep & longer).sum())
-    if not keep.all():
+    learnable = cache.supervised_in(documents, first[longer].ravel(), last[longer].ravel())
+    remaining[longer] = learnable.reshape(-1, width).all(1)
+    log.warning("cut to %s (data.too_long=%s): %d samples", limit_text, data.too_long, (remaining & longer).sum())
+    if not remaining.all():
         log.warning(
-            "left out: %d of the samples, which data.too_long=%s cut down to a prompt with nothing to learn at %s",
-            (~keep).sum(),
+            "left out: %d samples, because data.too_long=%s leaves only a prompt with nothing to learn at %s",
+            (~remaining).sum(),
             data.too_long,
-            said,
+            limit_text,
         )
-    return index[keep], first[keep], last[keep]
+    return index[remaining], first[remaining], last[remaining]

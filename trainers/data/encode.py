@@ -1,4 +1,4 @@
-"""Rows to samples, by their form."""
+"""Tokenization of rows into samples, depending on the row's form."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from .preference import Sides, split_preference
 from .sample import Sample
 
 Kind = Literal["completions", "pairs", "unpaired"]
-"""What a trainer learns from: answers, pairs of answers, answers that were liked or not."""
+"""The data that a trainer learns from: answers, pairs of answers, or single answers labeled good or bad."""
 FORMS = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -28,38 +28,41 @@ KINDS: Mapping[Kind, tuple[str, ...]] = {
     "pairs": ("preference",),
     "unpaired": ("preference", "unpaired"),
 }
-"""Which forms of a row serve which kind."""
+"""The row forms that each kind of trainer reads."""
 WIDTH: Mapping[Kind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
-"""Documents of a sample."""
+"""The number of documents in a sample."""
 OPTIONAL = ("margin", "tools", "chat_template_kwargs", "input", "system", "history")
 COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *OPTIONAL]))
-"""All that is read of a row."""
+"""The columns of a row that are read; all others are ignored."""
 HINTS: Mapping[Kind, Mapping[str, str]] = {
-    "completions": {"chosen": " (preference data: for drivetrain dpo or rm)"},
+    "completions": {"chosen": " (preference data: use it with drivetrain dpo or rm)"},
     "pairs": {
-        "label": " (single answers, liked or not: for drivetrain dpo with dpo.loss=kto)",
-        "messages": " (answers to learn: for drivetrain sft)",
-        **dict.fromkeys(("completion", "conversations", "output"), " (answers to learn: for drivetrain sft)"),
+        "label": " (single answers labeled good or bad: use them with drivetrain dpo and dpo.loss=kto)",
+        "messages": " (answers to learn: use them with drivetrain sft)",
+        **dict.fromkeys(("completion", "conversations", "output"), " (answers to learn: use them with drivetrain sft)"),
     },
-    "unpaired": dict.fromkeys(("messages", "conversations", "output"), " (answers to learn: for drivetrain sft)"),
+    "unpaired": dict.fromkeys(("messages", "conversations", "output"), " (answers to learn: use them with drivetrain sft)"),
 }
 
 
 def encode_row(
     tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions"
 ) -> list[Sample]:
-    """The samples of a row: one, or one for each answer of a chat (`data.turns`); of a pair both sides, the chosen one first,
-    or none where they are equal.
+    """Tokenize a row.
 
     Args:
-        tokenizer: the model's.
-        row: its columns.
-        name: file and row.
-        data: format, turns and the template's variables.
-        kind: what the trainer learns from.
+        tokenizer: The model's tokenizer.
+        row: The row's columns.
+        name: The row's file and number, for error messages.
+        data: The data settings; the format, the turns and the template's variables are used.
+        kind: The kind of data that the trainer learns from.
+
+    Returns:
+        One sample, or one per answer of a chat (`data.turns`). For a pair, both sides with the chosen one first, or no samples
+        if the sides are equal.
 
     Raises:
-        DataError: names the row and what is wrong with it.
+        DataError: The row cannot be used; the message names it and the problem.
     """
     form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
     if form == "text":
@@ -74,20 +77,20 @@ def encode_row(
         return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
     if form == "unpaired":
         if row["label"] not in (0, 1):
-            raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false")
+            raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
         (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)
         return [replace(sample, chosen=bool(row["label"]))]
     return _encode_answers(tokenizer, row, form, name, data)
 
 
 def _encode_sides(tokenizer: Any, row: Mapping[str, Any], sides: Sides, name: str, data: DataConfig) -> list[Sample]:
-    found = []
+    samples = []
     for chosen, completion in ((True, sides.chosen), (False, sides.rejected)):
         side = f"{name} ({'chosen' if chosen else 'rejected'})"
         columns = {**row, "messages": None, "prompt": sides.prompt, "completion": completion}
         (sample,) = _encode_answers(tokenizer, columns, "preference", side, data)
-        found.append(replace(sample, chosen=chosen, margin=sides.margin))
-    return found
+        samples.append(replace(sample, chosen=chosen, margin=sides.margin))
+    return samples
 
 
 def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str, data: DataConfig) -> list[Sample]:
@@ -96,40 +99,52 @@ def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str
         return [encode_completion(tokenizer, row["prompt"], row["completion"], name)]
     if not tokenizer.chat_template:
         raise DataError(
-            f"{name} is a chat, but the model's tokenizer has no chat template; give one by model.chat_template=FILE, or use texts "
+            f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
     samples = encode_chat(tokenizer, read_chat(row, name, data.chat_template_kwargs), data.turns)
     if form in ("preference", "unpaired") and len(samples) > 1:
         raise DataError(
-            f"{name} has {len(samples)} answers, and the chat template renders the earlier ones otherwise once others follow; what is "
-            "compared is one text: put all but the last answer into prompt, or use a template with {% generation %} marks"
+            f"{name} has {len(samples)} answers, and the chat template renders earlier ones differently once others follow; "
+            "what is compared must be a single text: put all but the last answer into prompt, or "
+            "use a template with {% generation %} marks"
         )
     return samples
 
 
 def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions") -> str:
-    """Which form a row has.
+    """Return the form of a row.
+
+    Args:
+        row: The row's columns.
+        name: The row's name, for error messages.
+        data: The data settings; `format` is used.
+        kind: The kind of data that the trainer learns from.
 
     Raises:
-        DataError: none, or not that of `data.format`.
+        DataError: The row has no form that the trainer reads, or not that of `data.format`.
     """
     forms = {f: FORMS[f] for f in KINDS[kind] if data.format in ("auto", f)}
-    # A column that only other rows of the file have comes back as null.
+    # Tables return null for a column that only other rows of the file have.
     form = next((f for f, columns in forms.items() if all(row.get(c) is not None for c in columns)), None)
     if form is None:
         hint = next((h for column, h in HINTS[kind].items() if row.get(column) is not None), "")
-        there = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
-        wanted = " or ".join(" and ".join(columns) for columns in forms.values())
-        raise DataError(f"{name} has the columns {there}; it needs {wanted}{hint}")
+        present = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
+        required = " or ".join(" and ".join(columns) for columns in forms.values())
+        raise DataError(f"{name} has the columns {present}; it needs {required}{hint}")
     return form
 
 
 def encode_text(tokenizer: Any, text: Any, name: str) -> Sample:
-    """A text, all of it learned, and the end-of-sequence token.
+    """Tokenize a text, supervised on all of it and the end-of-sequence token.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        text: The text.
+        name: The row's name, for error messages.
 
     Raises:
-        DataError: it is no text, or empty.
+        DataError: The text is empty or not a string.
     """
     ids = _tokens(tokenizer, text, "text", name, special=True)
     if not text or len(ids) < 2:
@@ -138,12 +153,19 @@ def encode_text(tokenizer: Any, text: Any, name: str) -> Sample:
 
 
 def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -> Sample:
-    """A prompt and its completion, supervised on the completion and the end-of-sequence token.
+    """Tokenize a prompt and its completion, supervised on the completion and the end-of-sequence token.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: The prompt's text.
+        completion: The completion's text.
+        name: The row's name, for error messages.
 
     Raises:
-        DataError: one of the two is no text, or the completion is empty.
+        DataError: One of the two is not a string, or the completion is empty.
     """
-    # Apart, so that no token spans the border: at inference the prompt is tokenised alone too.
+    # Prompt and completion are tokenized separately, so that no token crosses the boundary: at inference the prompt is
+    # tokenized alone too.
     before = _tokens(tokenizer, prompt, "prompt", name, special=True)
     if tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token):
         before.pop()
@@ -154,19 +176,19 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -
 
 
 def marked(tokenizer: Any, sample: Sample, most: int = 600) -> str:
-    """A sample's text with what is learned between « and », in one line; the middle of a long one left out.
+    """Return a sample's text on one line, with the supervised parts between « and ».
 
     Args:
-        tokenizer: the model's.
-        sample: to show.
-        most: characters.
+        tokenizer: The model's tokenizer.
+        sample: The sample to show.
+        most: The approximate maximum number of characters; the middle of a longer text is left out.
     """
     parts = []
     for learned, run in groupby(zip(sample.ids, sample.supervised, strict=True), key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in run]).replace("\n", "\\n")
         parts.append(f"«{text}»" if learned else text)
-    whole = "".join(parts)
-    return whole if len(whole) <= most else f"{whole[: most // 2]} ... {whole[-most // 2 :]}"
+    line = "".join(parts)
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 def _tokens(tokenizer: Any, text: Any, column: str, name: str, *, special: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""From the settings of the data to a tokenizer and datasets."""
+"""Loading of the tokenizer and the datasets that the settings specify."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from .tokenize import load_token_caches
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What a run reads.
+    """The tokenizer and the data of a run.
 
     Args:
         tokenizer: The model's tokenizer.
         train: The samples to train on.
-        held_out: The samples to evaluate on; None without `data.eval`.
+        held_out: The samples to evaluate on, or None if `data.eval` is not set.
     """
 
     tokenizer: Any
@@ -27,27 +27,27 @@ class RunData:
 
 
 def load_data(config: RunConfig, kind: Kind, budget: Budget) -> RunData:
-    """Load the tokenizer and the datasets, before any weight is read. Collective over all processes of the job.
+    """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
     Args:
         config: The run's settings.
-        kind: What the trainer learns from.
-        budget: The tokens that a sample may have.
+        kind: The kind of data that the trainer learns from.
+        budget: The token limit of a sample.
 
     Raises:
-        DrivetrainError: A file, a row or the tokenizer cannot be used; on every rank.
+        DrivetrainError: A file, a row or the tokenizer cannot be used; raised on all ranks.
     """
     with collective_errors():
         tokenizer = load_tokenizer(config.model)
 
-    def dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
+    def open_dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
         caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind)
         with collective_errors():
-            made = Dataset(caches, config.data, budget, names)
-        return made
+            dataset = Dataset(caches, config.data, budget, names)
+        return dataset
 
     return RunData(
         tokenizer=tokenizer,
-        train=dataset(config.data.train, training=True),
-        held_out=dataset(config.data.eval, training=False) if config.data.eval else None,
+        train=open_dataset(config.data.train, training=True),
+        held_out=open_dataset(config.data.eval, training=False) if config.data.eval else None,
     )

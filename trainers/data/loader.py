@@ -1,4 +1,7 @@
-"""Batches in an order that depends on the seed and the epoch alone: one cursor resumes it anywhere, on any number of ranks."""
+"""Global batches in an order that depends only on the seed and the epoch.
+
+A single cursor therefore resumes the order anywhere, on any number of ranks.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Where the next batch begins.
+    """The position in the data at which the next batch begins.
 
     Args:
-        epoch: from 0.
-        position: samples of this epoch that have been used.
+        epoch: The epoch, counted from 0.
+        position: The number of samples of this epoch that have been used.
     """
 
     epoch: int = 0
@@ -34,60 +37,62 @@ class Cursor:
 
 
 class Sampler:
-    """Which sample comes when: a pure function of the sources' sizes, their weights and the seed.
+    """The order of the samples, a pure function of the sources' sizes, their weights and the seed.
 
-    Without weights an epoch is every sample once. With them an epoch is as long, and each source has its share of it: a
-    source that is too small for its share comes round again, one that is too large goes on in the next epoch where it
-    stopped, so that over time every sample of a source is used as often as any other.
+    Without weights, an epoch contains every sample once. With weights, an epoch is just as long, but each source fills its
+    weighted fraction of it: a source that is too small for its fraction repeats, and one that is too large continues in the
+    next epoch where it stopped, so that over time all samples of a source are used equally often.
 
     Args:
-        sizes: samples of each source.
-        weights: relative shares; None: as large as the sources are.
-        seed: of the order.
-        shuffle: False keeps the order of the files, and spreads weighted sources evenly.
+        sizes: The number of samples in each source.
+        weights: The relative weights of the sources, or None for weights proportional to the sizes.
+        seed: The seed for shuffling.
+        shuffle: Whether to shuffle; False keeps the order of the files and spreads weighted sources evenly.
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
         self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
         self._starts = np.cumsum([0, *sizes])
         self.drawn = list(sizes) if weights is None else shares(sum(sizes), weights)
-        """Samples of each source in an epoch."""
-        self._kept: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
+        """The number of samples that an epoch takes from each source."""
+        self._cached: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def epoch(self, epoch: int) -> NDArray[Any]:
-        """Indices of the samples in the order of an epoch."""
-        if self._kept[0] != epoch:
-            self._kept = (epoch, self._plain(epoch) if self.weights is None else self._mixed(epoch))
-        return self._kept[1]
+        """Return the indices of an epoch's samples, in order."""
+        if self._cached[0] != epoch:
+            self._cached = (epoch, self._plain(epoch) if self.weights is None else self._mixed(epoch))
+        return self._cached[1]
 
     def _plain(self, epoch: int) -> NDArray[Any]:
         return self._permutation(len(self), epoch) if self.shuffle else np.arange(len(self))
 
     def _mixed(self, epoch: int) -> NDArray[Any]:
-        drawn = [start + self._draws(i, epoch) for i, start in enumerate(self._starts[:-1])]
-        every = np.concatenate(drawn)
+        draws = [start + self._draws(i, epoch) for i, start in enumerate(self._starts[:-1])]
+        indices = np.concatenate(draws)
         if self.shuffle:
-            return every[self._permutation(len(every), epoch)]
-        # The k-th of n draws stands at (k + 1/2) / n of the epoch.
-        return every[np.argsort(np.concatenate([(np.arange(len(d)) + 0.5) / max(1, len(d)) for d in drawn]), kind="stable")]
+            return indices[self._permutation(len(indices), epoch)]
+        # The k-th of n draws is placed at (k + 1/2) / n of the epoch.
+        return indices[
+            np.argsort(np.concatenate([(np.arange(len(draw)) + 0.5) / max(1, len(draw)) for draw in draws]), kind="stable")
+        ]
 
     def _draws(self, source: int, epoch: int) -> NDArray[Any]:
-        """What a source gives an epoch: its part of the endless row of the source's passes."""
+        """Return the samples that an epoch takes from a source: a slice of the infinite sequence of passes over the source."""
         size, count = self.sizes[source], self.drawn[source]
         begin, end = epoch * count, (epoch + 1) * count
         passes = range(begin // size, -(-end // size))
-        rows = [self._permutation(size, p, source + 1) if self.shuffle else np.arange(size) for p in passes]
+        permutations = [self._permutation(size, number, source + 1) if self.shuffle else np.arange(size) for number in passes]
         offset = begin // size * size
-        return np.concatenate(rows)[begin - offset : end - offset] if rows else np.empty(0, np.int64)
+        return np.concatenate(permutations)[begin - offset : end - offset] if permutations else np.empty(0, np.int64)
 
     def _permutation(self, count: int, *key: int) -> NDArray[Any]:
         return np.random.default_rng([self.seed, *key]).permutation(count)
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, for a checkpoint."""
+        """Return everything that the order depends on, for a checkpoint."""
         return {
             "samples": self.sizes,
             "weights": None if self.weights is None else list(self.weights),
@@ -97,7 +102,7 @@ class Sampler:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the weights, which add up to `total` (largest remainders)."""
+    """Return integers proportional to the weights that add up to `total` (largest-remainder method)."""
     exact = [total * w / sum(weights) for w in weights]
     counts = [int(x) for x in exact]
     for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
@@ -107,11 +112,11 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A data-parallel rank's part of a global batch.
+    """A data-parallel shard: a rank's part of a global batch.
 
     Args:
-        places: where its documents stand in the global batch.
-        batch: the documents, packed.
+        places: The positions of the shard's documents in the global batch.
+        batch: The documents as a packed batch.
     """
 
     places: list[int]
@@ -120,15 +125,17 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The documents of a step, all ranks together: known by their lengths, read by the rank that they are dealt to.
+    """The documents of a step across all ranks.
+
+    Every rank knows the documents' lengths; only the rank that a document is assigned to reads it.
 
     Args:
-        lengths: tokens of each document.
-        read: a document, by its place.
-        width: consecutive documents that belong together.
-        compared: whether each says if it was chosen, and by which margin.
-        numbers: of the documents among all of the samples, where they are some of those.
-        digest: of these samples.
+        lengths: The number of tokens in each document.
+        read: The function that reads the document at a position.
+        width: The number of consecutive documents that belong together.
+        compared: Whether each document is labeled as chosen or not, with a margin.
+        numbers: The documents' numbers in the dataset, or None if they do not come from it.
+        digest: The dataset's digest.
     """
 
     lengths: Sequence[int]
@@ -142,110 +149,119 @@ class GlobalBatch:
         return len(self.lengths)
 
     def share(self, dp_rank: int, dp_size: int, ratio: float) -> Share:
-        """Deal to data-parallel ranks, balanced by cost.
+        """Split the batch into data-parallel shards of similar cost and return one of the shards.
 
         Args:
-            dp_rank: whose share.
-            dp_size: number of shares.
-            ratio: cost of attention, from the engine.
+            dp_rank: The data-parallel rank of the shard to return.
+            dp_size: The number of shards.
+            ratio: The cost ratio of attention, from the engine.
         """
         groups = [place // self.width for place in range(len(self))]
         places = balance(self.lengths, dp_size, groups=groups, ratio=ratio)[dp_rank]
-        mine = [self.read(place) for place in places]
-        marks = {CHOSEN: [float(s.chosen or False) for s in mine], MARGIN: [s.margin for s in mine]}
+        samples = [self.read(place) for place in places]
+        marks = {CHOSEN: [float(s.chosen or False) for s in samples], MARGIN: [s.margin for s in samples]}
         batch = from_lists(
-            [s.ids for s in mine],
-            supervised=[s.supervised for s in mine],
+            [s.ids for s in samples],
+            supervised=[s.supervised for s in samples],
             sequence_fields=marks if self.compared else None,
             group_ids=[groups[place] for place in places] if self.width > 1 else None,
-            names=[s.name for s in mine],
+            names=[s.name for s in samples],
         )
         return Share(places=places, batch=batch)
 
     def share_of(self, engine: BaseEngine) -> Share:
-        """The share of this process in an engine."""
+        """Return the shard of this process.
+
+        Args:
+            engine: The engine whose data-parallel layout determines the shards.
+        """
         return self.share(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
 
 
 class Loader:
-    """Global batches of samples.
+    """Global batches of a dataset.
 
     Args:
-        samples: all of them, the same on every rank.
-        order: of the samples.
-        batch_size: samples a step, all ranks together; the last batch of an epoch may be smaller.
+        samples: The dataset, the same on all ranks.
+        order: The sampler, which determines the order.
+        batch_size: The number of samples per step across all ranks; the last batch of an epoch may be smaller.
     """
 
     def __init__(self, samples: Dataset, order: Sampler, *, batch_size: int) -> None:
-        self.samples, self._order, self._size = samples, order, batch_size
+        self.samples, self._sampler, self._batch_size = samples, order, batch_size
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
-        """Batches from a cursor on, without end, each with the cursor behind it."""
+        """Yield batches forever, starting at a cursor, each with the cursor that follows it."""
         epoch, position = cursor.epoch, cursor.position
         while True:
-            order = self._order.epoch(epoch)
-            chosen = order[position : position + self._size]
+            order = self._sampler.epoch(epoch)
+            chosen = order[position : position + self._batch_size]
             position += len(chosen)
             if position >= len(order):
                 epoch, position = epoch + 1, 0
             yield self.batch(chosen.tolist()), Cursor(epoch=epoch, position=position)
 
     def once(self) -> Iterator[GlobalBatch]:
-        """One pass in file order: every sample exactly once."""
-        for start in range(0, len(self.samples), self._size):
-            yield self.batch(range(start, min(start + self._size, len(self.samples))))
+        """Yield every sample exactly once, in file order."""
+        for start in range(0, len(self.samples), self._batch_size):
+            yield self.batch(range(start, min(start + self._batch_size, len(self.samples))))
 
     def batch(self, chosen: Sequence[int]) -> GlobalBatch:
-        """The given samples."""
-        samples, width = self.samples, self.samples.width
+        """Return a batch of the given samples.
+
+        Args:
+            chosen: The samples' indices in the dataset.
+        """
+        dataset, width = self.samples, self.samples.width
         return GlobalBatch(
-            lengths=[int(n) for n in samples.lengths[list(chosen)].ravel()],
-            read=lambda place: samples.document(chosen[place // width], place % width),
+            lengths=[int(n) for n in dataset.lengths[list(chosen)].ravel()],
+            read=lambda place: dataset.document(chosen[place // width], place % width),
             width=width,
-            compared=samples.compared,
+            compared=dataset.compared,
             numbers=(np.array(chosen)[:, None] * width + np.arange(width)).ravel(),
-            digest=samples.digest,
+            digest=dataset.digest,
         )
 
     def state(self, cursor: Cursor) -> dict[str, Any]:
-        """For a checkpoint: where to go on, and what that means."""
-        place = {"epoch": cursor.epoch, "position": cursor.position}
-        return {**place, "batch_size": self._size, **self._order.describe(), "digest": self.samples.digest}
+        """Return the data to save in a checkpoint: the cursor, and everything that gives it its meaning."""
+        progress = {"epoch": cursor.epoch, "position": cursor.position}
+        return {**progress, "batch_size": self._batch_size, **self._sampler.describe(), "digest": self.samples.digest}
 
     def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
-        """Where a checkpoint says to go on.
+        """Return the cursor at which a checkpoint resumes.
 
         Args:
-            state: from `state`.
-            epochs: the run ends by its epochs, whose steps are counted in batches of one size.
+            state: The checkpoint's data, from `state`.
+            epochs: Whether the run ends after its epochs, whose steps are counted in batches of one size.
 
         Raises:
-            CheckpointError: its order is another one, so the next sample cannot be told; or the end cannot.
+            CheckpointError: The checkpoint was saved with another order or batch size, so the next sample or the last step is
+                unknown.
         """
         try:
             cursor = Cursor(epoch=int(state["epoch"]), position=int(state["position"]))
-            told, digest = {name: state[name] for name in self._order.describe()}, state["digest"]
+            saved, digest = {name: state[name] for name in self._sampler.describe()}, state["digest"]
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(
-                f"it does not say where in the data to go on ({e!r}); it was not saved by this trainer"
+                f"it does not say where in the data to resume ({e!r}); it was not saved by this trainer"
             ) from e
-        for name, now in self._order.describe().items():
-            was = told[name]
-            if was != now:
-                said = "the number of samples" if name == "samples" else f"data.{name}"
-                was, now = (v[0] if isinstance(v, list) and len(v) == 1 else v for v in (was, now))
+        for name, new in self._sampler.describe().items():
+            old = saved[name]
+            if old != new:
+                label = "the number of samples" if name == "samples" else f"data.{name}"
+                old, new = (v[0] if isinstance(v, list) and len(v) == 1 else v for v in (old, new))
                 raise CheckpointError(
-                    f"it was saved with {said} = {was}, now it is {now}, so the next sample cannot be told; use the same data "
-                    "and settings, or start anew from the exported model in another trainer.output_dir"
+                    f"it was saved with {label} = {old}, now it is {new}, so the next sample is unknown; use the same data "
+                    "and settings, or start over from the exported model in another trainer.output_dir"
                 )
-        if epochs and state.get("batch_size") != self._size:
+        if epochs and state.get("batch_size") != self._batch_size:
             raise CheckpointError(
-                f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self._size}, so the steps of trainer.epochs "
-                "cannot be counted on; set trainer.max_steps, or keep the batch size"
+                f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self._batch_size}, so the "
+                "steps of trainer.epochs cannot be counted; set trainer.max_steps, or keep the batch size"
             )
         if digest != self.samples.digest:
-            log.warning("as many samples as in the checkpoint, but their contents have changed")
+            log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")
         return cursor

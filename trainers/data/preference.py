@@ -1,4 +1,4 @@
-"""What was compared: a row's prompt and its two sides, in the forms that preference data come in."""
+"""Splitting of preference rows, in any of their forms, into a prompt and two sides."""
 
 import math
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from .chat import common_length
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """Two answers to one prompt; texts, or lists of messages.
+    """Two answers to one prompt, as texts or as lists of messages.
 
     Args:
-        prompt: what both begin with.
-        chosen: the better one.
-        rejected: the other.
-        margin: by how much the chosen one is better, where the row says so.
+        prompt: The prompt that both answers follow.
+        chosen: The better answer.
+        rejected: The worse answer.
+        margin: The margin by which the chosen answer is better, or 0 if the row has none.
     """
 
     prompt: Any
@@ -27,21 +27,21 @@ class Sides:
 
     @property
     def equal(self) -> bool:
-        """Whether there is nothing to choose."""
+        """Whether both answers are equal, so that there is nothing to compare."""
         return bool(self.chosen == self.rejected)
 
 
 def split_preference(row: Mapping[str, Any], name: str) -> Sides:
-    """The sides of a row with `chosen` and `rejected`, and `prompt` where it stands apart.
+    """Split a row with `chosen` and `rejected`, and optionally `prompt`, into its sides.
 
-    Without `prompt` it is what both sides begin with: whole messages or, of texts, whole words.
+    Without `prompt`, the prompt is the common beginning of both sides, in complete messages or, for texts, complete words.
 
     Args:
-        row: its columns.
-        name: of the row.
+        row: The row's columns.
+        name: The row's name, for error messages.
 
     Raises:
-        DataError: texts and messages are mixed, a side has nothing of its own, or the margin is no number.
+        DataError: The row mixes texts and messages, a side has nothing beyond the prompt, or the margin is not a number.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -50,20 +50,20 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
             raise DataError(f"{name}: {column} is a {type(value).__name__}; it must be text or a list of messages")
     if len({isinstance(value, str) for value in given.values() if value is not None}) > 1:
         kinds = ", ".join(f"{c} {'text' if isinstance(v, str) else 'messages'}" for c, v in given.items() if v is not None)
-        raise DataError(f"{name} mixes texts and messages ({kinds}); give all of them in one form")
+        raise DataError(f"{name} mixes texts and messages ({kinds}); use one form for all")
     margin = row.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin)):
         raise DataError(f"{name}: margin is {margin!r}; it must be a number")
     if prompt is None:
         if chosen == rejected:
             return Sides(prompt=chosen, chosen=chosen, rejected=rejected)
-        same = _same_words(chosen, rejected) if isinstance(chosen, str) else common_length(chosen, rejected)
-        prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+        shared = _common_words(chosen, rejected) if isinstance(chosen, str) else common_length(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if not prompt:
-            what = "word" if isinstance(chosen, str) else "message"
+            unit = "word" if isinstance(chosen, str) else "message"
             raise DataError(
-                f"{name}: chosen and rejected begin with no {what} in common, so there is no prompt; give one as prompt"
-                + (' ("" where there is none)' if what == "word" else "")
+                f"{name}: chosen and rejected have no {unit} in common at the beginning, so there is no prompt; give one in "
+                "the column prompt" + (' ("" for an empty one)' if unit == "word" else "")
             )
     for column, value in (("chosen", chosen), ("rejected", rejected)):
         if not value:
@@ -71,12 +71,15 @@ def split_preference(row: Mapping[str, Any], name: str) -> Sides:
     return Sides(prompt=prompt, chosen=chosen, rejected=rejected, margin=float(margin or 0.0))
 
 
-def _same_words(a: str, b: str) -> int:
-    """How many characters two texts begin with alike, back to the end of the last whole word: a token must not stand across
-    the border of prompt and answer, and with most tokenizers a word begins with the space before it."""
-    same = common_length(a, b)
-    while same and not a[same - 1].isspace():
-        same -= 1
-    while same and a[same - 1] == " ":
-        same -= 1
-    return same
+def _common_words(a: str, b: str) -> int:
+    """Return the length of the common beginning of two texts, up to the end of its last complete word.
+
+    A token must not cross the boundary between prompt and answer, and with most tokenizers a word begins with the space before
+    it.
+    """
+    length = common_length(a, b)
+    while length and not a[length - 1].isspace():
+        length -= 1
+    while length and a[length - 1] == " ":
+        length -= 1
+    return length

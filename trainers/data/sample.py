@@ -1,4 +1,4 @@
-"""A tokenised sample."""
+"""A tokenized document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sample:
-    """One document.
+    """A tokenized document.
 
     Args:
-        name: file and row, for messages.
-        ids: token ids.
-        supervised: for each token whether it is a target to learn.
-        chosen: whether it is what was preferred, or liked; None where nothing was compared.
-        margin: by how much the chosen side of its pair is better, where the data say so.
+        name: The file and row that the document comes from, for messages.
+        ids: The token ids.
+        supervised: For each token, whether it is a target to learn.
+        chosen: Whether the document was preferred or labeled good; None if it has no such label.
+        margin: The margin by which the chosen side of its pair is better, or 0 if the data have none.
     """
 
     name: str

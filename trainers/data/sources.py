@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders of files, data sets of the Hub. Read in chunks, each row with its place."""
+"""The sources of rows: files, folders of files and Hub datasets, read in chunks, each row with its number."""
 
 import json
 import re
@@ -22,9 +22,9 @@ class Chunk:
     """Consecutive rows of a file.
 
     Args:
-        file: its name, for messages.
-        rows: (number, row) from 1; a row is a line of JSON, as bytes, or its columns.
-        share: of the whole source.
+        file: The file's name, for messages.
+        rows: Pairs of a row's number, from 1, and the row: a line of JSON as bytes, or the row's columns.
+        share: The chunk's fraction of the entire source.
     """
 
     file: str
@@ -32,10 +32,13 @@ class Chunk:
     share: float
 
     def parsed(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows as columns.
+        """Parse the rows into their columns.
+
+        Yields:
+            A row's number and its columns.
 
         Raises:
-            DataError: a line is no JSON object.
+            DataError: A line is not a JSON object.
         """
         for number, row in self.rows:
             yield number, _object(row, f"{self.file}:{number}") if isinstance(row, bytes) else row
@@ -43,12 +46,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.eval`.
+    """An entry of `data.train` or `data.eval`.
 
     Args:
-        name: as it was given.
-        files: its files, in the order they are read; empty for a data set of the Hub.
-        table: the Hub's data set, once `open_source` has loaded it.
+        name: The entry as given in the settings.
+        files: The source's files in the order in which they are read; empty for a Hub dataset.
+        table: The Hub dataset that `open_source` has loaded, or None for files.
     """
 
     name: str
@@ -56,17 +59,17 @@ class Source:
     table: Any = None
 
     def identity(self) -> str:
-        """Changes when the rows do, as far as can be told without reading them: paths, sizes and times."""
+        """Return a string that changes with the rows, as far as the files' paths, sizes and modification times show it."""
         if self.table is not None:
             return f"{self.name} {self.table._fingerprint}"
         stats = [(str(f.resolve()), f.stat()) for f in self.files]
         return xxhash.xxh3_128_hexdigest(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode())
 
     def chunks(self) -> Iterator[Chunk]:
-        """All rows.
+        """Yield all rows in chunks.
 
         Raises:
-            DataError: a file is unreadable, or none has rows.
+            DataError: A file cannot be read, or no file has any rows.
         """
         count = 0
         for chunk in _table(self.table, self.name) if self.table is not None else self._files():
@@ -85,57 +88,58 @@ class Source:
 
 
 def open_source(name: str, *, training: bool) -> Source:
-    """What an entry of `data.train` or `data.eval` stands for.
+    """Open an entry of `data.train` or `data.eval`.
 
     Args:
-        name: a file, a folder, or a data set of the Hub: `org/name[/config][:split]`.
-        training: without a split, `train` is taken then; otherwise there must be one split only.
+        name: A file, a folder, or a Hub dataset: `org/name[/config][:split]`.
+        training: Whether the entry is in `data.train`. If it names no split of a Hub dataset that has several, training uses
+            `train`; evaluation requires a split.
 
     Raises:
-        DataError: it does not exist, is of an unknown kind, or has no data in it.
+        DataError: The entry does not exist, is of an unknown type, or contains no data.
     """
     path = Path(name)
     if path.is_dir():
         files = tuple(f for f in sorted(path.rglob("*")) if f.suffix in ENDINGS and f.is_file() and not _hidden(f, path))
         if not files:
-            raise DataError(f"data folder {name} has no {', '.join(ENDINGS)} file")
+            raise DataError(f"data folder {name} has no {', '.join(ENDINGS)} files")
         return Source(name, files)
     if path.is_file():
         if path.suffix not in ENDINGS:
-            raise DataError(f"data file {name} is a {path.suffix or 'file without an ending'}; use {', '.join(ENDINGS)}")
+            raise DataError(f"data file {name} is a {path.suffix or 'file without an extension'}; use {', '.join(ENDINGS)}")
         return Source(name, (path,))
-    hub = _HUB_NAME.fullmatch(name)
-    if hub is None or path.suffix in ENDINGS:
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or path.suffix in ENDINGS:
         hint = ""
         if "," in name:
-            hint = "; several are given as 'data.train=[a.jsonl,b.jsonl]'"
+            hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'"
         elif any(c in name for c in "*?"):
             hint = "; patterns are not expanded: give the folder"
         raise DataError(f"data file {name} does not exist{hint}")
-    return Source(name, table=_load_hub(name, hub["name"], hub["config"], hub["split"], training))
+    return Source(name, table=_load_hub(name, match["name"], match["config"], match["split"], training))
 
 
 def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
-def _load_hub(given: str, name: str, config: str | None, split: str | None, training: bool) -> Any:
+def _load_hub(entry: str, name: str, config: str | None, split: str | None, training: bool) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(name, config, split=split)
-    except Exception as e:  # of many kinds: no network, no such data set, another config
+        loaded = datasets.load_dataset(name, config, split=split)
+    except Exception as e:  # of many types: no network, an unknown dataset or config
         raise DataError(
-            f"{given} is no file or folder, and loading it as a data set of the Hugging Face Hub failed: {str(e).splitlines()[0]}"
+            f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"
         ) from e
     if split is None:
-        splits = list(found)
+        splits = list(loaded)
         chosen = splits[0] if len(splits) == 1 else "train" if training and "train" in splits else None
         if chosen is None:
-            raise DataError(f"data set {given} has the splits {', '.join(splits)}; name one, as in {given}:{splits[-1]}")
-        found = found[chosen]
-    return found
+            raise DataError(f"dataset {entry} has the splits {', '.join(splits)}; name one, for example {entry}:{splits[-1]}")
+        loaded = loaded[chosen]
+    return loaded
 
 
 def _read(file: Path, share: float) -> Iterator[Chunk]:
@@ -148,20 +152,21 @@ def _read(file: Path, share: float) -> Iterator[Chunk]:
 
 
 def _lines(file: Path, share: float) -> Iterator[Chunk]:
-    # By lines, so that an error names the line that an editor shows; parsed by whoever tokenises.
+    # Rows are read by line, so that an error names the line that an editor shows; the process that tokenizes a row also parses
+    # it.
     size = max(1, file.stat().st_size)
     rows: list[tuple[int, bytes | dict[str, Any]]] = []
-    read = 0
+    size_read = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            read += len(line)
+            size_read += len(line)
             if line.strip():
                 rows.append((number, line))
             if len(rows) == CHUNK_ROWS:
-                yield Chunk(str(file), rows, share * read / size)
-                rows, read = [], 0
+                yield Chunk(str(file), rows, share * size_read / size)
+                rows, size_read = [], 0
     if rows:
-        yield Chunk(str(file), rows, share * read / size)
+        yield Chunk(str(file), rows, share * size_read / size)
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -172,7 +177,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise DataError(f"{place} is not JSON: {e}") from e
     if not isinstance(row, dict):
-        raise DataError(f"{place} is a JSON {type(row).__name__}; a row is an object with named columns")
+        raise DataError(f"{place} is a JSON {type(row).__name__}; a row must be an object with named columns")
     return row
 
 
@@ -180,9 +185,11 @@ def _array(file: Path, share: float) -> Iterator[Chunk]:
     try:
         rows = json.loads(file.read_bytes())
     except ValueError as e:
-        raise DataError(f"{file} is not JSON: {e}; a file of one object a line ends in .jsonl") from e
+        raise DataError(f"{file} is not JSON: {e}; a file with one object per line must end in .jsonl") from e
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{file} must hold a list of objects with named columns; a file of one object a line ends in .jsonl")
+        raise DataError(
+            f"{file} must contain a list of objects with named columns; a file with one object per line must end in .jsonl"
+        )
     for start in range(0, len(rows), CHUNK_ROWS):
         part = rows[start : start + CHUNK_ROWS]
         yield Chunk(str(file), list(enumerate(part, start + 1)), share * len(part) / len(rows))
@@ -210,26 +217,26 @@ def _table(table: Any, name: str) -> Iterator[Chunk]:
 
 
 def _columns(names: Sequence[str], source: str) -> list[str]:
-    """Those that are read; others, pictures say, are not decoded.
+    """Return the columns to read; others, for example images, are not decoded.
 
     Raises:
-        DataError: no form of a row has all of its columns.
+        DataError: The columns do not include those of any row form.
     """
     if not any(set(form) <= set(names) for form in FORMS.values()):
-        wanted = " or ".join(" and ".join(form) for form in FORMS.values())
-        raise DataError(f"{source} has the columns {', '.join(names) or 'none'}; it needs {wanted}")
+        required = " or ".join(" and ".join(form) for form in FORMS.values())
+        raise DataError(f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}")
     return [c for c in names if c in COLUMNS]
 
 
 def _chunks(parts: Iterable[list[dict[str, Any]]], name: str, share: float) -> Iterator[Chunk]:
-    at = 0
+    offset = 0
     for rows in parts:
-        yield Chunk(name, [(at + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], share * len(rows))
-        at += len(rows)
+        yield Chunk(name, [(offset + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], share * len(rows))
+        offset += len(rows)
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A table gives every row the keys that any row has, inside columns too; those it lacks are null."""
+    """Remove the nulls that a table adds, also inside columns, for keys that only other rows have."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Tokenised samples on disk, mapped into memory: every process of a machine shares one copy, and the next run finds it."""
+"""Token caches: tokenized samples on disk.
+
+A token cache is mapped into memory, so that all processes on a machine share one copy, and is reused by later runs.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from .sample import Sample
 
 FORMAT = 3
-"""Of the files, and of what the tokenising code makes of a row: raised when either changes."""
+"""The version of the file format and of the tokenization code's results; incremented when either changes."""
 META = "meta.json"
 STALE_SECONDS = 7 * 24 * 3600
 FIELDS = {
@@ -34,18 +37,18 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class EncodedSamples:
-    """Samples as arrays.
+    """Tokenized samples as arrays.
 
     Args:
-        ids: `[T]` int32, of all samples end to end.
-        supervised: `[T]` bool.
-        lengths: `[N]` int32.
-        files: `[N]` int32, of which file.
-        rows: `[N]` int64, of which row of it, from 1.
-        parts: `[N]` int32: 0, or the number of the answer, from 1, where a row makes several samples.
-        chosen: `[N]` int8: 1 or 0, or -1 where nothing was compared.
-        margins: `[N]` float32.
-        equal: rows that were left out: pairs of equal sides.
+        ids: The token ids of all samples, concatenated; `[T]` int32.
+        supervised: For each token, whether it is a target to learn; `[T]` bool.
+        lengths: The number of tokens in each sample; `[N]` int32.
+        files: The number of each sample's file; `[N]` int32.
+        rows: The number of each sample's row in its file, from 1; `[N]` int64.
+        parts: The number of each sample's answer, from 1, if its row makes several samples, otherwise 0; `[N]` int32.
+        chosen: Whether each sample was chosen, 1 or 0, or -1 if it has no such label; `[N]` int8.
+        margins: The margin of each sample's pair; `[N]` float32.
+        equal: The numbers of the rows that were left out, because they are pairs with equal sides.
     """
 
     ids: NDArray[Any]
@@ -60,7 +63,12 @@ class EncodedSamples:
 
     @classmethod
     def of(cls, samples: Sequence[tuple[int, int, int, Sample]], equal: Sequence[int] = ()) -> Self:
-        """From (file, row, part, sample)."""
+        """Build the arrays.
+
+        Args:
+            samples: For each sample, the number of its file, its row, its part and the sample itself.
+            equal: The numbers of the rows that were left out.
+        """
         return cls(
             ids=np.array([i for *_, s in samples for i in s.ids], np.int32),
             supervised=np.array([i for *_, s in samples for i in s.supervised], np.bool_),
@@ -75,42 +83,47 @@ class EncodedSamples:
 
 
 class TokenCacheWriter:
-    """Appends samples to a folder, which appears under its name when complete.
+    """A writer that appends samples to a new token cache.
 
     Args:
-        folder: to write; a sibling until `commit`.
+        folder: The cache's folder; until `commit`, the files are in a temporary folder next to it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._final = folder
         self._temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
         self._temporary.mkdir(parents=True)
-        for left in folder.parent.glob(".tmp-*"):
-            # Of runs that were killed; one that is still written is younger.
-            if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+        for stale in folder.parent.glob(".tmp-*"):
+            # Remove what killed runs left behind; a folder that is still being written is younger.
+            if time.time() - stale.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(stale, ignore_errors=True)
         self._files = {name: open(self._temporary / name, "wb") for name in FIELDS}
         self._digests = {name: xxhash.xxh3_128() for name in FIELDS}
         self.tokens = self.samples = 0
         self._equal: list[str] = []
 
     def add(self, part: EncodedSamples, file: str) -> None:
-        """Append what a part of a file became."""
+        """Append the samples of a part of a file.
+
+        Args:
+            part: The samples.
+            file: The file's name.
+        """
         self._equal += [f"{file}:{row}" for row in part.equal]
-        for name, written in self._files.items():
+        for name, stream in self._files.items():
             data = getattr(part, name).tobytes()
-            written.write(data)
+            stream.write(data)
             self._digests[name].update(data)
         self.tokens += len(part.ids)
         self.samples += len(part.lengths)
 
     def commit(self, files: Sequence[str], *, width: int = 1, compared: bool = False) -> None:
-        """Finish.
+        """Finish the cache and move it to its folder.
 
         Args:
-            files: names by number.
-            width: documents of a sample.
-            compared: whether each document says if it was chosen.
+            files: The names of the files, indexed by number.
+            width: The number of documents in a sample.
+            compared: Whether each document is labeled as chosen or not.
         """
         for file in self._files.values():
             file.flush()
@@ -130,7 +143,7 @@ class TokenCacheWriter:
         try:
             self._temporary.rename(self._final)
         except OSError:
-            # Another run was faster, or a damaged one lies there.
+            # Another run was faster, or the folder holds a damaged cache.
             if not is_complete(self._final):
                 shutil.rmtree(self._final)
                 self._temporary.rename(self._final)
@@ -138,14 +151,14 @@ class TokenCacheWriter:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove everything that was written."""
         for file in self._files.values():
             file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a store can be opened: all files have the sizes that its description says."""
+    """Return whether a token cache can be opened: all of its files have the sizes that its metadata states."""
     try:
         meta = json.loads((folder / META).read_text())
         counts = {name: meta["tokens"] if name in ("ids", "supervised") else meta["samples"] for name in FIELDS}
@@ -157,7 +170,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def is_undamaged(folder: Path) -> bool:
-    """Whether every byte of a complete store is as it was written."""
+    """Return whether all files of a complete token cache match their checksums."""
     digests = json.loads((folder / META).read_text())["digests"]
     for name in FIELDS:
         digest = xxhash.xxh3_128()
@@ -170,25 +183,25 @@ def is_undamaged(folder: Path) -> bool:
 
 
 class TokenCache:
-    """Samples of one source.
+    """The tokenized samples of one source.
 
     Args:
-        folder: complete.
+        folder: The folder of a complete token cache.
     """
 
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / META).read_text())
         self.digest: str = xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode())
         self.width: int = meta["width"]
-        """Documents of a sample: 2 where sides are compared."""
+        """The number of documents in a sample: 2 for pairs, otherwise 1."""
         self.compared: bool = meta["compared"]
-        """Whether each document says if it was chosen."""
+        """Whether each document is labeled as chosen or not."""
         self.equal: list[Any] = meta["equal"]
-        """How many pairs of equal sides were left out, and the first of them."""
+        """The number of pairs with equal sides that were left out, and the first such pair."""
         self._names: list[str] = meta["files"]
 
         def field(name: str) -> NDArray[Any]:
-            # Nothing is left of a source whose pairs all have equal sides, and nothing cannot be mapped.
+            # A source whose pairs all have equal sides leaves empty files, which cannot be mapped.
             empty = not (folder / name).stat().st_size
             return np.empty(0, FIELDS[name]) if empty else np.memmap(folder / name, dtype=FIELDS[name], mode="r")
 
@@ -203,11 +216,11 @@ class TokenCache:
 
     @property
     def split_chats(self) -> int:
-        """Rows that became a sample of each answer."""
+        """The number of rows that were split into one sample per answer."""
         return int((self._parts == 1).sum())
 
     def name(self, index: int) -> str:
-        """File and row of a document, and which part of the row."""
+        """Return a document's file, row and part of the row, for messages."""
         part, chosen = int(self._parts[index]), int(self._chosen[index])
         which = (
             f" (answer {part})" if part else "" if chosen < 0 or self.width == 1 else " (chosen)" if chosen else " (rejected)"
@@ -215,15 +228,15 @@ class TokenCache:
         return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
 
     def sample(self, index: int, first: int, last: int) -> Sample:
-        """Tokens `first` to `last` of a document."""
-        at = self.starts[index]
-        part = slice(at + first, at + last)
+        """Return tokens `first` to `last` of a document."""
+        start = self.starts[index]
+        tokens = slice(start + first, start + last)
         chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
-        ids, supervised = self._ids[part].tolist(), self._supervised[part].tolist()
+        ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
         return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
 
     def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-        """Whether something is left to learn of tokens `first` to `last` of each sample; a first token is no target."""
+        """Return for each document whether its tokens `first` to `last` contain a target; the first token is never one."""
         return np.array(
             [
                 bool(self._supervised[self.starts[i] + a + 1 : self.starts[i] + b].any())

@@ -1,6 +1,7 @@
-"""Sources to tokenised stores: in several processes, with a bar, once - and by one process of each machine for all of it.
+"""Tokenization of sources into token caches, in several processes and with a progress bar.
 
-A store is kept under a name made of everything that its contents depend on, so that the next run finds it.
+One process of each machine builds the caches for all of the machine's processes. The name of a cache is a hash of everything
+that its contents depend on, so that later runs reuse it.
 """
 
 import json
@@ -35,27 +36,28 @@ from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, i
 log = logging.getLogger(__name__)
 
 FEW_CHUNKS = 64
-"""Up to so many, tokenising is over before further processes have started."""
+"""Up to this many chunks, tokenization finishes before additional processes would have started."""
 MOST_WORKERS = 16
 NEWS_SECONDS = 15.0
-"""Ranks that wait hear from those that tokenise at least so often: they must not run into their timeout."""
+"""The longest time between two synchronizations with the waiting ranks, which would otherwise time out."""
 
 
 def load_token_caches(
     names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool, kind: Kind = "completions"
 ) -> list[TokenCache]:
-    """The tokenised samples of each source. Collective over all processes of the job.
+    """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
     Args:
-        names: entries of `data.train` or `data.eval`.
-        tokenizer: the model's.
-        data: settings.
-        training: of which of the two.
-        kind: what the trainer learns from.
+        names: The entries of `data.train` or `data.eval`.
+        tokenizer: The model's tokenizer.
+        data: The data settings.
+        training: Whether the entries are those of `data.train`.
+        kind: The kind of data that the trainer learns from.
 
     Raises:
-        DataError: names the file, the row and what is wrong with it, on the rank that found it.
-        RemoteError: on the others.
+        DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
+            detects it.
+        RemoteError: The same, on all other ranks.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     root = cache_folder(data)
@@ -63,25 +65,29 @@ def load_token_caches(
     folders: list[Path] = []
     with collective_errors():
         if rank == 0:
-            # One rank says which data: file times may differ between machines. The tokenizer's own truncation and padding, which
-            # its first call takes off, come off before the key is made of it.
+            # One rank determines the keys, because file times may differ between machines. The tokenizer's own truncation and
+            # padding, which its first call removes, are removed before the key is computed from it.
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
             sources = [open_source(name, training=training) for name in names]
             shared = shared_key(tokenizer, data, kind)
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
-    # The first rank goes first; where the cache is no shared folder, the other machines' first ranks follow.
-    for mine in (rank == 0, local_rank == 0 and rank != 0):
+    # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
+    for builds in (rank == 0, local_rank == 0 and rank != 0):
         encoder = Encoder(tokenizer, data, kind)
-        work = _build(names, sources, folders, encoder, training) if mine else (None for _ in ())
+        work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
-            _together(work)
+            _run_collectively(work)
     return _open(folders)
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Where stores are kept."""
+    """Return the folder of the token caches.
+
+    Args:
+        data: The data settings; `cache_dir` is used.
+    """
     if data.cache_dir is not None:
         return Path(data.cache_dir)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -89,8 +95,16 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
-    """What a store depends on beside its source: the tokenizer, the template, the settings, and the versions of both sides."""
-    said = {
+    """Return a hash of everything except the source that a token cache depends on.
+
+    These are the tokenizer, its template, the settings, and the versions of this code and of transformers.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        data: The data settings.
+        kind: The kind of data that the trainer learns from.
+    """
+    inputs = {
         "format": FORMAT,
         "transformers": transformers.__version__,
         "vocabulary": tokenizer.backend_tokenizer.to_str(),
@@ -98,28 +112,31 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
         "template": tokenizer.chat_template,
         "settings": [kind, data.format, data.turns, data.chat_template_kwargs],
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
 
 
 def _open(folders: Sequence[Path]) -> list[TokenCache]:
     with collective_errors():
         try:
-            stores = [TokenCache(folder) for folder in folders]
+            caches = [TokenCache(folder) for folder in folders]
         except (OSError, ValueError, KeyError) as e:
             raise DataError(
                 f"tokenized data in {folders[0].parent} cannot be read ({e}); set data.cache_dir to another folder"
             ) from e
-    said = all_gather_object([store.digest for store in stores])
-    differs = next((r for r, digests in enumerate(said) if digests != said[0]), None)
-    if differs is not None:
+    digests = all_gather_object([cache.digest for cache in caches])
+    other_rank = next((rank for rank, rank_digests in enumerate(digests) if rank_digests != digests[0]), None)
+    if other_rank is not None:
         raise DataError(
-            f"rank {differs} sees other data than rank 0: the files of data.train or data.eval differ between machines"
+            f"rank {other_rank} has different data than rank 0: the files of data.train or data.eval differ between machines"
         )
-    return stores
+    return caches
 
 
-def _together(work: Generator[None, None, None]) -> None:
-    """Run, while the ranks that have nothing to do wait without a timeout; an error is everybody's. Collective."""
+def _run_collectively(work: Generator[None, None, None]) -> None:
+    """Run steps until all ranks are done; an error is raised on all ranks. Collective.
+
+    Ranks without work synchronize with the others every `NEWS_SECONDS`, so that they do not time out.
+    """
     while True:
         done, start = False, time.monotonic()
         with collective_errors():
@@ -132,34 +149,34 @@ def _together(work: Generator[None, None, None]) -> None:
 def _build(
     names: Sequence[str], sources: list[Source], folders: Sequence[Path], encoder: "Encoder", training: bool
 ) -> Generator[None, None, None]:
-    """Make the stores that are missing; pauses after every chunk."""
+    """Build the missing token caches, yielding after every chunk."""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         if is_complete(folder):
             if is_undamaged(folder):
                 continue
-            log.warning("tokenised data in %s is damaged; it is made again", folder)
+            log.warning("the tokenized data in %s is damaged; tokenizing it again", folder)
             shutil.rmtree(folder)
         source = sources[i] if sources else open_source(name, training=training)
         try:
             writer = TokenCacheWriter(folder)
         except OSError as e:
             raise DataError(
-                f"the folder for tokenised data, {folder.parent}, cannot be made: {e.strerror}; set data.cache_dir"
+                f"the folder for tokenized data, {folder.parent}, cannot be created: {e.strerror}; set data.cache_dir"
             ) from e
         try:
             yield from _write(source, writer, encoder)
         except OSError as e:
-            raise DataError(f"tokenised data cannot be written to {folder.parent}: {e.strerror}; set data.cache_dir") from e
+            raise DataError(f"tokenized data cannot be written to {folder.parent}: {e.strerror}; set data.cache_dir") from e
         finally:
-            # Also where the run is interrupted; after a commit there is nothing left to remove.
+            # This also runs if the run is interrupted; after a commit there is nothing left to remove.
             writer.abandon()
 
 
 def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iterator[None]:
     files: dict[str, int] = {}
     start = time.monotonic()
-    with Bar(f"tokenising {source.name}") as bar:
-        for chunk, encoded in _encoded(source.chunks(), encoder):
+    with Bar(f"tokenizing {source.name}") as bar:
+        for chunk, encoded in _encode_chunks(source.chunks(), encoder):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
             writer.add(encoded, chunk.file)
             bar.advance(chunk.share, writer.samples)
@@ -167,17 +184,17 @@ def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iter
     width = WIDTH[encoder.kind]
     writer.commit(list(files), width=width, compared=encoder.kind != "completions")
     count, seconds = writer.samples // width, time.monotonic() - start
-    log.info("tokenised %s: %d samples, %d tokens, %.1f s", source.name, count, writer.tokens, seconds)
+    log.info("tokenized %s: %d samples, %d tokens, %.1f s", source.name, count, writer.tokens, seconds)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns rows into samples; it travels to the processes that do.
+    """A converter of rows to samples, which is sent to the worker processes.
 
     Args:
-        tokenizer: the model's.
-        data: settings.
-        kind: what the trainer learns from.
+        tokenizer: The model's tokenizer.
+        data: The data settings.
+        kind: The kind of data that the trainer learns from.
     """
 
     tokenizer: Any
@@ -185,62 +202,64 @@ class Encoder:
     kind: Kind = "completions"
 
     def chunk(self, chunk: Chunk) -> EncodedSamples:
-        """All samples of a chunk.
+        """Return all samples of a chunk.
 
         Raises:
-            DataError: names the row.
+            DataError: A row cannot be used; the message names it.
         """
-        found, equal = [], []
+        encoded, equal = [], []
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
                 samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
             except DataError:
                 raise
-            except Exception as e:  # of the tokenizer or of a template, which may raise anything
-                raise DataError(f"{name}: {_why(row, e)}") from e
+            except Exception as e:  # the tokenizer and a template may raise any exception
+                raise DataError(f"{name}: {_reason(row, e)}") from e
             if not samples:
                 equal.append(number)
             numbered = self.kind == "completions" and len(samples) > 1
-            found += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
-        return EncodedSamples.of(found, equal)
+            encoded += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
+        return EncodedSamples.of(encoded, equal)
 
 
-def _encoded(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:
-    """Chunks in order, tokenised here or in processes."""
+def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:
+    """Yield each chunk with its samples, in order, tokenized in this process or in worker processes."""
     first = list(islice(chunks, FEW_CHUNKS + 1))
     workers = encoder.data.workers
     if workers is None:
         workers = 0 if len(first) <= FEW_CHUNKS else min(MOST_WORKERS, os.cpu_count() or 1)
-    every = chain(first, chunks)
+    all_chunks = chain(first, chunks)
     if workers == 0:
-        for chunk in every:
+        for chunk in all_chunks:
             yield chunk, encoder.chunk(chunk)
         return
-    # Spawned, not forked: threads of this process, gloo's and the tokenizer's own, would be missing in a fork that needs them.
+    # Spawn, not fork: a fork would not have this process's threads (gloo's and the tokenizer's), but would need them.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
-        ahead: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
+        pending: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
-            for chunk in every:
-                ahead.append((chunk, pool.submit(_work, chunk)))
-                if len(ahead) >= 4 * workers:
-                    done, future = ahead.popleft()
-                    yield done, future.result()
-            for done, future in ahead:
-                yield done, future.result()
+            for chunk in all_chunks:
+                pending.append((chunk, pool.submit(_work, chunk)))
+                if len(pending) >= 4 * workers:
+                    oldest, future = pending.popleft()
+                    yield oldest, future.result()
+            for oldest, future in pending:
+                yield oldest, future.result()
         except BrokenProcessPool as e:
-            raise DataError("a process that tokenises died (out of memory?); set data.workers to fewer, or to 0") from e
+            raise DataError(
+                "a process that tokenizes died (out of memory?); set data.workers to a smaller number, or to 0"
+            ) from e
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _why(row: Any, error: Exception) -> str:
+def _reason(row: Any, error: Exception) -> str:
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as e:
-        return f"{e.object[e.start : e.end]!r} is half of a character, cut in two; no tokenizer can read it"
-    return f"it cannot be tokenised: {type(error).__name__}: {error}"
+        return f"{e.object[e.start : e.end]!r} is half of a character; no tokenizer can read it"
+    return f"it cannot be tokenized: {type(error).__name__}: {error}"
 
 
 _worker: Encoder
@@ -249,11 +268,11 @@ _worker: Encoder
 def _start_worker(encoder: Encoder) -> None:
     global _worker
     _worker = encoder
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _follow_parent() -> None:
-    # A parent that is killed cannot tell its workers, which would wait for more for ever.
+def _exit_with_parent() -> None:
+    # A parent that is killed cannot stop its workers, which would wait for work forever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -265,10 +284,10 @@ def _work(chunk: Chunk) -> EncodedSamples:
 
 
 class Bar:
-    """A bar on a terminal; elsewhere a line now and then."""
+    """A progress bar on a terminal; otherwise, a log line from time to time."""
 
     def __init__(self, title: str) -> None:
-        self._title, self._share, self._told = title, 0.0, time.monotonic()
+        self._title, self._fraction, self._last_report = title, 0.0, time.monotonic()
         self._progress: Any = None
 
     def __enter__(self) -> "Bar":
@@ -289,13 +308,18 @@ class Bar:
         return self
 
     def advance(self, share: float, samples: int) -> None:
-        """A part of the whole is done, `samples` in all."""
-        self._share += share
+        """Report progress.
+
+        Args:
+            share: The fraction of the work that has been done since the last call.
+            samples: The total number of samples so far.
+        """
+        self._fraction += share
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=self._share, samples=samples)
-        elif time.monotonic() - self._told > NEWS_SECONDS:
-            log.info("%s: %.0f%%, %d samples", self._title, 100 * self._share, samples)
-            self._told = time.monotonic()
+            self._progress.update(self._progress.task_ids[0], completed=self._fraction, samples=samples)
+        elif time.monotonic() - self._last_report > NEWS_SECONDS:
+            log.info("%s: %.0f%%, %d samples", self._title, 100 * self._fraction, samples)
+            self._last_report = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:

@@ -1,1 +1,1 @@
-"""`drivetrain demo`: training a tiny model on embedded tasks."""
+"""The command `drivetrain demo`, which trains a tiny model on embedded tasks."""

@@ -1,9 +1,9 @@
-"""`drivetrain demo`: the whole way on the embedded task, in a few minutes on two CPU cores; `demo dpo` and `demo rm`: learning from
-preferences, in one.
+"""`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
+dpo` and `demo rm` do the same for preference learning, in about a minute.
 
-Makes data and an untrained model, trains it with two processes on each engine, shows that their losses agree, merges their
-checkpoints, and lets the merged models answer held-out questions in plain transformers, in a process of their own. Ends with a
-short comparison of both engines with plain Hugging Face. Leaves `summary.json`.
+The demo creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
+merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. It
+ends with a short comparison of both engines with plain Hugging Face, and writes `summary.json`.
 """
 
 import argparse
@@ -16,30 +16,34 @@ from pathlib import Path
 
 from ...engine.registry import is_installed
 from ..parity.command import SHORT
-from .preferences import run_pairs
+from .preferences import run_preference_demo
 from .processes import measured, python
 
 ENOUGH = 0.9
-"""Held-out accuracy that the demo must reach."""
+"""The held-out accuracy that the demo must reach."""
 SHOWN = 5
-"""Steps whose losses are printed side by side."""
+"""The number of steps whose losses are printed side by side."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; 0 when the trained model answers well enough."""
+    """Run the demo; return 0 if the trained model is accurate enough and the engines agree with plain Hugging Face."""
     parser = argparse.ArgumentParser(prog="drivetrain demo", description=(__doc__ or "").strip())
-    parser.add_argument("task", nargs="?", choices=("sft", "dpo", "rm"), default="sft", help="what is trained")
-    parser.add_argument("--output", default=None, help="folder of the demo; runs/demo, runs/demo-dpo or runs/demo-rm")
-    parser.add_argument("--nproc", type=int, default=None, help="processes; two, or one where there is a single GPU")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps; as the recipe says by default")
+    parser.add_argument(
+        "task", nargs="?", choices=("sft", "dpo", "rm"), default="sft", help="the training method; default: sft"
+    )
+    parser.add_argument("--output", default=None, help="output folder; default: runs/demo, runs/demo-dpo or runs/demo-rm")
+    parser.add_argument(
+        "--nproc", type=int, default=None, help="number of processes; default: 2, or 1 on a machine with a single GPU"
+    )
+    parser.add_argument("--steps", type=int, default=None, help="number of optimizer steps; default: as set by the recipe")
     args = parser.parse_args(argv)
     root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{args.task}")), time.monotonic()
     if args.task != "sft":
-        return run_pairs(args.task, root, args.nproc, args.steps)
+        return run_preference_demo(args.task, root, args.nproc, args.steps)
 
     run = ["-m", "drivetrain.trainers.demo.steps"]
     nproc = args.nproc or int(measured(*run, "processes"))
-    print("1/5  data and an untrained model", flush=True)
+    print("1/5  creating data and an untrained model", flush=True)
     python(*run, "make", str(root))
     before = measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
@@ -50,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     for number, backend in enumerate(engines):
         run_folder = root / "run" if backend == "fsdp" else root / f"run-{backend}"
         if run_folder.is_dir():
-            # Of an earlier demo: this one starts over.
+            # Left over from an earlier demo; this one starts from scratch.
             shutil.rmtree(run_folder)
-        # What fsdp shards over both processes, Megatron-core cuts in two: every matrix.
+        # FSDP shards the parameters across both processes; Megatron-core instead splits every matrix across them.
         layout = [] if backend == "fsdp" else [f"engine.parallel.tp={nproc}"]
         print(
             f"{number + 2}/5  training on {backend} with {nproc} processes{', tp=' + str(nproc) if layout else ''}", flush=True
@@ -73,17 +77,17 @@ def main(argv: list[str] | None = None) -> int:
         )
         records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
         losses[backend] = [r["loss"] for r in records if r.get("split") != "eval"]
-        print("     its last checkpoint, merged, is the model that was exported", flush=True)
+        print("     checking that merging the last checkpoint reproduces the exported model", flush=True)
         tool = ("-m", "drivetrain.cli")
         python(*tool, "merge", str(run_folder), str(run_folder / "merged"))
         python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
-        print("     the merged model answers held-out questions, in plain transformers", flush=True)
+        print("     asking the merged model held-out questions in plain transformers", flush=True)
         after[backend] = measured(*run, "answer", str(run_folder / "merged"), str(root / "data" / "eval.jsonl"), "4")
     if "mcore" not in engines:
-        print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is left out")
-    apart = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]
+        print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is skipped")
+    relative_differences = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]
 
-    print("4/5  both engines beside plain Hugging Face, over the first steps of an SFT run", flush=True)
+    print("4/5  comparing both engines with plain Hugging Face over the first steps of an SFT run", flush=True)
     rows = [row for row in SHORT if row.partition(":")[0] in engines and (nproc > 1 or ":" not in row)]
     parity = subprocess.run([sys.executable, "-m", "drivetrain.cli", "parity", "--steps", "3", "--rows", *rows], check=False)
 
@@ -100,20 +104,20 @@ def main(argv: list[str] | None = None) -> int:
     print("5/5  done")
     for backend in engines:
         print(
-            f"     {backend:6} held-out accuracy {before:.3f} before, {after[backend]:.3f} after; loss {losses[backend][0]:.3g} at the "
-            f"first step, {losses[backend][-1]:.3g} at the last"
+            f"     {backend:6} held-out accuracy {before:.3f} before, {after[backend]:.3f} after; loss "
+            f"{losses[backend][0]:.3g} at the first step, {losses[backend][-1]:.3g} at the last"
         )
     if len(engines) > 1:
         print(f"     step     {'fsdp':>10} {'mcore':>10}")
-        for step in range(min(SHOWN, len(apart))):
+        for step in range(min(SHOWN, len(relative_differences))):
             print(f"     {step + 1:4}     {losses['fsdp'][step]:10.6f} {losses['mcore'][step]:10.6f}")
         print(
-            f"     relative difference of the losses: {max(apart[:10]):.1e} in the first 10 steps, {max(apart[:100]):.1e} in the "
-            "first 100 (rounding grows with every step)"
+            f"     relative difference of the losses: {max(relative_differences[:10]):.1e} in the first 10 steps, "
+            f"{max(relative_differences[:100]):.1e} in the first 100 (rounding differences grow with every step)"
         )
     print(f"     model          {summary['export']}")
     print(f"     loss plot      {root / 'run' / 'loss.png'}")
-    print(f"     summary        {root / 'summary.json'} ({summary['seconds']} s in all)")
+    print(f"     summary        {root / 'summary.json'} ({summary['seconds']} s in total)")
     if min(after.values()) < ENOUGH:
         print(f"error: accuracy {min(after.values()):.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1

@@ -1,6 +1,7 @@
-"""`drivetrain demo dpo` and `drivetrain demo rm`: the embedded preference task on a tiny model, before and after.
+"""The commands `drivetrain demo dpo` and `drivetrain demo rm`, which train a tiny model on an embedded preference task.
 
-Two processes train; held-out pairs are judged in plain transformers. Leaves `summary.json`.
+Two processes train the model, which judges held-out pairs in plain transformers before and after. The accuracy is written to
+`summary.json`.
 """
 
 import json
@@ -12,31 +13,31 @@ from pathlib import Path
 from .processes import measured, python
 
 ENOUGH = 0.9
-"""Held-out accuracy that the demo must reach."""
+"""The held-out accuracy that the demo must reach."""
 
 
-def run_pairs(task: str, root: Path, nproc: int | None, steps: int | None) -> int:
-    """Run; 0 when the trained model judges well enough.
+def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | None) -> int:
+    """Run the demo; return 0 if the trained model is accurate enough.
 
     Args:
-        task: `dpo` or `rm`.
-        root: folder of the demo.
-        nproc: processes; None: two, or one where there is a single GPU.
-        steps: optimizer steps; None: as the recipe says.
+        task: Either `dpo` or `rm`.
+        root: The folder of the demo.
+        nproc: The number of processes; None for two, or one on a machine with a single GPU.
+        steps: The number of optimizer steps; None for the number in the recipe.
     """
     start = time.monotonic()
     run = ["-m", "drivetrain.trainers.demo.steps"]
     nproc = nproc or int(measured(*run, "processes"))
-    print("1/3  pairs of answers and an untrained model", flush=True)
+    print("1/3  creating preference pairs and an untrained model", flush=True)
     python(*run, "make-pairs", str(root))
     judge = (*run, f"judge-{task}")
     held_out = str(root / "data" / "eval.jsonl")
     before = measured(*judge, str(root / "model"), held_out, "0")
-    how = "finds likelier" if task == "dpo" else "scores higher, with a new head"
-    print(f"     held-out pairs whose better side it {how}, before training: {before:.3f}", flush=True)
+    criterion = "by log-probability" if task == "dpo" else "by the score of an untrained head"
+    print(f"     held-out accuracy {criterion}, before training: {before:.3f}", flush=True)
     folder = root / "run"
     if folder.is_dir():
-        # Of an earlier demo: this one starts over.
+        # Left over from an earlier demo; this one starts from scratch.
         shutil.rmtree(folder)
     print(f"2/3  training with {nproc} processes", flush=True)
     python(
@@ -45,7 +46,7 @@ def run_pairs(task: str, root: Path, nproc: int | None, steps: int | None) -> in
         *(f"data.train=[{root / 'data' / 'train.jsonl'}]", f"data.eval=[{held_out}]", f"trainer.output_dir={folder}"),
         *([f"trainer.max_steps={steps}"] if steps else []),
     )
-    print("3/3  the exported model judges held-out pairs, in plain transformers", flush=True)
+    print("3/3  judging held-out pairs with the exported model in plain transformers", flush=True)
     after = measured(*judge, str(folder / "hf"), held_out, "4")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = {
@@ -58,7 +59,7 @@ def run_pairs(task: str, root: Path, nproc: int | None, steps: int | None) -> in
     (root / "summary.json").write_text(json.dumps(summary) + "\n")
     print(f"     held-out accuracy {before:.3f} before, {after:.3f} after")
     print(f"     model     {summary['export']}")
-    print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in all)")
+    print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
     if after < ENOUGH:
         print(f"error: accuracy {after:.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1

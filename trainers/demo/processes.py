@@ -1,20 +1,20 @@
-"""What the demos share: programs in processes of their own, and the number that one prints last."""
+"""Helpers that run Python in separate processes for the demos."""
 
 import os
 import subprocess
 import sys
 
 
-def python(*words: str) -> None:
-    """Run Python; it must end well."""
+def python(*arguments: str) -> None:
+    """Run Python, and raise an error if it fails."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
-    subprocess.run([sys.executable, *words], check=True, env=environment)
+    subprocess.run([sys.executable, *arguments], check=True, env=environment)
 
 
-def measured(*words: str) -> float:
-    """Run Python; the number in its last line, after showing the others."""
-    done = subprocess.run([sys.executable, *words], check=True, text=True, stdout=subprocess.PIPE)
-    *shown, last = done.stdout.strip().splitlines()
-    for line in shown:
+def measured(*arguments: str) -> float:
+    """Run Python, print its output except the last line, and return the number in the last line."""
+    done = subprocess.run([sys.executable, *arguments], check=True, text=True, stdout=subprocess.PIPE)
+    *other_lines, last = done.stdout.strip().splitlines()
+    for line in other_lines:
         print(f"   {line}")
     return float(last)

@@ -1,11 +1,14 @@
-"""Steps of the demos that need torch, each in a fresh process: `processes`, `make ROOT`, `make-pairs ROOT`,
-`answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN`, `judge-rm MODEL DATA SHOWN`."""
+"""The steps of the demos that need torch, each of which runs in a fresh process.
+
+They are `processes`, `make ROOT`, `make-pairs ROOT`, `answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and
+`judge-rm MODEL DATA SHOWN`.
+"""
 
 import sys
 from pathlib import Path
 
-from .addition import accuracy, write_data, write_model
-from .rising_digits import preference_accuracy, write_pairs
+from ..tasks.addition import accuracy, write_data, write_model
+from ..tasks.rising_digits import preference_accuracy, write_pairs
 
 SEED = 0
 

@@ -1,1 +1,1 @@
-"""The training loop and what accompanies it: resuming, early stopping, signals, samples and loggers."""
+"""The training loop, with resuming, early stopping, signals, sample answers and loggers."""

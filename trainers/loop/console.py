@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line that lives on a terminal, lines elsewhere, and what a summary says at the end."""
+"""Console output of a run: a live line on a terminal, plain lines elsewhere, and a summary at the end."""
 
 import statistics
 import time
@@ -13,30 +13,30 @@ from rich.text import Text
 from .samples import Answer
 
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
-"""Metrics that a line shows, where there are such."""
+"""Metrics that a progress line shows when they are present."""
 
 
 class Console:
-    """Progress.
+    """The progress display of a run.
 
     Args:
-        total_steps: of the run.
-        every: steps between lines, where there is no terminal.
-        out: where to; standard output by default.
+        total_steps: The number of steps in the run.
+        every: The number of steps between lines when the output is not a terminal.
+        out: The console to write to; standard output by default.
     """
 
     def __init__(self, total_steps: int, every: int, out: RichConsole | None = None) -> None:
         self._out = out or RichConsole(highlight=False)
         self._total, self._every, self._start = total_steps, every, time.monotonic()
-        self._made = 0
+        self._steps_done = 0
         self._live: Live | None = None
         if self._out.is_terminal:
-            # It also lifts what others print above the line.
+            # The live display also keeps other output above the line.
             self._live = Live(console=self._out, transient=True, refresh_per_second=4)
             self._live.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Show it."""
+        """Show a record as a progress line or as the result of an evaluation."""
         if record.get("split") == "eval":
             measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
             self._out.print(
@@ -44,35 +44,35 @@ class Console:
                 soft_wrap=True,
             )
             return
-        self._made, step = self._made + 1, record["step"]
-        left = (time.monotonic() - self._start) / self._made * (self._total - step)
-        line = progress_line(record, self._total, left)
+        self._steps_done, step = self._steps_done + 1, record["step"]
+        seconds_left = (time.monotonic() - self._start) / self._steps_done * (self._total - step)
+        line = progress_line(record, self._total, seconds_left)
         if self._live is not None:
             self._live.update(Text(line, style="red" if record["skipped"] else ""))
         elif step % self._every == 0 or step == self._total:
             self._out.print(line, markup=False, soft_wrap=True)
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Print them."""
+        """Print the answers to held-out samples."""
         for answer in given:
             self._out.print(
-                f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    wanted {answer.wanted!r}",
+                f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    expected {answer.wanted!r}",
                 markup=False,
                 soft_wrap=True,
             )
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 class Summary:
-    """Keeps what there is to say of a run at its end.
+    """Statistics of a run for the summary at its end.
 
     Args:
-        total_steps: of the run.
+        total_steps: The number of steps in the run.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -80,64 +80,62 @@ class Summary:
         self._first: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
         self._speeds: list[float] = []
-        self._shares: list[float] = []
+        self._mfu: list[float] = []
         self._tokens = self._skipped = 0
         self._seconds = 0.0
         self._evaluated: list[tuple[float, int]] = []
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Keep of it what the summary needs."""
+        """Collect what the summary needs from a record."""
         if record.get("split") == "eval":
             self._evaluated.append((record["loss"], record["step"]))
             return
         self._first, self._last = self._first or record, record
         self._speeds.append(record["tokens_per_s"])
         if record["mfu"] is not None:
-            self._shares.append(record["mfu"])
+            self._mfu.append(record["mfu"])
         self._tokens += record["tokens"]
         self._skipped += record["skipped"]
         self._seconds += record["seconds"]
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Not part of a summary."""
+        """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:
-        """Nothing to flush."""
+        """Do nothing, since there is nothing to flush."""
 
     def lines(self, left: Mapping[str, str]) -> list[str]:
-        """What was done.
+        """Format the summary, one string per line.
 
         Args:
-            left: what is in the run's folder, by name.
+            left: The outputs of the run: the location of each by name.
         """
         rows: dict[str, str] = {}
         if self._speeds:
             # The first step compiles and allocates.
-            speed, mfu = (
-                statistics.median(values[1:] or values) if values else None for values in (self._speeds, self._shares)
-            )
+            speed, mfu = (statistics.median(values[1:] or values) if values else None for values in (self._speeds, self._mfu))
             skipped = f", {self._skipped} skipped" if self._skipped else ""
             rows = {
                 "steps": f"{self._first['step']} to {self._last['step']} of {self._total}{skipped}",
                 "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
-                "loss": f"{self._first['loss']:.4g} at first, {self._last['loss']:.4g} at last",
-                "tokens": f"{self._tokens}, {speed:.0f} a second (median)",
+                "loss": f"{self._first['loss']:.4g} at the first step, {self._last['loss']:.4g} at the last",
+                "tokens": f"{self._tokens}, {speed:.0f} per second (median)",
                 "mfu": share(mfu),
                 "peak memory": f"{self._last['peak_gib']:.2f} GiB",
             }
         if self._evaluated:
             lowest, step = min(self._evaluated)
-            rows["evaluation"] = f"loss {self._evaluated[-1][0]:.4g} at last, {lowest:.4g} at lowest (step {step})"
+            rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
         return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
 
 
 def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
-    """One step in one line.
+    """Format one step as a single line.
 
     Args:
-        record: of the step.
-        total: steps of the run.
-        left: seconds to its end.
+        record: The record of the step.
+        total: The number of steps in the run.
+        left: The estimated number of seconds until the end of the run.
     """
     parts = [
         f"step {record['step']}/{total}",
@@ -154,10 +152,10 @@ def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent; a dash where the device's peak is not known."""
+    """Format a fraction as a percentage, or as a dash if it is None because the peak of the device is unknown."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def duration(seconds: float) -> str:
-    """`h:mm:ss`."""
+    """Format seconds as `h:mm:ss`."""
     return str(timedelta(seconds=round(seconds)))

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard, Weights & Biases; the console has a file of its own."""
+"""Loggers for the metrics of a run: `metrics.jsonl`, TensorBoard and Weights & Biases. The console is in `console.py`."""
 
 import importlib.util
 import json
@@ -19,20 +19,20 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Logger(Protocol):
-    """Takes one record a step."""
+    """A receiver of one record per step."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Take a record; `step` is always there, a `split` other than train marks an evaluation."""
+        """Log a record. It always has a `step`; a `split` other than train marks an evaluation."""
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Take the model's answers to held-out samples."""
+        """Log the model's answers to held-out samples."""
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close the logger."""
 
 
 class JSONL:
-    """One JSON object a line. Records after the step that a run resumes from are dropped first."""
+    """A logger that writes one JSON object per line, after dropping old records past the step that the run resumes from."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._metrics = _reopened(folder / "metrics.jsonl", resumed_step)
@@ -40,12 +40,12 @@ class JSONL:
         self._answers: Any = None
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a line. NaN, which JSON lacks, becomes null."""
+        """Append a line. NaN, which JSON does not have, becomes null."""
         self._metrics.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._metrics.flush()
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Append them to `answers.jsonl`."""
+        """Append the answers to `answers.jsonl`."""
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
         for answer in given:
@@ -60,7 +60,7 @@ class JSONL:
 
 
 class TensorBoard:
-    """Scalars under `train/` and `eval/`, answers as text."""
+    """A logger for TensorBoard, with scalars under `train/` and `eval/` and answers as text."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -73,7 +73,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, record["step"])
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Write them as text."""
+        """Write the answers as text."""
         for i, answer in enumerate(given):
             self._writer.add_text(f"answers/{i}", f"{answer.prompt}\n\n**{answer.answer}**\n\n({answer.wanted})", step)
 
@@ -83,21 +83,22 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. A resumed run goes on under its number, which the run's folder keeps."""
+    """A logger for Weights & Biases. A resumed run keeps its id, which is stored in the run's folder."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        kept = folder / "wandb_id"
-        if not kept.is_file():
-            kept.write_text(uuid.uuid4().hex[:12])
+        id_file = folder / "wandb_id"
+        if not id_file.is_file():
+            id_file.write_text(uuid.uuid4().hex[:12])
         try:
             self._run: Any = wandb.init(
-                project=project, dir=str(folder), name=folder.name, id=kept.read_text(), resume="allow", config=dict(config)
+                project=project, dir=str(folder), name=folder.name, id=id_file.read_text(), resume="allow", config=dict(config)
             )
         except wandb.errors.Error as e:
             raise ConfigError(
-                f"trainer.loggers names 'wandb', which cannot start: {e}; log in (wandb login), set WANDB_MODE=offline, or leave it out"
+                f"trainer.loggers names 'wandb', which cannot start: {e}; log in (wandb login), set WANDB_MODE=offline, or "
+                "leave it out"
             ) from e
         self._table: Any = wandb.Table
 
@@ -106,26 +107,26 @@ class WandB:
         self._run.log(_scalars(record), step=record["step"])
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
-        """Write them as a table."""
+        """Write the answers as a table."""
         columns = ["name", "prompt", "answer", "wanted"]
         self._run.log({"answers": self._table(columns=columns, data=[list(asdict(a).values()) for a in given])}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all pending data and finish the run."""
         self._run.finish()
 
 
 def make_loggers(
     config: TrainerConfig, folder: Path, total_steps: int, resumed_step: int, settings: Mapping[str, Any]
 ) -> list[Logger]:
-    """The loggers of a run, for its first rank.
+    """Create the loggers of a run, on its first rank.
 
     Args:
-        config: `trainer`.
-        folder: of the run.
-        total_steps: of the run.
-        resumed_step: the last step that stands.
-        settings: all of them, for a logger that keeps them.
+        config: The `trainer` settings.
+        folder: The folder of the run.
+        total_steps: The number of steps in the run.
+        resumed_step: The step that the run resumes from; records of later steps are dropped.
+        settings: All settings of the run, for loggers that store them.
     """
     makers: dict[str, Callable[[], Logger]] = {
         "console": lambda: Console(total_steps, config.log_every),
@@ -137,14 +138,14 @@ def make_loggers(
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse an unknown logger, and one whose package is missing.
+    """Check that all loggers are known and their packages are installed.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: A logger is unknown, or its package is missing.
     """
     for name in names:
         if name not in LOGGERS:
-            raise ConfigError(f"trainer.loggers names {name!r}; there are {', '.join(LOGGERS)}")
+            raise ConfigError(f"trainer.loggers names {name!r}; the loggers are {', '.join(LOGGERS)}")
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "trainer.loggers names 'wandb', which is not installed; pip install 'drivetrain[wandb]', or leave it out"
@@ -152,7 +153,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def plot_loss(metrics: Path, picture: Path, title: str) -> None:
-    """Draw the losses of a `metrics.jsonl` to a PNG."""
+    """Plot the losses in a `metrics.jsonl` as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -172,15 +173,15 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> None:
 
 
 def _reopened(path: Path, resumed_step: int) -> Any:
-    """A file to append to, cut back to the step that a run resumes from."""
-    kept = []
+    """Open a file for appending, after dropping its records past the step that the run resumes from."""
+    lines = []
     if path.is_file():
         for line in path.read_text().split("\n"):
             record = _parsed(line)
             if record is not None and record["step"] <= resumed_step:
-                kept.append(line)
+                lines.append(line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.write_text("".join(f"{line}\n" for line in lines))
     os.replace(temporary, path)
     return open(path, "a")  # closed by close()
 
@@ -191,7 +192,7 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    # A killed process may leave half a line at the end.
+    # A process that was killed may leave an incomplete last line.
     try:
         record: dict[str, Any] = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The training loop. It knows an engine, a method and a loader, and no backend."""
+"""The training loop, which depends on an engine, a method and a loader, but not on a backend."""
 
 import time
 from collections import defaultdict
@@ -22,11 +22,12 @@ from .signals import StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What happens every `trainer.eval_every` steps.
+    """The evaluation that runs every `trainer.eval_every` steps.
 
     Args:
         loader: The held-out samples.
-        show_samples: Shows the model's answers to some of them, given the step and the run's signal. Collective.
+        show_samples: A function of the step and the stop signal that shows the model's answers to some of the samples.
+            Collective.
     """
 
     loader: Loader
@@ -35,20 +36,20 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that takes part in training.
+    """Everything that training needs.
 
     Args:
         engine: The engine, initialized or resumed.
-        method: The loss to minimize, and what a batch needs for it.
+        method: The training method: the loss to minimize, and the preparation of batches for it.
         loader: The training samples.
         evaluation: The held-out samples; None without evaluations.
         manager: The run's checkpoints.
-        config: How often what happens.
+        config: The `trainer` settings, such as how often to evaluate and save.
         loggers: The loggers, on the first rank; empty elsewhere.
-        early_stopping: Follows the evaluations.
-        export: Writes the model as it is, given the step. Collective.
+        early_stopping: The tracker of the best evaluation.
+        export: A function of the step that exports the current model. Collective.
         total_steps: The number of the last step.
-        peak_flops: The FLOP/s of all devices together; None where it is not known.
+        peak_flops: The peak FLOP/s of all devices together; None if it is not known.
     """
 
     engine: BaseEngine
@@ -65,20 +66,20 @@ class Run:
 
 
 class StopReason(Enum):
-    """Why training ended."""
+    """The reason why training ended."""
 
-    DONE = "all steps are made"
-    PATIENCE = "`trainer.patience` evaluations brought nothing better"
+    DONE = "all steps are done"
+    PATIENCE = "`trainer.patience` evaluations without an improvement"
     SIGNAL = "SIGTERM or Ctrl-C"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How training ended.
+    """The end of training.
 
     Args:
-        step: The last step made.
-        reason: Why no further step was made.
+        step: The last completed step.
+        reason: The reason why no further step was taken.
     """
 
     step: int
@@ -86,11 +87,11 @@ class TrainResult:
 
 
 def train(run: Run, start: ResumePoint) -> TrainResult:
-    """Step, evaluate, log and save until the run ends. Collective.
+    """Train, evaluate, log and save until the run ends. Collective.
 
     Args:
-        run: All that takes part.
-        start: Where to start.
+        run: Everything that training needs.
+        start: The point at which to start.
     """
     step, cursor = start.step - 1, start.cursor
     batches = run.loader.batches(cursor)
@@ -103,8 +104,8 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
             save(run, step, cursor, start)
         while step < run.total_steps and not run.early_stopping.stop:
             step += 1
-            drawn, cursor = next(batches)
-            result, seconds = _step(run, drawn)
+            batch, cursor = next(batches)
+            result, seconds = _step(run, batch)
             error = _log(run.loggers, _record(run, step, cursor, result, seconds))
             best = interrupted = False
             if run.evaluation is not None and _is_due(step, run.config.eval_every, run.total_steps):
@@ -126,9 +127,9 @@ def _is_due(step: int, every: int | None, total_steps: int) -> bool:
     return step == total_steps or bool(every and step % every == 0)
 
 
-def _step(run: Run, drawn: Any) -> tuple[StepResult, float]:
+def _step(run: Run, samples: Any) -> tuple[StepResult, float]:
     start = time.perf_counter()
-    result = run.engine.train_batch(run.method.batch(run.engine, drawn, training=True), run.method.loss)
+    result = run.engine.train_batch(run.method.batch(run.engine, samples, training=True), run.method.loss)
     return result, time.perf_counter() - start
 
 
@@ -154,26 +155,29 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
 
 
 def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> dict[str, float] | None:
-    """Measure the exact loss and metrics over all held-out samples: each sum over its weight or its count, of them all. Collective.
+    """Compute the exact loss and metrics over all held-out samples. Collective.
+
+    Each loss term is its weighted sum over all samples divided by the total weight; each metric is its sum divided by the
+    total count.
 
     Args:
-        run: All that takes part.
+        run: Everything that training needs.
         evaluation: The held-out samples.
-        step: The step that was made last.
-        stop: The run's signal.
+        step: The last completed step.
+        stop: The stop signal of the run.
 
     Returns:
-        The metrics; None where the run is asked to stop meanwhile.
+        The metrics, or None if the run was asked to stop during the evaluation.
     """
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     hits: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     tokens, start = 0, time.perf_counter()
-    for drawn in evaluation.loader.once():
+    for samples in evaluation.loader.once():
         if stop.stop_requested(run.engine.topology):
             return None
-        batch = run.method.batch(run.engine, drawn, training=False)
+        batch = run.method.batch(run.engine, samples, training=False)
         result = run.engine.forward_backward(batch, run.method.evaluation_loss, forward_only=True)
         tokens += result.tokens
         for term, weight in result.weights.items():
@@ -191,7 +195,7 @@ def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> d
 
 
 def _log(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | None:
-    """Hand a record to the loggers; return what kept one from writing it, for the next exchange to raise on all ranks."""
+    """Pass a record to the loggers; return the disk error, if any, which the next exchange raises on all ranks."""
 
     def write() -> None:
         for logger in loggers:
@@ -201,7 +205,7 @@ def _log(loggers: Sequence[Logger], record: Mapping[str, Any]) -> Exception | No
 
 
 def write_error(step: int, write: Callable[[], object]) -> Exception | None:
-    """Write what belongs to a step; return the disk's error, if any."""
+    """Write the output of a step; return the disk error, if any."""
     try:
         write()
     except OSError as e:
@@ -210,15 +214,15 @@ def write_error(step: int, write: Callable[[], object]) -> Exception | None:
 
 
 def save(run: Run, step: int, cursor: Cursor, start: ResumePoint, *, evaluate: bool = False, last: bool = False) -> None:
-    """Save a checkpoint of everything that a resumed run needs; older ones are deleted, the best one is kept. Collective.
+    """Save a checkpoint with everything that a resumed run needs, keep the best one and delete older ones. Collective.
 
     Args:
-        run: All that takes part.
-        step: The step that was made last.
+        run: Everything that training needs.
+        step: The last completed step.
         cursor: The position of the next batch.
-        start: Where the run started, with the metadata that every checkpoint records.
-        evaluate: Whether the evaluation of this step is still to be made.
-        last: Whether no step follows.
+        start: The point at which the run started, with the metadata that every checkpoint records.
+        evaluate: Whether the evaluation of this step still has to be done.
+        last: Whether this is the last step of the run.
     """
     keep = () if run.early_stopping.best_step is None else (run.early_stopping.best_step,)
     extra = {

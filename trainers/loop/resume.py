@@ -1,4 +1,4 @@
-"""Where a run starts: at its beginning, or behind the checkpoint that `trainer.resume` names."""
+"""The starting point of a run: its beginning, or the checkpoint that `trainer.resume` names."""
 
 import logging
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run starts.
+    """The point at which a run starts.
 
     Args:
-        step: The number of the first step to make, from 1.
-        cursor: The position of its batch in the data.
-        run_metadata: What each of the run's checkpoints records of the run: its settings and its method.
-        evaluate: Whether the evaluation of the step before was given up, for a SIGTERM, and is still to be made.
+        step: The number of the first step to take, starting from 1.
+        cursor: The position of the batch of that step in the data.
+        run_metadata: The settings and the method of the run, which each of its checkpoints records.
+        evaluate: Whether the evaluation of the previous step was interrupted by a SIGTERM and still has to be done.
     """
 
     step: int
@@ -46,16 +46,17 @@ def resume(
     """Load the checkpoint that `trainer.resume` names, if there is one. Collective.
 
     Args:
-        engine: The engine, initialized.
+        engine: The initialized engine.
         manager: The run's checkpoints.
         config: The run's settings.
-        method: The name of the method of training.
+        method: The name of the training method.
         loader: The training data.
-        early_stopping: Its state is restored.
+        early_stopping: The tracker of the best evaluation, whose state is restored.
 
     Raises:
-        CheckpointError: The named checkpoint cannot be used, or was made with other data.
-        ConfigError: The run's folder holds later checkpoints, which the next `resume=auto` would prefer to this run's.
+        CheckpointError: The named checkpoint cannot be used, or was saved with different data.
+        ConfigError: The run's folder contains later checkpoints, which the next `resume=auto` would prefer to those of this
+            run.
     """
     present = manager.present()
     point = ResumePoint(step=1, cursor=Cursor(), run_metadata={"config": asdict(config), "method": method})
@@ -70,7 +71,7 @@ def resume(
             evaluate=bool(state.extra.get("evaluate")),
         )
         _restore_early_stopping(early_stopping, manager, state, present)
-        layout = "" if state.same_layout else " (another layout: random state drawn anew)"
+        layout = "" if state.same_layout else " (different layout: new random state)"
         log.info("resumed from %s, after step %d%s", checkpoint, state.step, layout)
     _check_no_later(manager, config, point, present)
     return point
@@ -83,18 +84,18 @@ def _restore(manager: CheckpointManager, setting: str) -> tuple[str, RestoredSta
 
 
 def _check_same_run(engine: BaseEngine, config: RunConfig, method: str, checkpoint: str, state: RestoredState) -> None:
-    made_by = state.extra.get("method", method)
-    if made_by != method:
+    saved_method = state.extra.get("method", method)
+    if saved_method != method:
         raise CheckpointError(
-            f"{checkpoint} is from a {made_by} run, this one is {method}, which cannot resume from it; choose another "
-            "trainer.output_dir, and give the model that the other run exported as model.path"
+            f"{checkpoint} is from a {saved_method} run, and this {method} run cannot resume from it; choose another "
+            "trainer.output_dir, and set model.path to the model that the other run exported"
         )
-    # The first rank's: another machine's copy of the model is not looked at.
+    # Compare the fingerprint of the first rank only; the copies of the model on other machines are not checked.
     fingerprint = engine.topology.all_gather_object(engine.model_fingerprint)[0]
     if state.fingerprint is not None and state.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{checkpoint} was trained from model.path={state.model}, now it is {config.model.path}, another model, whose weights would not be "
-            "read; choose another trainer.output_dir"
+            f"{checkpoint} was trained from model.path={state.model}, but it is now {config.model.path}, a different model, "
+            "whose weights would not be read; choose another trainer.output_dir"
         )
     saved_by = state.extra.get("config", {}).get("trainer", {}).get("output_dir")
     if config.trainer.resume == "auto" and saved_by is not None and Path(saved_by) != Path(config.trainer.output_dir):
@@ -104,7 +105,8 @@ def _check_same_run(engine: BaseEngine, config: RunConfig, method: str, checkpoi
 def _restore_cursor(loader: Loader, config: RunConfig, checkpoint: str, state: RestoredState) -> Cursor:
     if "data" not in state.extra:
         log.warning(
-            "%s records no position in the data, as one of another program: the data start at their beginning", checkpoint
+            "%s records no position in the data, since it is from another program; the data starts from the beginning",
+            checkpoint,
         )
         return Cursor()
     try:
@@ -119,9 +121,9 @@ def _restore_early_stopping(
     early_stopping.restore(state.extra.get("watch", {}))
     best = early_stopping.best_step
     if best is not None and best not in {(step_of(name) or (0, 0))[0] for name in present}:
-        # Taken from another run's folder, or deleted by hand: what is not there cannot be exported.
+        # It was loaded from another run's folder, or deleted by hand. A checkpoint that is not present cannot be exported.
         log.warning(
-            "the checkpoint of the best %s, step %d, is not in %s; the best is looked for anew",
+            "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
             early_stopping.metric,
             best,
             manager.root,
@@ -133,6 +135,6 @@ def _check_no_later(manager: CheckpointManager, config: RunConfig, point: Resume
     latest = (step_of(present[-1]) or (0, 0))[0] if present else 0
     if config.trainer.resume != "auto" and present and latest >= point.step:
         raise ConfigError(
-            f"{manager.root} holds {present[-1]} of an earlier run, but trainer.resume={config.trainer.resume} starts at step {point.step}; "
-            "choose another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
+            f"{manager.root} contains {present[-1]} of an earlier run, but trainer.resume={config.trainer.resume} starts at "
+            f"step {point.step}; choose another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
         )

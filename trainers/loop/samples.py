@@ -1,7 +1,7 @@
-"""Answers to held-out samples while training, to be read: greedy, by the engine's own forward pass.
+"""Answers to held-out samples during training, for people to read, decoded greedily with the engine's own forward pass.
 
-The whole text goes through the model for every token: no cache to build for a model that is sharded for training. Meant for
-a handful of short answers, on any engine and any layout.
+The full text goes through the model for every token, so a model that is sharded for training needs no KV cache. This is meant
+for a handful of short answers, on any engine and layout.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from .signals import StopSignal
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model says, and what it should.
+    """The model's answer to a held-out sample, and the expected answer.
 
     Args:
-        name: of the sample.
-        prompt: up to the first supervised token.
-        answer: the model's.
-        wanted: the supervised tokens.
+        name: The name of the sample.
+        prompt: The text up to the first supervised token.
+        answer: The model's answer.
+        wanted: The expected answer, which is the text of the supervised tokens.
     """
 
     name: str
@@ -37,46 +37,49 @@ class Answer:
 def answers(
     engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
 ) -> list[Answer]:
-    """Greedy answers. Collective; every rank passes the same samples and gets all answers, as far as they came before a rank
-    was asked to stop.
+    """Generate greedy answers. Collective.
+
+    Every rank passes the same samples and gets all answers. If a rank is asked to stop, all answers end early.
 
     Args:
-        engine: initialised.
-        tokenizer: the model's.
-        samples: with something supervised.
-        most: tokens of an answer, at most.
-        budget: tokens of a micro-batch: an answer ends where its text would exceed it.
-        stop: the run's.
+        engine: The initialized engine.
+        tokenizer: The tokenizer of the model.
+        samples: The samples, each with supervised tokens.
+        most: The maximum number of tokens in an answer.
+        budget: The maximum number of tokens in a micro-batch; an answer ends when its text would exceed it.
+        stop: The stop signal of the run.
     """
     topology = engine.topology
-    mine = range(topology.dp_rank, len(samples), topology.dp_size)
-    texts = {i: list(samples[i].ids[: _first_target(samples[i])]) for i in mine}
-    prompts = {i: len(text) for i, text in texts.items()}
+    local_indices = range(topology.dp_rank, len(samples), topology.dp_size)
+    texts = {i: list(samples[i].ids[: _first_target(samples[i])]) for i in local_indices}
+    prompts = {i: len(tokens) for i, tokens in texts.items()}
     open_ = dict.fromkeys(texts, True)
-    ends = {i: _ends(tokenizer, samples[i]) for i in mine}
+    ends = {i: _ends(tokenizer, samples[i]) for i in local_indices}
     request = OutputRequest(greedy=True)
     for _ in range(most):
-        going = [i for i in texts if open_[i] and len(texts[i]) < budget]
-        # All ranks together, also those whose own answers are complete: the forward pass is collective.
-        run_metadata = topology.all_gather_object((bool(going), stop.requested_here))
-        if not any(more for more, _ in run_metadata) or any(asked for _, asked in run_metadata):
+        active = [i for i in texts if open_[i] and len(texts[i]) < budget]
+        # Ranks whose own answers are complete take part as well, since the forward pass is collective.
+        rank_states = topology.all_gather_object((bool(active), stop.requested_here))
+        if not any(active_elsewhere for active_elsewhere, _ in rank_states) or any(
+            stop_requested for _, stop_requested in rank_states
+        ):
             break
-        batch = from_lists([texts[i] for i in going])
+        batch = from_lists([texts[i] for i in active])
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
         last[batch.cu_seqlens[1:].long() - 1] = True
-        found = engine.infer_batch(batch, request, tokens=last)["greedy"][last].tolist()
-        for i, token in zip(going, found, strict=True):
+        next_tokens = engine.infer_batch(batch, request, tokens=last)["greedy"][last].tolist()
+        for i, token in zip(active, next_tokens, strict=True):
             texts[i].append(int(token))
             open_[i] = token not in ends[i]
-    said = {i: tokenizer.decode(text[prompts[i] :]) for i, text in texts.items()}
-    every: dict[int, str] = {}
-    for part in topology.all_gather_object(said if topology.is_output_rank else {}):
-        every |= part
+    local_answers = {i: tokenizer.decode(tokens[prompts[i] :]) for i, tokens in texts.items()}
+    all_answers: dict[int, str] = {}
+    for part in topology.all_gather_object(local_answers if topology.is_output_rank else {}):
+        all_answers |= part
     return [
         Answer(
             name=sample.name,
             prompt=tokenizer.decode(sample.ids[: _first_target(sample)]),
-            answer=every[i],
+            answer=all_answers[i],
             wanted=tokenizer.decode([t for t, s in zip(sample.ids, sample.supervised, strict=True) if s]),
         )
         for i, sample in enumerate(samples)
@@ -84,12 +87,12 @@ def answers(
 
 
 def _ends(tokenizer: Any, sample: Sample) -> set[int]:
-    """Tokens that end an answer: end of sequence, and the special token, if any, that ends the wanted answer's turn."""
+    """Return the tokens that end an answer: EOS, and the special token, if any, that ends the turn of the expected answer."""
     special = set(tokenizer.all_special_ids)
     turn = [t for t, s in zip(sample.ids, sample.supervised, strict=True) if s and t in special]
     return {tokenizer.eos_token_id, *turn[-1:]}
 
 
 def _first_target(sample: Sample) -> int:
-    # A sample that is supervised from its first token on, a text, is begun by that token.
+    # A plain text is supervised from its first token, which then serves as the prompt.
     return max(1, next(i for i, s in enumerate(sample.supervised) if s and i > 0))

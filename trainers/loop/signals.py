@@ -1,4 +1,4 @@
-"""SIGTERM and the first Ctrl-C as a request: finish the step, save, exit."""
+"""Handling of SIGTERM and the first Ctrl-C as a request to finish the step, save and exit."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from ...engine.parallel.topology import Topology
 
 
 class StopSignal:
-    """Catches SIGTERM and Ctrl-C inside a `with` block, and restores the earlier handlers at its end.
+    """A context manager that catches SIGTERM and Ctrl-C, and restores the previous handlers at the end.
 
-    A second Ctrl-C interrupts at once. Signals reach main threads alone; in another thread nothing is caught.
+    A second Ctrl-C interrupts immediately. Signals only reach the main thread; in any other thread nothing is caught.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            # The next one is not caught any more.
+            # The next Ctrl-C is no longer caught.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self._requested = True
 
@@ -37,12 +37,12 @@ class StopSignal:
     def stop_requested(self, topology: Topology, error: Exception | None = None) -> bool:
         """Tell whether any rank was asked to stop. Collective.
 
-        The signal reaches the ranks at different moments, and one that left alone would leave the others waiting in the next
-        step.
+        The signal reaches the ranks at different times, and a rank that stopped on its own would leave the others waiting in
+        the next step.
 
         Args:
             topology: The engine's topology.
-            error: This rank's error, which the same exchange raises on all ranks.
+            error: This rank's error, which the same exchange between ranks raises on all ranks.
         """
         return any(topology.all_gather_object(self._requested, error=error))
 

@@ -1,1 +1,1 @@
-"""What is trained: supervised fine-tuning, preferences, reward models."""
+"""The training methods: supervised fine-tuning, preference learning, reward models."""

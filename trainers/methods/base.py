@@ -1,4 +1,4 @@
-"""What tells one trainer from another: the data it reads, its loss, and what a batch needs before a step."""
+"""The base class of the training methods, which differ in the data, the loss and the preparation of a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from ..data.encode import KINDS, Kind
 from ..data.loader import GlobalBatch
 
 PAIR_METRICS: Mapping[str, bool] = {"loss": True, "reward_accuracy": False, "reward_margin": False}
-"""What an evaluation of pairs measures, and whether less of it is better."""
+"""The metrics of an evaluation on pairs, and whether lower is better."""
 
 
 class Method(ABC):
-    """A way of training, between the loop and an engine.
+    """A training method, between the training loop and the engine.
 
     Args:
-        config: of the run.
+        config: The run's settings.
     """
 
     kind: Kind = "completions"
     name: ClassVar[str]
     head: ClassVar[str] = "lm"
     can_generate: ClassVar[bool] = True
-    """Whether the model can answer, to be read."""
+    """Whether the trained model can generate answers."""
     lower_is_better: ClassVar[Mapping[str, bool]]
-    """What an evaluation measures that a best checkpoint can be chosen by, and whether less of it is better."""
+    """The evaluation metrics by which a best checkpoint can be chosen, and whether lower is better."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -42,24 +42,24 @@ class Method(ABC):
 
     @property
     def token_multiple(self) -> int:
-        """What another engine than the policy's asks of a micro-batch's tokens."""
+        """The multiple that engines other than the policy's require for the number of tokens in a micro-batch."""
         return 1
 
     @property
     @abstractmethod
     def loss(self) -> Loss:
-        """What to minimise."""
+        """The loss to minimize."""
 
     @property
     def evaluation_loss(self) -> Loss:
-        """The same, with the metrics that only an evaluation has."""
+        """The loss with the additional metrics of an evaluation."""
         return self.loss
 
     def check(self) -> None:
-        """Refuse settings that do not go together. Reads no weight. Not collective.
+        """Check that the settings are compatible with each other. Reads no weights. Not collective.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: Settings contradict each other; the message names them.
         """
         data, model = self.config.data, self.config.model
         forms = KINDS[self.kind]
@@ -68,34 +68,35 @@ class Method(ABC):
                 f"data.format={data.format}: {self.name} reads {' or '.join(forms)}; unset it, or use another trainer"
             )
         if self.kind != "completions" and data.turns == "per_turn":
-            raise ConfigError("data.turns=per_turn: a side of a preference is one text; unset it")
+            raise ConfigError("data.turns=per_turn: each side of a preference must be a single text; unset it")
         if model.head != self.head:
-            what = "a language-model head" if self.head == "lm" else "a value head, one number for a text"
-            raise ConfigError(f"model.head={model.head}: {self.name} trains {what}; set model.head={self.head}")
+            target = "a language-model head" if self.head == "lm" else "a value head, which gives one number per text"
+            raise ConfigError(f"model.head={model.head}: {self.name} trains {target}; set model.head={self.head}")
         if self.config.trainer.generate and not self.can_generate:
             raise ConfigError(
-                f"trainer.generate={self.config.trainer.generate}: {self.name} trains a model that says nothing; set it to 0"
+                f"trainer.generate={self.config.trainer.generate}: {self.name} trains a model that cannot "
+                "generate text; set it to 0"
             )
 
     def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:  # noqa: B027
-        """Make what the loss needs beside the policy. Collective; called before the policy is built.
+        """Set up what the loss needs in addition to the policy. Collective; called before the policy is built.
 
         Args:
-            engine: the policy's, not initialised yet.
-            tokenizer: the policy's.
-            samples: to train on.
-            held_out: to evaluate on.
+            engine: The policy's engine, not initialized yet.
+            tokenizer: The policy's tokenizer.
+            samples: The dataset to train on.
+            held_out: The dataset to evaluate on, or None.
         """
 
     @abstractmethod
     def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """This rank's share of a global batch, with all that the loss asks for. Collective.
+        """Return this rank's data-parallel shard of a global batch, with all fields that the loss needs. Collective.
 
         Args:
-            engine: the policy's.
-            drawn: the documents.
-            training: for a training step, otherwise for an evaluation.
+            engine: The policy's engine.
+            drawn: The global batch.
+            training: Whether the batch is for a training step; otherwise it is for an evaluation.
         """
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to free
-        """Free what `setup` made."""
+    def close(self) -> None:  # noqa: B027  # most methods have nothing to free
+        """Free what `setup` created."""

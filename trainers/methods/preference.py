@@ -1,4 +1,4 @@
-"""Learning from preferences: the policy's loss, and the reference that it is compared with."""
+"""Preference learning: the policy's loss, and the reference that the policy is compared with."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,10 +21,10 @@ from .reference import Reference, build_reference, check_reference, log_probs_of
 
 
 class PreferenceMethod(Method):
-    """DPO and its family.
+    """DPO and related methods.
 
     Args:
-        config: of the run.
+        config: The run's settings.
     """
 
     name = "DPO"
@@ -39,11 +39,15 @@ class PreferenceMethod(Method):
 
     @property
     def loss(self) -> PreferenceLoss | KTOLoss:
-        """As `dpo.loss` says."""
+        """The loss that `dpo.loss` names."""
         return self._loss
 
     def check(self) -> None:
-        """As every method; and what a reference cannot be."""
+        """Check the settings as in the base class, and also those of the loss and the reference. Not collective.
+
+        Raises:
+            ConfigError: Settings contradict each other; the message names them.
+        """
         super().check()
         config = self._config
         if self._loss.needs_reference:
@@ -53,34 +57,36 @@ class PreferenceMethod(Method):
         if config.dpo.loss == "kto":
             if config.data.batch_size < 2:
                 raise ConfigError(
-                    f"data.batch_size={config.data.batch_size}: kto compares each answer with another one's of the batch; use at least 2"
+                    f"data.batch_size={config.data.batch_size}: kto compares each answer with another one in the "
+                    "batch; use at least 2"
                 )
             if mode_of(config) == "cached":
                 raise ConfigError(
-                    "reference.mode=cached with dpo.loss=kto, which asks about answers to other prompts, new ones in every epoch; use model or base"
+                    "reference.mode=cached with dpo.loss=kto, which needs the log-probabilities of new prompt-answer "
+                    "combinations in every epoch; use model or base"
                 )
 
     def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:
-        """Build the reference, or compute what it says."""
+        """Build the reference, or compute its log-probabilities. Collective."""
         if self._loss.needs_reference:
-            every = [samples] if held_out is None else [samples, held_out]
-            self._reference = build_reference(self._config, engine, every)
+            datasets = [samples] if held_out is None else [samples, held_out]
+            self._reference = build_reference(self._config, engine, datasets)
 
     def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """The documents, with what the reference thinks of them."""
-        share = drawn.share_of(engine)
+        """Return this rank's shard of the documents, with the reference's log-probabilities. Collective."""
+        shard = drawn.share_of(engine)
         if self._reference is None:
-            return share.batch
-        told = self._reference.log_probs(drawn, training=training)
-        batch = share.batch.with_sequence_fields(**{REFERENCE: told[share.places]})
+            return shard.batch
+        log_probs = self._reference.log_probs(drawn, training=training)
+        batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.places]})
         if not isinstance(self._loss, KTOLoss):
             return batch
-        others = mismatched(drawn, self._longest)
+        mismatches = mismatched(drawn, self._longest)
         baseline = torch.zeros(())
-        if len(others):
-            # z0 of equation 8: the mean over the batch, so that it is the same however the batch is cut.
-            apart = log_probs_of(engine, others) - self._reference.log_probs(others)
-            baseline = apart.mean().clamp(min=0.0)
+        if len(mismatches):
+            # z0 of equation 8: the mean over the global batch, so that it does not depend on how the batch is split.
+            log_ratios = log_probs_of(engine, mismatches) - self._reference.log_probs(mismatches)
+            baseline = log_ratios.mean().clamp(min=0.0)
         return batch.with_sequence_fields(
             **{BASELINE: torch.full((batch.num_sequences,), float(baseline), dtype=torch.float64)}
         )
@@ -94,12 +100,12 @@ class PreferenceMethod(Method):
 
     @property
     def infers(self) -> bool:
-        """Where there is a reference."""
+        """Whether there is a reference."""
         return self._loss.needs_reference
 
     @property
     def token_multiple(self) -> int:
-        """Of the reference, where it has a layout of its own."""
+        """The multiple that the reference requires if it has a layout of its own."""
         return self._config.reference.parallel.token_multiple
 
     def close(self) -> None:
@@ -109,47 +115,48 @@ class PreferenceMethod(Method):
 
 
 def mismatched(drawn: GlobalBatch, longest: int) -> GlobalBatch:
-    """Each prompt of a batch with the answer to another one, the nearest before it: what KTO measures the distance to the reference
-    by. A batch that asks but one question has no such answers, and gives none.
+    """Combine each prompt of a batch with the answer to the nearest different prompt before it.
+
+    KTO uses these documents to measure the distance to the reference. If all prompts of the batch are equal, there are none.
 
     Args:
-        drawn: single answers.
-        longest: tokens of a document; an answer is cut where it would exceed it.
+        drawn: A global batch of single answers.
+        longest: The maximum number of tokens in a document; a longer answer is truncated.
     """
     documents = [drawn.read(place) for place in range(len(drawn))]
     prompts = [tuple(document.ids[: _begin(document)]) for document in documents]
-    found = []
+    mismatches = []
     for i, document in enumerate(documents):
-        # The two sides of a pair that was taken apart stand beside each other.
+        # The two sides of a pair that was split have the same prompt and are next to each other.
         other = next((documents[i - k] for k in range(1, len(documents)) if prompts[i - k] != prompts[i]), None)
         if other is None:
             continue
         prompt, answer = (_begin(document), _begin(other))
         ids = [*document.ids[:prompt], *other.ids[answer:]][:longest]
         supervised = ([False] * prompt + list(other.supervised[answer:]))[:longest]
-        found.append(Sample(f"{document.name} with the answer of {other.name}", ids, supervised))
-    return GlobalBatch(lengths=[len(s.ids) for s in found], read=lambda place: found[place])
+        mismatches.append(Sample(f"{document.name} with the answer of {other.name}", ids, supervised))
+    return GlobalBatch(lengths=[len(s.ids) for s in mismatches], read=lambda place: mismatches[place])
 
 
 def _begin(sample: Sample) -> int:
-    """Where the answer begins."""
+    """Return the index of the answer's first token."""
     return list(sample.supervised).index(True)
 
 
 def _loss_of(config: DPOConfig) -> PreferenceLoss | KTOLoss:
-    asked = config.dpo
+    settings = config.dpo
     try:
-        if asked.loss == "kto":
+        if settings.loss == "kto":
             return KTOLoss(
-                beta=asked.beta, desirable_weight=asked.desirable_weight, undesirable_weight=asked.undesirable_weight
+                beta=settings.beta, desirable_weight=settings.desirable_weight, undesirable_weight=settings.undesirable_weight
             )
         return PreferenceLoss(
-            kind=asked.loss,
-            beta=asked.beta,
-            label_smoothing=asked.label_smoothing,
-            gamma=asked.gamma,
-            length_normalize=asked.length_normalize,
-            sft_weight=asked.sft_weight,
+            kind=settings.loss,
+            beta=settings.beta,
+            label_smoothing=settings.label_smoothing,
+            gamma=settings.gamma,
+            length_normalize=settings.length_normalize,
+            sft_weight=settings.sft_weight,
         )
     except ConfigError as e:
         raise ConfigError(f"dpo.{e}") from e

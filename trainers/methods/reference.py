@@ -1,4 +1,4 @@
-"""The reference that a policy is compared with: a frozen model, the policy's own base, or numbers kept from an earlier pass."""
+"""The reference that a policy is compared with: a frozen model, the policy's base model, or cached log-probabilities."""
 
 import json
 import logging
@@ -38,47 +38,58 @@ FORMAT = 1
 
 
 def log_probs_of(engine: BaseEngine, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
-    """`[D]` float64: the log-probability of each document's supervised tokens, of the whole global batch, on every rank.
-    Collective over the engine's ranks, which are all of the job.
+    """Compute the log-probability of each document's supervised tokens.
+
+    Collective over the engine's ranks, which are all ranks of the job.
 
     Args:
-        engine: initialised.
-        drawn: the documents.
-        training: over the micro-batches that a training step makes of them.
+        engine: The initialized engine of the model.
+        drawn: The global batch.
+        training: Whether to use the same micro-batches as a training step.
+
+    Returns:
+        `[D]` float64: the values of the entire global batch, on all ranks.
     """
-    share = drawn.share_of(engine)
-    found = engine.infer_batch(share.batch, OutputRequest(log_probs=True), as_in_training=training)["log_probs"]
-    sums = sequence_sums(found.double(), share.batch).tolist()
-    every = torch.zeros(len(drawn), dtype=torch.float64)
-    for answers, places, values in engine.topology.all_gather_object((engine.topology.is_output_rank, share.places, sums)):
-        if answers:
-            every[places] = torch.tensor(values, dtype=torch.float64)
-    return every
+    shard = drawn.share_of(engine)
+    log_probs = engine.infer_batch(shard.batch, OutputRequest(log_probs=True), as_in_training=training)["log_probs"]
+    sums = sequence_sums(log_probs.double(), shard.batch).tolist()
+    result = torch.zeros(len(drawn), dtype=torch.float64)
+    for is_output_rank, places, values in engine.topology.all_gather_object(
+        (engine.topology.is_output_rank, shard.places, sums)
+    ):
+        if is_output_rank:
+            result[places] = torch.tensor(values, dtype=torch.float64)
+    return result
 
 
 class Reference(ABC):
-    """Says how likely the reference finds documents."""
+    """A reference that provides log-probabilities of documents."""
 
     @abstractmethod
     def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
-        """`[D]` float64, as `log_probs_of`. Collective."""
+        """Return the documents' log-probabilities, `[D]` float64. Collective.
 
-    def close(self) -> None:  # noqa: B027  # some have nothing to free
-        """Free it."""
+        Args:
+            drawn: The global batch.
+            training: Whether to use the same micro-batches as a training step.
+        """
+
+    def close(self) -> None:  # noqa: B027  # some references have nothing to free
+        """Free the reference's resources."""
 
 
 class FrozenModel(Reference):
-    """A model in an engine of its own, which never trains.
+    """A frozen model in an engine of its own.
 
     Args:
-        engine: initialised.
+        engine: The model's initialized engine.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
     def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
-        """By its forward pass."""
+        """Compute the log-probabilities with a forward pass. Collective."""
         return log_probs_of(self._engine, drawn, training=training)
 
     def close(self) -> None:
@@ -87,129 +98,143 @@ class FrozenModel(Reference):
 
 
 class WithoutAdapters(Reference):
-    """The policy's base.
+    """The policy's base model.
 
     Args:
-        engine: the policy's, initialised by the time of the first question.
+        engine: The policy's engine, which must be initialized before the first call of `log_probs`.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
     def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
-        """By the policy's forward pass with its adapters off."""
+        """Compute the log-probabilities with the policy's forward pass, adapters disabled. Collective."""
         with self._engine.disable_adapter():
             return log_probs_of(self._engine, drawn, training=training)
 
 
 class CachedReference(Reference):
-    """Numbers that were computed before.
+    """Log-probabilities that were computed earlier.
 
     Args:
-        tables: by the digest of the samples, `[documents]` float64.
+        tables: The log-probabilities of each dataset, `[documents]` float64, keyed by the dataset's digest.
     """
 
     def __init__(self, tables: dict[str, NDArray[Any]]) -> None:
         self._tables = tables
 
     def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
-        """Looked up."""
+        """Look up the log-probabilities."""
         assert drawn.numbers is not None
         return torch.from_numpy(self._tables[drawn.digest][drawn.numbers])
 
 
 def mode_of(config: DPOConfig) -> str:
-    """`reference.mode`, with `auto` resolved."""
+    """Return `reference.mode` with `auto` resolved."""
     if config.reference.mode == "auto":
         return "base" if config.model.lora.rank > 0 and config.reference.path is None else "model"
     return config.reference.mode
 
 
 def reference_engine(config: DPOConfig) -> BaseEngine:
-    """The engine of a frozen reference, not initialised."""
-    asked, own = config.reference, config.engine
-    model = replace(config.model, path=asked.path or config.model.path, lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
-    engine = replace(own, recompute="none", offload=OffloadConfig(params=asked.offload))
-    if asked.backend is not None:
-        options = own.options if asked.backend == own.backend else None
-        if options is None and (kind := options_class(asked.backend)) is not None:
+    """Return the engine of a frozen reference, not initialized."""
+    settings, engine_config = config.reference, config.engine
+    model = replace(
+        config.model, path=settings.path or config.model.path, lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0
+    )
+    engine = replace(engine_config, recompute="none", offload=OffloadConfig(params=settings.offload))
+    if settings.backend is not None:
+        options = engine_config.options if settings.backend == engine_config.backend else None
+        if options is None and (kind := options_class(settings.backend)) is not None:
             options = kind()
-        engine = replace(engine, backend=asked.backend, parallel=asked.parallel, options=options)
-    made: BaseEngine = engine_class(engine.backend)(model=model, engine=engine)
-    return made
+        engine = replace(engine, backend=settings.backend, parallel=settings.parallel, options=options)
+    reference: BaseEngine = engine_class(engine.backend)(model=model, engine=engine)
+    return reference
 
 
 def check_reference(config: DPOConfig) -> None:
-    """Refuse a reference that cannot be compared with the policy. Reads no weight. Not collective.
+    """Check that the reference can be compared with the policy. Reads no weights. Not collective.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: The reference does not fit; the message names the setting.
     """
-    asked, mode = config.reference, mode_of(config)
+    settings, mode = config.reference, mode_of(config)
     if mode == "base":
         if config.model.lora.rank <= 0:
-            raise ConfigError("reference.mode=base needs adapters to switch off (model.lora.rank); use model or cached")
-        for name, value in (("path", asked.path), ("backend", asked.backend), ("offload", asked.offload)):
+            raise ConfigError("reference.mode=base needs adapters to disable (model.lora.rank); use model or cached")
+        for name, value in (("path", settings.path), ("backend", settings.backend), ("offload", settings.offload)):
             if value not in (None, "none"):
                 raise ConfigError(
-                    f"reference.{name}={value} with reference.mode=base, where the reference is the policy without its adapters; use reference.mode=model"
+                    f"reference.{name}={value} with reference.mode=base, where the reference is the policy without its "
+                    "adapters; use reference.mode=model"
                 )
         return
     try:
         reference_engine(config).check()
     except DrivetrainError as e:
-        where = " (it is model.path; reference.path is unset)" if asked.path is None else f" (reference.path={asked.path})"
-        raise ConfigError(f"the reference cannot be built{where}: {e}") from e
-    if asked.path is not None and asked.path != config.model.path:
+        hint = (
+            " (it is model.path; reference.path is unset)" if settings.path is None else f" (reference.path={settings.path})"
+        )
+        raise ConfigError(f"the reference cannot be built{hint}: {e}") from e
+    if settings.path is not None and settings.path != config.model.path:
         _check_vocabulary(config)
 
 
 def _check_vocabulary(config: DPOConfig) -> None:
     model = replace(config.model, path=config.reference.path or "")
     try:
-        theirs = load_tokenizer(model)
+        reference_tokenizer = load_tokenizer(model)
     except DrivetrainError as e:
         raise ConfigError(f"reference.path={model.path}: {e}") from e
-    mine = load_tokenizer(config.model)
-    here, there = mine.get_vocab(), theirs.get_vocab()
-    if here != there:
-        apart = sorted(token for token in here.keys() | there.keys() if here.get(token) != there.get(token))
-        raise ConfigError(
-            f"reference.path={model.path} has another tokenizer ({len(theirs)} tokens) than model.path={config.model.path} ({len(mine)}; {len(apart)} "
-            f"differ, {apart[0]!r} is one): the same text would be other tokens; use a reference with the policy's own"
+    policy_tokenizer = load_tokenizer(config.model)
+    policy_vocab, reference_vocab = policy_tokenizer.get_vocab(), reference_tokenizer.get_vocab()
+    if policy_vocab != reference_vocab:
+        differing = sorted(
+            token
+            for token in policy_vocab.keys() | reference_vocab.keys()
+            if policy_vocab.get(token) != reference_vocab.get(token)
         )
-    rows = read_config(model).vocab_size
-    if rows < len(mine):
         raise ConfigError(
-            f"reference.path={model.path} has embeddings for {rows} tokens, the tokenizer has {len(mine)}; use a reference that knows them all"
+            f"reference.path={model.path} has a different tokenizer ({len(reference_tokenizer)} tokens) than "
+            f"model.path={config.model.path} ({len(policy_tokenizer)}; {len(differing)} differ, "
+            f"for example {differing[0]!r}): the same text would become different tokens; use a reference with "
+            "the policy's tokenizer"
+        )
+    vocab_size = read_config(model).vocab_size
+    if vocab_size < len(policy_tokenizer):
+        raise ConfigError(
+            f"reference.path={model.path} has embeddings for {vocab_size} tokens, but the tokenizer has "
+            f"{len(policy_tokenizer)}; use a reference that covers them all"
         )
 
 
 def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Dataset]) -> Reference:
-    """Make the reference. Collective over all ranks of the job.
+    """Build the reference. Collective over all ranks of the job.
 
     Args:
-        config: of the run.
-        policy: its engine, which may not be initialised yet.
-        every: samples that will be asked about.
+        config: The run's settings.
+        policy: The policy's engine, which need not be initialized yet.
+        every: All datasets for which log-probabilities will be needed.
     """
     mode = mode_of(config)
     if mode == "base":
         return WithoutAdapters(policy)
     if mode == "model":
         return FrozenModel(reference_engine(config).initialize())
-    return _kept(config, every)
+    return _cached_reference(config, every)
 
 
 def _identity(config: DPOConfig, engine: BaseEngine) -> str:
-    """All that a reference's numbers depend on beside the samples; the first rank's, as another machine's copy of the model is not
-    looked at. Collective."""
+    """Return a hash of everything except the data that a reference's log-probabilities depend on. Collective.
+
+    Only rank 0 computes the hash; another machine's copy of the model is not checked.
+    """
     digest = ""
     with collective_errors():
         if os.environ.get("RANK", "0") == "0":
-            # A name on the Hub stands for whatever commit is its newest.
+            # A Hub name refers to the repository's latest commit, whichever that is.
             folder = resolve_folder(engine.model_config.path)
-            said = {
+            inputs = {
                 "format": FORMAT,
                 "transformers": transformers.__version__,
                 "weights": fingerprint(str(folder)),
@@ -218,31 +243,31 @@ def _identity(config: DPOConfig, engine: BaseEngine) -> str:
                 "precision": asdict(engine.config.precision),
                 "seed": engine.config.seed if config.model.init == "random" else None,
             }
-            digest = xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+            digest = xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True).encode())
     return str(all_gather_object(digest)[0])
 
 
-def _kept(config: DPOConfig, every: Sequence[Dataset]) -> CachedReference:
+def _cached_reference(config: DPOConfig, datasets: Sequence[Dataset]) -> CachedReference:
     engine = reference_engine(config)
-    known = _identity(config, engine)
+    identity = _identity(config, engine)
     tables: dict[str, NDArray[Any]] = {}
     missing: list[tuple[Dataset, Path]] = []
-    for samples in every:
-        name = xxhash.xxh3_128_hexdigest(f"{known} {samples.digest}".encode())
+    for dataset in datasets:
+        name = xxhash.xxh3_128_hexdigest(f"{identity} {dataset.digest}".encode())
         file = cache_folder(config.data) / f"reference-{name}.npy"
-        table = _read(file, samples.lengths.size)
-        # Where one machine lacks it, all compute it.
+        table = _read(file, dataset.lengths.size)
+        # If the table is missing on one machine, all ranks compute it.
         if all(all_gather_object(table is not None)):
             assert table is not None
-            log.info("the reference's log-probabilities were computed before: %s", file)
-            tables[samples.digest] = table
+            log.info("using the reference's log-probabilities from an earlier run: %s", file)
+            tables[dataset.digest] = table
         else:
-            missing.append((samples, file))
+            missing.append((dataset, file))
     if missing:
         engine.initialize()
         try:
-            for samples, file in missing:
-                tables[samples.digest] = _compute(config, engine, samples, file)
+            for dataset, file in missing:
+                tables[dataset.digest] = _compute(config, engine, dataset, file)
         finally:
             engine.close()
     return CachedReference(tables)
@@ -256,16 +281,16 @@ def _read(file: Path, size: int) -> NDArray[Any] | None:
     return table if table.shape == (size,) and table.dtype == np.float64 else None
 
 
-def _compute(config: DPOConfig, engine: BaseEngine, samples: Dataset, file: Path) -> NDArray[Any]:
-    order = Sampler(samples.sizes, weights=None, seed=0, shuffle=False)
-    table = np.zeros(samples.lengths.size)
+def _compute(config: DPOConfig, engine: BaseEngine, dataset: Dataset, file: Path) -> NDArray[Any]:
+    sampler = Sampler(dataset.sizes, weights=None, seed=0, shuffle=False)
+    table = np.zeros(dataset.lengths.size)
     done = 0
     with Bar("the reference's log-probabilities") as bar:
-        for drawn in Loader(samples, order, batch_size=config.data.batch_size).once():
+        for drawn in Loader(dataset, sampler, batch_size=config.data.batch_size).once():
             assert drawn.numbers is not None
             table[drawn.numbers] = log_probs_of(engine, drawn).numpy()
             done += len(drawn) // drawn.width
-            bar.advance(len(drawn) / samples.lengths.size, done)
+            bar.advance(len(drawn) / dataset.lengths.size, done)
     with collective_errors():
         if os.environ.get("LOCAL_RANK", "0") == "0":
             temporary = file.with_name(f".tmp-{uuid.uuid4().hex}.npy")

@@ -1,4 +1,4 @@
-"""Reward modeling: of two answers, the chosen one scores higher."""
+"""Reward modeling: a model that scores the chosen answer higher than the rejected one."""
 
 from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
@@ -12,14 +12,14 @@ from .base import PAIR_METRICS, Method
 
 
 class RewardMethod(Method):
-    """Training of a reward model.
+    """Reward-model training.
 
     Args:
-        config: of the run.
+        config: The run's settings.
     """
 
     kind: Kind = "pairs"
-    name = "reward modelling"
+    name = "reward modeling"
     head = "value"
     can_generate = False
     lower_is_better = PAIR_METRICS
@@ -33,9 +33,9 @@ class RewardMethod(Method):
 
     @property
     def loss(self) -> Loss:
-        """Bradley-Terry."""
+        """The Bradley-Terry loss."""
         return self._loss
 
     def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """The pairs as they are."""
+        """Return this rank's shard of the pairs."""
         return drawn.share_of(engine).batch

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the next token of every answer."""
+"""Supervised fine-tuning: next-token prediction on the answers."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -19,14 +19,14 @@ class SFTMethod(Method):
 
     @property
     def loss(self) -> Loss:
-        """Negative log-likelihood of the answers."""
+        """The negative log-likelihood of the answers."""
         return SFTLoss()
 
     @property
     def evaluation_loss(self) -> Loss:
-        """With the accuracy of single tokens."""
+        """The loss with the additional metric of token accuracy."""
         return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
 
     def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
-        """The documents as they are."""
+        """Return this rank's shard of the documents."""
         return drawn.share_of(engine).batch

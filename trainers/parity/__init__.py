@@ -1,1 +1,1 @@
-"""`drivetrain parity`: engines and layouts compared with plain Hugging Face."""
+"""The command `drivetrain parity`, which compares engines and layouts with plain Hugging Face."""

@@ -1,7 +1,7 @@
-"""`drivetrain parity`: the same SFT steps on every engine and layout, beside plain Hugging Face, as a table.
+"""`drivetrain parity`: compare the same SFT steps on every engine and layout with plain Hugging Face, as a table.
 
-Each row trains the first steps of an SFT run on the same global batches. A row passes when loss and gradient norm agree
-with a plain transformers loop, one document at a time, within the bounds of the number format.
+Each row trains the first steps of an SFT run on the same global batches. A row passes if its loss and gradient norm agree with
+a plain transformers loop, which processes one document at a time, within the bounds of the dtype.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.registry import backends, spec_of
 
 LOSS_BOUND, NORM_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5
-"""In float32: relative, relative, and largest absolute difference of a parameter after the steps at lr 1e-4."""
+"""Bounds in float32: relative differences of loss and norm, and the largest absolute difference of a parameter at lr 1e-4."""
 ROUNDING = 3.0
-"""In bfloat16 a row may be off by this many times what bfloat16 alone does to the reference."""
+"""In bfloat16, a row may differ from the reference by this many times the effect of bfloat16 on the reference itself."""
 
 FSDP = ("", "dp_shard=2", "cp=2", "cp=4", "dp_replicate=2,dp_shard=2", "dp_shard=2,cp=2")
 MCORE = (
@@ -49,12 +49,12 @@ SHORT = ("fsdp", "fsdp:dp_shard=2", "mcore", "mcore:tp=2", "mcore:pp=2")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table.
+    """One row of the table.
 
     Args:
-        backend: `engine.backend`.
-        axes: of the layout, those that are not 1.
-        model: a tiny model's family, or a folder.
+        backend: The value of `engine.backend`.
+        axes: The axes of the layout whose size is not 1.
+        model: The family of a tiny model, or a folder.
     """
 
     backend: str
@@ -63,32 +63,32 @@ class Row:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout."""
+        """The layout as a `ParallelConfig`."""
         return ParallelConfig(**{"dp_shard": 1, **self.axes})
 
     @property
     def nproc(self) -> int:
-        """Processes it needs."""
+        """The number of processes that the row needs."""
         p = self.parallel
         return p.dp_replicate * (p.dp_shard or 1) * p.cp * p.tp * p.pp
 
     @property
     def layout(self) -> str:
-        """As it is printed."""
+        """The layout in the form in which it is printed."""
         short = {"dp_shard": "dp", "dp_replicate": "replicate"}
-        words = [
+        parts = [
             "ts" if axis == "tp_sequence" else f"{short.get(axis, axis)}{size}"
             for axis, size in self.axes.items()
             if size is True or size > 1
         ]
-        return " ".join(words) or "1"
+        return " ".join(parts) or "1"
 
 
 def parse_row(word: str, model: str) -> Row:
-    """`mcore:tp=2,pp=2` as a row.
+    """Parse a row such as `mcore:tp=2,pp=2`.
 
     Raises:
-        ConfigError: an unknown engine or axis, or no size.
+        ConfigError: An engine or axis is unknown, or an axis has no valid size.
     """
     backend, _, rest = word.partition(":")
     spec_of(backend)
@@ -97,15 +97,15 @@ def parse_row(word: str, model: str) -> Row:
         axis, _, value = part.partition("=")
         known = ParallelConfig.__dataclass_fields__
         if axis in axes:
-            raise ConfigError(f"--rows {word}: {axis} stands there twice")
+            raise ConfigError(f"--rows {word}: {axis} is given twice")
         if axis not in known:
-            raise ConfigError(f"--rows {word}: {axis!r} is no axis; there are {', '.join(known)}")
+            raise ConfigError(f"--rows {word}: {axis!r} is not an axis; the axes are {', '.join(known)}")
         if axis == "tp_sequence" and value in ("true", "false"):
             axes[axis] = value == "true"
         elif axis != "tp_sequence" and value.isdigit() and int(value) > 0:
             axes[axis] = int(value)
         else:
-            raise ConfigError(f"--rows {word}: {part!r} has no size; write it as in mcore:tp=2,tp_sequence=true,pp=2")
+            raise ConfigError(f"--rows {word}: {part!r} has no valid size; write it as in mcore:tp=2,tp_sequence=true,pp=2")
     return Row(backend=backend, axes=axes, model=model)
 
 
@@ -118,30 +118,31 @@ SETS: dict[str, tuple[str, ...]] = {
 
 
 def default_rows(models: Sequence[str] | None, words: Sequence[str]) -> list[Row]:
-    """The rows of a command line: those named, or sets of them, for each model.
+    """List the rows that a command line asks for, by name or by set, for each model.
 
     Raises:
-        ConfigError: an unknown set, engine or axis.
+        ConfigError: A set, engine or axis is unknown.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for word in words:
         if word.partition(":")[0] not in {*SETS, "all", *backends()}:
             raise ConfigError(
-                f"--rows {word}: there are the sets all, {', '.join(SETS)} and layouts of {', '.join(backends())}, as in fsdp:cp=2"
+                f"--rows {word}: choose one of the sets all, {', '.join(SETS)}, or a layout of {', '.join(backends())}, as in "
+                "fsdp:cp=2"
             )
-        # Rows with experts need a mixture: by default that is another tiny model.
+        # Rows with expert parallelism need a mixture of experts, which by default is a different tiny model.
         dense = [*SETS["fsdp-all"], *SETS["mcore-all"]] if word == "all" else list(SETS.get(word, (word,)))
         mixed = list(SETS["moe"]) if word == "all" else []
         for row in [*dense, *mixed]:
             moe = row in mixed or word == "moe" or "ep=" in row
             if models is not None and row in mixed:
                 continue
-            found += [parse_row(row, model) for model in models or ["qwen3_moe" if moe else "qwen3"]]
-    return _by_model(found)
+            rows += [parse_row(row, model) for model in models or ["qwen3_moe" if moe else "qwen3"]]
+    return _by_model(rows)
 
 
 def _by_model(rows: Sequence[Row]) -> list[Row]:
-    """Each row once, those of one model together."""
+    """Remove duplicate rows, and group the rows by model."""
     once = {json.dumps(asdict(row)): row for row in rows}
     models = list(dict.fromkeys(row.model for row in rows))
     return sorted(once.values(), key=lambda row: models.index(row.model))
@@ -149,16 +150,16 @@ def _by_model(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the workers of a command share, as JSON.
+    """The job description that the workers of a command share as JSON.
 
     Args:
-        folder: of models, references and results.
-        data: a file of samples; None for embedded ones.
-        rows: of the table.
-        steps: of each row.
-        dtype: float32 or bfloat16.
-        batch_size: samples of a step.
-        max_tokens: of a micro-batch.
+        folder: The folder of models, references and results.
+        data: A file of samples; None for the embedded samples.
+        rows: The rows of the table.
+        steps: The number of optimizer steps in each row.
+        dtype: Either float32 or bfloat16.
+        batch_size: The number of samples per step.
+        max_tokens: The maximum number of tokens in a micro-batch.
     """
 
     folder: str
@@ -170,37 +171,38 @@ class Job:
     max_tokens: int
 
     def write(self) -> Path:
-        """To `job.json`."""
+        """Write the job to `job.json` and return its path."""
         path = Path(self.folder) / "job.json"
         path.write_text(json.dumps(asdict(self)))
         return path
 
     def result(self, i: int) -> Path:
-        """Where the result of a row is left."""
+        """Return the path of the result of a row."""
         return Path(self.folder) / f"row-{i}.json"
 
     @classmethod
     def read(cls, path: Path | str) -> "Job":
-        """From `job.json`."""
-        told = json.loads(Path(path).read_text())
-        return cls(**{**told, "rows": [Row(**row) for row in told["rows"]]})
+        """Read the job from `job.json`."""
+        fields = json.loads(Path(path).read_text())
+        return cls(**{**fields, "rows": [Row(**row) for row in fields["rows"]]})
 
 
-def relative(found: Sequence[float], want: Sequence[float]) -> float:
-    """The largest relative difference."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, want, strict=True))
+def relative(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference between two sequences."""
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
-def judge(row: Row, result: dict[str, Any] | None, reference: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A row of the table, with its verdict.
+def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Compare the result of a row with its reference and return the row of the table, with its verdict.
 
     Args:
-        row: which one.
-        result: what its workers wrote: `steps` and `weights_off`, or `error`; None where they ended without a word.
-        reference: of its model: `steps`, and for bfloat16 `rounding`.
-        dtype: number format.
+        row: The row.
+        result: The output of its workers, with `steps` and `weights_off`, or with `error`; None if they ended without a
+            result.
+        reference: The reference of its model, with `steps` and, for bfloat16, `rounding`.
+        dtype: Either float32 or bfloat16.
     """
-    told: dict[str, Any] = {
+    verdict: dict[str, Any] = {
         "model": row.model,
         "backend": row.backend,
         "layout": row.layout,
@@ -212,43 +214,44 @@ def judge(row: Row, result: dict[str, Any] | None, reference: dict[str, Any], dt
         "ok": False,
     }
     if result is None:
-        return told | {"error": "its processes ended without a result"}
+        return verdict | {"error": "its processes ended without a result"}
     if "error" in result:
-        return told | {"error": result["error"]}
-    steps, want = result["steps"], reference["steps"]
-    off = {k: relative([s[k] for s in steps], [s[k] for s in want]) for k in ("loss", "grad_norm")}
+        return verdict | {"error": result["error"]}
+    steps, expected = result["steps"], reference["steps"]
+    differences = {k: relative([s[k] for s in steps], [s[k] for s in expected]) for k in ("loss", "grad_norm")}
     bounds: dict[str, Any] = {"loss": LOSS_BOUND, "grad_norm": NORM_BOUND, "weights": WEIGHT_BOUND}
     if dtype == "bfloat16":
-        bounds = {**{k: ROUNDING * reference["rounding"][k] for k in off}, "weights": None}
-    fits = bounds["weights"] is None or result["weights_off"] <= bounds["weights"]
-    return told | {
+        bounds = {**{k: ROUNDING * reference["rounding"][k] for k in differences}, "weights": None}
+    weights_ok = bounds["weights"] is None or result["weights_off"] <= bounds["weights"]
+    return verdict | {
         "steps": steps,
-        "loss_rel": off["loss"],
-        "grad_norm_rel": off["grad_norm"],
+        "loss_rel": differences["loss"],
+        "grad_norm_rel": differences["grad_norm"],
         "weights_off": result["weights_off"],
-        "ok": fits and all(off[k] <= bounds[k] for k in off),
+        "ok": weights_ok and all(differences[k] <= bounds[k] for k in differences),
         "bounds": bounds,
     }
 
 
 def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]]) -> list[str]:
-    """What is printed: the reference of each model, then its rows."""
+    """Format the table for printing: the reference of each model, followed by its rows."""
     lines = []
     for model in dict.fromkeys(row["model"] for row in judged):
         rows = [row for row in judged if row["model"] == model]
-        want = references.get(model, {}).get("steps", [])
-        shown = "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in want)
-        lines += [f"{model}, plain Hugging Face: loss/gradient norm  {shown}"] if want else [f"{model}"]
+        reference = references.get(model, {}).get("steps", [])
+        numbers = "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in reference)
+        lines += [f"{model}, plain Hugging Face: loss/gradient norm  {numbers}"] if reference else [f"{model}"]
         lines += [f"  {'engine':6} {'layout':16} {'processes':>9}  {'loss':>8} {'grad norm':>9} {'weights':>8}"]
-        said: set[str] = set()
+        seen_errors: set[str] = set()
         for row in rows:
             head = f"  {row['backend']:6} {row['layout']:16} {row['nproc']:9}  "
             if "error" in row:
-                lines.append(f"{head}FAIL  {'as above' if row['error'] in said else row['error']}")
-                said.add(row["error"])
+                lines.append(f"{head}FAIL  {'as above' if row['error'] in seen_errors else row['error']}")
+                seen_errors.add(row["error"])
                 continue
             lines.append(
-                f"{head}{row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  {'ok' if row['ok'] else 'FAIL'}"
+                f"{head}{row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  "
+                f"{'ok' if row['ok'] else 'FAIL'}"
             )
             if not row["ok"]:
                 lines.append(" " * 10 + "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in row["steps"]))
@@ -260,32 +263,44 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the table; 0 when every row is within its bounds."""
+    """Run the command; return 0 if every row is within its bounds."""
     parser = argparse.ArgumentParser(prog="drivetrain parity", description=(__doc__ or "").strip())
     parser.add_argument("--model", nargs="+", help="folders in Hugging Face format, or families of the embedded tiny models")
-    parser.add_argument("--data", help="file of samples, as data.train takes; embedded ones by default")
+    parser.add_argument("--data", help="file of samples in a format that data.train accepts; default: embedded samples")
     parser.add_argument(
         "--rows",
         nargs="+",
         default=["all"],
-        help="all, short, fsdp-all, mcore-all, moe, or layouts: fsdp:cp=2 mcore:tp=2,tp_sequence=true",
+        help="sets (all, short, fsdp-all, mcore-all, moe) or layouts (fsdp:cp=2 mcore:tp=2,tp_sequence=true); default: all",
     )
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each row")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the matrix products")
-    parser.add_argument("--batch-size", type=int, default=12, help="samples of a step")
-    parser.add_argument("--max-tokens", type=int, default=None, help="tokens of a micro-batch")
+    parser.add_argument("--steps", type=int, default=5, help="number of optimizer steps in each row; default: 5")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the matrix products; default: float32"
+    )
+    parser.add_argument("--batch-size", type=int, default=12, help="number of samples per step; default: 12")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=None,
+        help="maximum number of tokens in a micro-batch; default: 192, or 4096 with --data",
+    )
     parser.add_argument("--json", help="also write the table to this file")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for the rows of one number of processes")
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        default=1800,
+        help="time limit in seconds for all rows with the same number of processes; default: 1800",
+    )
     args = parser.parse_args(argv)
     try:
         for name in ("steps", "batch_size", "max_tokens", "timeout"):
             value = getattr(args, name)
             if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}={value}; it is at least 1")
+                raise ConfigError(f"--{name.replace('_', '-')}={value}; it must be at least 1")
         if args.data is not None and not Path(args.data).exists():
-            raise ConfigError(f"--data {args.data} is not there; give a file of samples, as data.train takes")
+            raise ConfigError(f"--data {args.data} does not exist; use a file of samples in a format that data.train accepts")
         if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-            raise ConfigError(f"--json {args.json}: its folder is not there; make it first")
+            raise ConfigError(f"--json {args.json}: the folder does not exist; create it first")
         rows = default_rows(args.model, args.rows)
     except DrivetrainError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -305,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(job: Job, json_file: str | None, timeout: int) -> int:
-    """Start the workers, judge, print."""
+    """Start the workers, judge their results and print the table."""
     folder, path = Path(job.folder), job.write()
     module = ("-m", "drivetrain.trainers.parity.rows", str(path))
     code = subprocess.run([sys.executable, *module, "reference"], check=False).returncode
@@ -313,12 +328,12 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
         return code
     for nproc in sorted({row.nproc for row in job.rows}):
         if not _run_rows(job, module, nproc, timeout):
-            print(f"error: the rows of {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
+            print(f"error: the rows with {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
     references = json.loads((folder / "references.json").read_text())
     judged = []
     for i, row in enumerate(job.rows):
-        told = json.loads(job.result(i).read_text()) if job.result(i).is_file() else None
-        judged.append(judge(row, told, references.get(row.model, {}), job.dtype))
+        result = json.loads(job.result(i).read_text()) if job.result(i).is_file() else None
+        judged.append(compare_with_reference(row, result, references.get(row.model, {}), job.dtype))
     print("\n".join([describe(job), *table(judged, references)]))
     failed = sum(not row["ok"] for row in judged)
     print(f"{len(judged) - failed} rows agree, {failed} do not, over {job.steps} steps in {job.dtype}")
@@ -328,24 +343,27 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
 
 
 def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool:
-    """Start processes until every row of so many has a result, or a start brings none; whether it took no longer than allowed."""
+    """Run the rows with `nproc` processes; return False if they exceed the timeout.
+
+    Processes are started until every such row has a result, or until a start produces no new result.
+    """
 
     def missing() -> int:
         return sum(row.nproc == nproc and not job.result(i).is_file() for i, row in enumerate(job.rows))
 
-    deadline, left = time.monotonic() + timeout, missing() + 1
+    deadline, missing_before = time.monotonic() + timeout, missing() + 1
     launcher = ("-m", "drivetrain.launch", "--nproc-per-node", str(nproc)) if nproc > 1 else ()
-    # One thread each where there are several, as torchrun has it, without its word about it.
+    # Use one thread per process if there are several, as torchrun does; setting it here avoids the warning from torchrun.
     environment = {**({"OMP_NUM_THREADS": "1"} if nproc > 1 else {}), **os.environ}
-    while 0 < missing() < left:
-        left = missing()
-        # A session of its own: what is started by the launcher ends with it.
-        started = subprocess.Popen([sys.executable, *launcher, *module, str(nproc)], env=environment, start_new_session=True)
+    while 0 < missing() < missing_before:
+        missing_before = missing()
+        # The launcher gets its own session, so that the processes it starts can be killed with it.
+        launched = subprocess.Popen([sys.executable, *launcher, *module, str(nproc)], env=environment, start_new_session=True)
         try:
-            started.wait(timeout=max(0.0, deadline - time.monotonic()))
+            launched.wait(timeout=max(0.0, deadline - time.monotonic()))
         except BaseException as e:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
+            os.killpg(launched.pid, signal.SIGKILL)
+            launched.wait()
             if not isinstance(e, subprocess.TimeoutExpired):
                 raise
             return False
@@ -353,9 +371,9 @@ def _run_rows(job: Job, module: Sequence[str], nproc: int, timeout: int) -> bool
 
 
 def describe(job: Job) -> str:
-    """What the table was made with."""
+    """Describe the versions and settings behind the table."""
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers", "megatron-core") if _has(name)]
-    return f"drivetrain {__version__}, {', '.join(packages)}; {job.dtype}, {job.batch_size} samples a step, lr 1e-4"
+    return f"drivetrain {__version__}, {', '.join(packages)}; {job.dtype}, {job.batch_size} samples per step, lr 1e-4"
 
 
 def _has(package: str) -> bool:

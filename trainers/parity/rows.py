@@ -1,4 +1,4 @@
-"""What the processes of `drivetrain parity` do: `JOB reference`, or `JOB N` for the rows of N processes."""
+"""The workers of `drivetrain parity`: `JOB reference` trains the references, `JOB N` the rows with N processes."""
 
 import json
 import sys
@@ -25,8 +25,8 @@ from ..config.runs import SFTConfig
 from ..data.dataset import Dataset
 from ..data.load import load_data
 from ..data.loader import Cursor, Loader, Sampler
-from ..demo.addition import DIGITS, make_tokenizer
 from ..methods.sft import SFTMethod
+from ..tasks.addition import DIGITS, make_tokenizer
 from ..validate import sample_budget
 from .command import Job, Row, relative
 
@@ -36,22 +36,24 @@ CHATS = 64
 
 
 def model_folder(job: Job, model: str) -> Path:
-    """Of a row's model: the user's, or an embedded tiny one's."""
+    """Return the folder of a row's model, which is the user's or that of an embedded tiny model."""
     return Path(model) if Path(model).is_dir() else Path(job.folder) / model
 
 
 def make_models(job: Job) -> None:
-    """The embedded tiny models that the rows ask for, and the embedded samples.
+    """Create the embedded tiny models that the rows need, and the embedded samples.
 
     Raises:
-        ConfigError: neither a folder nor a family.
+        ConfigError: A model is neither a folder nor a known family.
     """
     for model in {row.model for row in job.rows}:
         folder = model_folder(job, model)
         if folder.is_dir():
             continue
         if model not in FAMILIES:
-            raise ConfigError(f"--model {model} is no folder; the embedded tiny families are {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"--model {model} is not a folder; the families of embedded tiny models are {', '.join(FAMILIES)}"
+            )
         layers: dict[str, Any] = {"num_hidden_layers": LAYERS}
         kinds = FAMILIES[model].get("layer_types")
         if kinds is not None:
@@ -75,7 +77,7 @@ def _write_chats(path: Path) -> None:
 
 
 def config_of(job: Job, row: Row) -> SFTConfig:
-    """The SFT run whose first steps a row makes."""
+    """Build the configuration of the SFT run whose first steps a row trains."""
     return SFTConfig(
         model=ModelConfig(path=str(model_folder(job, row.model))),
         data=DataConfig(train=(job.data or f"{job.folder}/chats.jsonl",), batch_size=job.batch_size),
@@ -90,56 +92,60 @@ def config_of(job: Job, row: Row) -> SFTConfig:
 
 
 def loader_of(samples: Dataset, config: SFTConfig) -> Loader:
-    """The SFT trainer's batches."""
+    """Build the loader that yields the batches of the SFT trainer."""
     order = Sampler(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
     return Loader(samples, order, batch_size=config.data.batch_size)
 
 
 def documents_of(samples: Dataset, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
-    """Each step's documents and which of their tokens are targets, for a loop that knows no packing."""
+    """Yield the documents of each step and the masks of their target tokens, for a loop without packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
         batch = next(batches)[0].share(0, 1, 0.0).batch
         documents, masks = [], []
         for start, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
             documents.append(batch.input_ids[start:end].tolist())
-            # Labels are shifted: that of a token says whether the next one is learned.
+            # Labels are shifted: the label of a token determines whether the next token is a target.
             masks.append([False, *(batch.labels[start : end - 1] != IGNORE).tolist()])
         yield documents, masks
 
 
 def make_reference(job: Job) -> None:
-    """Plain Hugging Face, one document at a time; for bfloat16 twice, to see what the format alone does."""
+    """Train the references in plain Hugging Face, one document at a time.
+
+    For bfloat16 each reference is trained twice, also in float32, to measure the effect of bfloat16 alone.
+    """
     make_models(job)
     init_distributed()
     check_rows(job)
-    found: dict[str, Any] = {}
+    references: dict[str, Any] = {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     possible = [row for i, row in enumerate(job.rows) if not job.result(i).is_file()]
     for row in {row.model: row for row in possible}.values():
         config = config_of(job, row)
         method = SFTMethod(config)
         samples = load_data(config, method.kind, sample_budget(config, method)).train
-        told: dict[str, Any] = {}
+        steps_by_dtype: dict[str, Any] = {}
         for dtype in dict.fromkeys(("float32", job.dtype)):
             reference = Reference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
             steps = [reference.step(*step) for step in documents_of(samples, config, job.steps)]
-            told[dtype] = [{"loss": s.loss, "grad_norm": s.grad_norm} for s in steps]
+            steps_by_dtype[dtype] = [{"loss": s.loss, "grad_norm": s.grad_norm} for s in steps]
             if dtype == "float32":
                 weights = {name: value.cpu().contiguous() for name, value in reference.weights().items()}
                 save_file(weights, str(_weights_file(job, row)))
-        found[row.model] = {"steps": told["float32"]}
+        references[row.model] = {"steps": steps_by_dtype["float32"]}
         if job.dtype != "float32":
             kinds = ("loss", "grad_norm")
-            found[row.model]["rounding"] = {
-                k: relative([s[k] for s in told[job.dtype]], [s[k] for s in told["float32"]]) for k in kinds
+            references[row.model]["rounding"] = {
+                k: relative([s[k] for s in steps_by_dtype[job.dtype]], [s[k] for s in steps_by_dtype["float32"]])
+                for k in kinds
             }
-    (Path(job.folder) / "references.json").write_text(json.dumps(found))
+    (Path(job.folder) / "references.json").write_text(json.dumps(references))
     close_distributed()
 
 
 def check_rows(job: Job) -> None:
-    """Refuse rows that configs alone tell to be impossible, before a process is started for them."""
+    """Record an error for each row whose configuration is invalid, before processes are started for it."""
     for i, row in enumerate(job.rows):
         config = config_of(job, row)
         try:
@@ -151,13 +157,13 @@ def check_rows(job: Job) -> None:
 
 
 def _weights_file(job: Job, row: Row) -> Path:
-    # By number: folders of two models may have one name.
+    # Numbered, since the folders of two models may have the same name.
     models = list(dict.fromkeys(r.model for r in job.rows))
     return Path(job.folder) / f"reference-{models.index(row.model)}.safetensors"
 
 
 def run_row(job: Job, row: Row) -> dict[str, Any]:
-    """Train one row's steps; what they gave, or what refused them. Collective over its processes."""
+    """Train the steps of one row and return their result, or the error that prevented them. Collective over its processes."""
     config = config_of(job, row)
     try:
         engine = engine_class(row.backend)(model=config.model, engine=config.engine, optim=config.optim)
@@ -171,13 +177,15 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
         batches = loader_of(samples, config).batches(Cursor())
         steps = []
         for _ in range(job.steps):
-            drawn, _ = next(batches)
-            result = engine.train_batch(drawn.share_of(engine).batch, SFTLoss())
+            batch, _ = next(batches)
+            result = engine.train_batch(batch.share_of(engine).batch, SFTLoss())
             steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
-        wanted = load_file(str(_weights_file(job, row)))
+        reference_weights = load_file(str(_weights_file(job, row)))
         with engine.named_weights() as stream:
-            off = max(float((value.cpu().float() - wanted[name]).abs().max()) for name, value in stream)
-        return {"steps": steps, "weights_off": off}
+            largest_difference = max(
+                float((value.cpu().float() - reference_weights[name]).abs().max()) for name, value in stream
+            )
+        return {"steps": steps, "weights_off": largest_difference}
     except DrivetrainError as e:
         return {"error": str(e)}
     finally:
@@ -185,16 +193,16 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
 
 
 def run_rows(job: Job, nproc: int) -> None:
-    """All rows of so many processes, one after the other; each result is written as it comes."""
+    """Run all rows with `nproc` processes one after another, writing each result as soon as it is available."""
     init_distributed()
     for i, row in enumerate(job.rows):
         if row.nproc != nproc or job.result(i).is_file():
             continue
-        # Nobody reads a result before everybody has looked for it.
+        # All ranks check for an existing result before any rank writes a new one.
         dist.barrier()
         try:
             result = run_row(job, row)
-        except Exception as e:  # a backend may fail in any way; others may wait for this rank, so the processes start anew
+        except Exception as e:  # a backend may fail in any way; other ranks may wait for this one, so all processes restart
             job.result(i).write_text(json.dumps({"error": f"{type(e).__name__}: {e}"}))
             raise
         if dist.get_rank() == 0:
@@ -203,7 +211,7 @@ def run_rows(job: Job, nproc: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do one part of a job."""
+    """Run one part of a job."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -214,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
             make_reference(job)
         else:
             run_rows(job, int(argv[1]))
-    except Exception as e:  # of any kind: this process must end now, or peers would wait for it until their timeout
+    except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         report_failure(e)
         return 2
     return 0

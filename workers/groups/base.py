@@ -1,7 +1,7 @@
-"""Groups of workers: a controller calls a role's method once, with the global batch, and gets the global answer.
+"""Groups of workers: a controller calls a role's method once with the global batch and gets the global result.
 
-The batch is dealt over data-parallel ranks, balanced by cost; each output rank's answer is put back in order, in the caller's
-form. Here is what all groups share, and the group whose processes are all controllers: SPMD under torchrun.
+The batch is distributed over the data-parallel ranks, balanced by cost. The results of the output ranks are put back in order
+and returned in the caller's format. This module holds what all groups have in common; `local` and `ray` implement it.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ from .worker_process import RankInfo, RemoteCall, RoleSpec
 
 
 class RoleHandle:
-    """A role as a controller sees it: its worker's methods, called with global batches.
+    """A role as seen by a controller: its worker's methods, called with global batches.
 
     Args:
-        group: that it belongs to.
-        name: of the role.
+        group: The group that the role belongs to.
+        name: The name of the role.
     """
 
     def __init__(self, group: "WorkerGroup", name: str) -> None:
@@ -42,94 +42,101 @@ class RoleHandle:
 
 
 class WorkerGroup(ABC):
-    """Workers of several roles.
+    """The workers of several roles.
 
     Args:
-        roles: by name.
+        roles: The roles by name.
+
+    Raises:
+        ConfigError: There are no roles, or they compute log-probabilities at different temperatures.
     """
 
     def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
         if not roles:
             raise ConfigError("a worker group needs at least one role")
         self.roles = dict(roles)
-        told = {
+        temperatures = {
             name: role.config.temperature
             for name, role in roles.items()
             if isinstance(role.config, ActorConfig | ReferenceConfig)
         }
-        if len(set(told.values())) > 1:
+        if len(set(temperatures.values())) > 1:
             raise ConfigError(
-                f"the roles take log-probabilities at different temperatures ({', '.join(f'{n}: {t:g}' for n, t in told.items())}), so they "
-                "could not be compared; give all of them the temperature at which answers are sampled"
+                "the roles compute log-probabilities at different temperatures "
+                f"({', '.join(f'{n}: {t:g}' for n, t in temperatures.items())}), so these could not be compared; give all "
+                "roles the temperature at which responses are sampled"
             )
-        self._temperature = next(iter(told.values()), None)
+        self._temperature = next(iter(temperatures.values()), None)
 
     def __getitem__(self, name: str) -> RoleHandle:
-        """A role.
+        """Return the handle of a role.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: The group has no role of this name.
         """
         self._role(name)
         return RoleHandle(self, name)
 
     def _role(self, name: str) -> RoleSpec:
         if name not in self.roles:
-            raise ConfigError(f"there is no role {name!r}; there are {', '.join(self.roles)}")
+            raise ConfigError(f"there is no role {name!r}; the roles are {', '.join(self.roles)}")
         return self.roles[name]
 
     def _check_sync(self, source: str, target: str) -> None:
-        for name, needs in ((source, "weights"), (target, "load_weights")):
+        for name, method in ((source, "weights"), (target, "load_weights")):
             worker = self._role(name).worker
-            if not hasattr(worker, needs):
-                raise ConfigError(f"sync_weights({source!r}, {target!r}): {worker.__name__} of {name!r} has no {needs}")
+            if not hasattr(worker, method):
+                raise ConfigError(
+                    f"sync_weights({source!r}, {target!r}): {worker.__name__}, the worker of {name!r}, has no method {method}"
+                )
 
     def call(self, role: str, method: str, *args: Any, mini_batches: MiniBatches | None = None, **options: Any) -> Any:
         """Call a method of a role's workers.
 
         Args:
-            role: name.
-            method: one that is marked by `dispatch.register`.
-            args: of the method; the global batch first, in a form of `workers.padding`, where the method takes one.
-            mini_batches: of an update; one step on all of the batch by default.
-            options: of the method.
+            role: The name of the role.
+            method: The name of the method, which must be marked with `dispatch.register`.
+            args: The positional arguments. If the method takes a batch, the first one is the global batch, in a format of
+                `workers.batch_adapters`.
+            mini_batches: The mini-batches of an update; None makes one step on the entire batch.
+            options: The keyword arguments.
 
         Returns:
-            numbers in the caller's form; of an update the steps' results; otherwise what the first process returned.
+            Values in the caller's format; for an update the results of its steps; otherwise the result of the first process.
 
         Raises:
-            WorkerError: a process failed.
+            WorkerError: A process failed.
         """
         dispatch = dispatch_of(self._role(role).worker, method)
         if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
             raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
         if mini_batches is not None and dispatch.split != "minibatches":
-            raise ConfigError(f"mini_batches is for updates; {role}.{method} makes none")
+            raise ConfigError(f"mini_batches applies to updates only; {role}.{method} is not an update")
         if dispatch.split == "all":
             return self._run(RemoteCall(role=role, method=method, args=args, options=options), None)[0]
         if not args:
             raise ConfigError(f"{role}.{method} needs a batch")
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
-            # Prompts, of which nothing is known but their tokens.
+            # Prompts, which consist of tokens only.
             args = (from_lists(check_prompts(args[0])), *args[1:])
         self._check_temperature(f"{role}.{method}", (*args, *options.values()))
-        # What one role declares rides along in calls of the others: one batch goes from role to role.
+        # The passengers of one role are accepted by all, because the same batch goes from role to role.
         declared = {name for other in self.roles.values() for name in getattr(other.config, "passengers", ())}
         every = not issubclass(self._role(role).worker, Worker)
         adapter = adapt_batch(args[0], declared, every=every)
         batch, infos = adapter.batch, self._rank_infos(role)
         if batch.names is None:
-            # In its share a sequence has another number than the caller knows.
+            # A sequence's index in a shard differs from the index that the caller knows, so errors name it by the latter.
             batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
         if dispatch.returns == "objects":
-            # Which of the global batch's rows they are: what is drawn for a row must not depend on who draws it.
+            # The row numbers in the global batch seed the sampling, which must not depend on the rank that processes a row.
             batch = batch.with_sequence_fields(row=torch.arange(batch.num_sequences))
-        size, ratio = infos[0].dp_size, infos[0].ratio
+        dp_size, ratio = infos[0].dp_size, infos[0].ratio
         assignment: Assignment
         if dispatch.split == "dp":
-            assignment = assign_batch(batch, size, ratio)
+            assignment = assign_batch(batch, dp_size, ratio)
         else:
-            assignment = assign_mini_batches(batch, size, ratio, mini_batches or MiniBatches())
+            assignment = assign_mini_batches(batch, dp_size, ratio, mini_batches or MiniBatches())
         columns = dispatch.columns
         if columns is not None and options.get(columns) is not None:
             check_columns(options[columns], batch.num_sequences)
@@ -138,47 +145,52 @@ class WorkerGroup(ABC):
         )
         if dispatch.split == "minibatches":
             return replies[0]
-        answers: list[Any] = [None] * size
+        shard_results: list[Any] = [None] * dp_size
         for info, reply in zip(infos, replies, strict=True):
             if info.answers:
-                answers[info.dp_rank] = reply
+                shard_results[info.dp_rank] = reply
         if dispatch.returns == "objects":
-            placed = {
-                row: one
-                for own, some in zip(assignment.rows, answers, strict=True)
-                for row, one in zip(own, some, strict=True)
+            by_row = {
+                row: result
+                for rows, results in zip(assignment.rows, shard_results, strict=True)
+                for row, result in zip(rows, results, strict=True)
             }
-            return [placed[row] for row in range(batch.num_sequences)]
-        found = gather(batch, assignment.rows, answers, dispatch.returns)
-        return adapter.answer(found) if dispatch.returns == "tokens" else adapter.answer_rows(found)
+            return [by_row[row] for row in range(batch.num_sequences)]
+        gathered = gather(batch, assignment.rows, shard_results, dispatch.returns)
+        return adapter.answer(gathered) if dispatch.returns == "tokens" else adapter.answer_rows(gathered)
 
-    def _check_temperature(self, what: str, given: Sequence[Any]) -> None:
-        """Refuse answers to be learned from that are sampled at another temperature than the roles compute at."""
-        for options in given:
+    def _check_temperature(self, call: str, arguments: Sequence[Any]) -> None:
+        """Check that responses to be trained on are sampled at the temperature that the roles compute at.
+
+        Raises:
+            ConfigError: The temperatures differ, and the responses are not for evaluation.
+        """
+        for options in arguments:
             if not isinstance(options, SamplingOptions) or options.evaluation or self._temperature is None:
                 continue
             if options.temperature not in (0.0, self._temperature):
                 raise ConfigError(
-                    f"{what} samples at temperature={options.temperature:g}, the group's other roles compute log-probabilities at "
-                    f"{self._temperature:g}: ratios and distances would be of other distributions; use one temperature, or set "
-                    "SamplingOptions(evaluation=True) where nothing is learned from the answers"
+                    f"{call} samples at temperature={options.temperature:g}, but the group's other roles compute "
+                    f"log-probabilities at {self._temperature:g}, so importance ratios and KL estimates would compare "
+                    "different distributions; use the same temperature, or set SamplingOptions(evaluation=True) if nothing is "
+                    "trained on the responses"
                 )
 
     @abstractmethod
     def _rank_infos(self, role: str) -> Sequence[RankInfo]:
-        """Of each process of the role's pool, in rank order."""
+        """Return the info of each process of the role's pool, in rank order."""
 
     @abstractmethod
     def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
-        """Run on every process of the role's pool; the replies in rank order, None from those that do not answer."""
+        """Run a call on every process of the role's pool; return the results in rank order, None from ranks that have none."""
 
     @abstractmethod
     def sync_weights(self, source: str, target: str) -> None:
-        """Give one role's weights to another, which takes them by `load_weights`: from an actor to its rollout.
+        """Send the weights of one role to another, for example from an actor to its rollout.
 
         Args:
-            source: role with `weights`.
-            target: role with `load_weights`.
+            source: The name of a role with `weights`.
+            target: The name of a role with `load_weights`.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A group whose processes are all controllers: SPMD under torchrun, or one process."""
+"""A group in which every process is a controller: SPMD under torchrun, or a single process."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,10 +15,13 @@ from .worker_process import RankInfo, RemoteCall, RoleSpec, WorkerProcess
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """Roles in the processes that torchrun started, all of which call the group alike; or in one process.
+    """Roles in the processes started by torchrun, which all make the same calls to the group; or in a single process.
 
     Args:
-        roles: by name; all on one pool.
+        roles: The roles by name, all on one pool.
+
+    Raises:
+        ConfigError: The roles are on more than one pool.
     """
 
     def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
@@ -26,33 +29,34 @@ class LocalWorkerGroup(WorkerGroup):
         pools = sorted({role.pool for role in roles.values()})
         if len(pools) > 1:
             raise ConfigError(
-                f"a local group has one pool, its own processes; the roles are on {', '.join(pools)}: use RayWorkerGroup"
+                f"a local group has one pool, its own processes, but the roles are on {', '.join(pools)}; use RayWorkerGroup"
             )
         init_distributed()
         self._process = WorkerProcess()
-        self._told: dict[str, list[RankInfo]] = {}
+        self._infos: dict[str, list[RankInfo]] = {}
         try:
             for name, role in roles.items():
-                self._told[name] = all_gather_object(self._process.build(name, role))
+                self._infos[name] = all_gather_object(self._process.build(name, role))
         except BaseException:
             self._process.close()
             raise
 
     def _rank_infos(self, role: str) -> Sequence[RankInfo]:
-        return self._told[role]
+        return self._infos[role]
 
     def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
-        infos = self._told[call.role][dist.get_rank()]
-        # An engine raises its errors on all ranks itself. With any other error its peers are inside a collective that a message
-        # does not end: this process must end, and its launcher ends them.
+        infos = self._infos[call.role][dist.get_rank()]
+        # An engine raises its own errors on all ranks. After any other error its peers are inside a collective that no message
+        # can end: this process must exit, so that its launcher ends them.
         with nullcontext() if self._process.collective(call.role) else collective_errors():
-            found = self._process.call(call, infos, batch)
+            result = self._process.call(call, infos, batch)
         shared = call.assignment is not None and call.assignment.steps is None
-        # An update's result, and what all are called alike with, is the same on every rank or each rank's own.
-        return all_gather_object(found if infos.answers else None) if shared else [found]
+        # The result of an update, or of a call with the same arguments on all ranks, is the same everywhere or local to a
+        # rank.
+        return all_gather_object(result if infos.answers else None) if shared else [result]
 
     def sync_weights(self, source: str, target: str) -> None:
-        """Within each process."""
+        """Copy the weights within each process."""
         self._check_sync(source, target)
         self._process.copy_weights(source, target)
 

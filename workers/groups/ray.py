@@ -1,7 +1,7 @@
-"""A group whose processes are Ray actors, and whose controller is one program: HybridFlow's shape.
+"""A group whose processes are Ray actors and whose controller is a single program, as in HybridFlow.
 
-One actor for each rank of a pool; roles of one pool share its actors. A global batch goes through Ray's object store once and
-every rank takes its own rows of it.
+There is one actor for each rank of a pool; roles of one pool share its actors. A global batch is put into Ray's object store
+once, and every rank reads its own rows from there.
 """
 
 import logging
@@ -25,18 +25,18 @@ from .base import WorkerGroup
 from .worker_process import RankInfo, RemoteCall, RoleSpec, WorkerProcess, report
 
 PART_BYTES = 256 * 2**20
-"""Of weights, at a time, on their way from one pool to another."""
-PLACING_SECONDS = 15.0
-"""After which resources that others hold are given up on."""
+"""Size of one part of the weights on their way from one pool to another."""
+PLACEMENT_TIMEOUT_S = 15.0
+"""How long to wait for resources that other Ray jobs occupy."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a process answers when it fails.
+    """The reply of a process that failed.
 
     Args:
-        text: the traceback.
-        echo: another process failed, and this one only heard of it.
+        text: The traceback.
+        echo: Whether another process failed, and this one only reports it.
     """
 
     text: str
@@ -44,57 +44,57 @@ class _Failure:
 
 
 class _Process:
-    """One rank of a pool: what Ray makes an actor of."""
+    """One rank of a pool, as a Ray actor."""
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._process = WorkerProcess()
 
     def address(self) -> str:
-        """A place where the pool's first rank can be found."""
+        """Return an address at which the pool's first rank can be reached."""
         import ray
 
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{found.getsockname()[1]}"
+        with socket.socket() as server:
+            server.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
     def join(self, address: str) -> Any:
         """Start the pool's process group."""
-        return self._told(self._join, address)
+        return self._guarded(self._join, address)
 
     def _join(self, address: str) -> None:
         from ...engine.parallel.process_groups import init_distributed
 
         host, _, port = address.rpartition(":")
-        # Each process sees the GPUs that Ray gave it alone, so its own is always the first.
+        # Each process sees only the GPUs that Ray assigned to it, so its own is always the first.
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._size), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
         if torch.cuda.device_count() == 0:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         init_distributed(timedelta(seconds=self._timeout_s))
 
     def build(self, name: str, role: RoleSpec) -> Any:
-        """Make a role's worker."""
-        return self._told(self._process.build, name, role)
+        """Build a role's worker."""
+        return self._guarded(self._process.build, name, role)
 
     def call(self, call: RemoteCall, infos: RankInfo, batch: Any) -> Any:
-        """Run a method; the answer from the processes that have one to give."""
-        found = self._told(self._process.call, call, infos, None if batch is None else _unpacked(batch))
-        by_share = call.assignment is not None and call.assignment.steps is None
-        return found if isinstance(found, _Failure) or (infos.answers if by_share else self._rank == 0) else None
+        """Run a method; return the result from the processes that have one."""
+        result = self._guarded(self._process.call, call, infos, None if batch is None else _unpacked(batch))
+        by_shard = call.assignment is not None and call.assignment.steps is None
+        return result if isinstance(result, _Failure) or (infos.answers if by_shard else self._rank == 0) else None
 
-    def send(self, source: str, most_bytes: int) -> tuple[Any, Any]:
-        """The next part of a stream of weights: whether more follow, and the tensors."""
-        found = self._told(self._process.next_weights, source, most_bytes)
-        return (found, []) if isinstance(found, _Failure) else (self._process.more_weights(source), found)
+    def send(self, source: str, max_bytes: int) -> tuple[Any, Any]:
+        """Return whether more parts of the stream of weights follow, and the tensors of the next part."""
+        tensors = self._guarded(self._process.next_weights, source, max_bytes)
+        return (tensors, []) if isinstance(tensors, _Failure) else (self._process.more_weights(source), tensors)
 
     def host(self, method: str, *args: Any) -> Any:
-        """Run a method of the host."""
-        return self._told(getattr(self._process, method), *args)
+        """Run a method of the worker process."""
+        return self._guarded(getattr(self._process, method), *args)
 
-    def _told(self, run: Any, *args: Any) -> Any:
+    def _guarded(self, run: Any, *args: Any) -> Any:
         try:
             return run(*args)
-        except Exception as e:  # it travels as text: the controller may lack its class, or what it holds
+        except Exception as e:  # sent as text: the controller may lack the exception's class or the classes it refers to
             return _Failure(report(e), isinstance(e, RemoteError))
 
 
@@ -102,17 +102,18 @@ class RayWorkerGroup(WorkerGroup):
     """Roles on pools of Ray actors.
 
     Args:
-        roles: by name; each says which pool it runs on.
-        pools: name -> processes. A role's layout must fit its pool.
-        cpus: of a process.
-        gpus: of a process; None: one where the cluster has any.
-        timeout_s: after which a process that waits for its peers gives up.
-        grace_s: what processes have to end by themselves after another one failed; then they are killed.
-        environment: further variables of the processes.
+        roles: The roles by name, each with the name of the pool that it runs on.
+        pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
+        cpus: The number of CPUs per process.
+        gpus: The number of GPUs per process; None uses one if the cluster has any.
+        timeout_s: The time after which a process that waits for its peers fails.
+        grace_s: The time that the other processes have to finish after one failed, before they are killed.
+        environment: Additional environment variables of the processes.
 
     Raises:
-        ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small: both numbers are named.
-        WorkerError: a role cannot be built.
+        ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small; the message names both
+            numbers.
+        WorkerError: A role cannot be built.
     """
 
     def __init__(
@@ -128,16 +129,16 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         super().__init__(roles)
         if not cpus > 0 or (gpus is not None and gpus < 0):
-            raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs, and 0 GPUs or more")
+            raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs and at least 0 GPUs")
         try:
             import ray
         except ImportError as e:
-            raise ConfigError("RayWorkerGroup needs Ray; install it by pip install 'drivetrain[ray]'") from e
+            raise ConfigError("RayWorkerGroup needs Ray; install it with: pip install 'drivetrain[ray]'") from e
         for name, role in roles.items():
             if role.pool not in pools:
-                raise ConfigError(f"role {name!r} is on pool {role.pool!r}; there are {', '.join(pools)}")
-        if bad := [name for name, size in pools.items() if size < 1]:
-            raise ConfigError(f"pool {bad[0]!r} has {pools[bad[0]]} processes; it needs at least 1")
+                raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
+        if empty := [name for name, size in pools.items() if size < 1]:
+            raise ConfigError(f"pool {empty[0]!r} has {pools[empty[0]]} processes; it needs at least 1")
         self._ray, self._sizes = ray, dict(pools)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
@@ -148,11 +149,11 @@ class RayWorkerGroup(WorkerGroup):
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
         self._pools: dict[str, list[Any]] = {}
         self._placements: list[Any] = []
-        self._told: dict[str, list[RankInfo]] = {}
+        self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
         self._start()
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- lifetime ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._check_room()
@@ -162,20 +163,21 @@ class RayWorkerGroup(WorkerGroup):
                 replies = self._wait(
                     role.pool, f"building {name}", [p.build.remote(name, role) for p in self._pools[role.pool]]
                 )
-                self._told[name] = replies
+                self._infos[name] = replies
         except BaseException:
             self.close()
             raise
 
     def _check_room(self) -> None:
-        """Refuse what the cluster can never hold: Ray would wait for it for ever."""
-        there = self._ray.cluster_resources()
+        """Check that the cluster is large enough; otherwise Ray would wait for resources forever."""
+        resources = self._ray.cluster_resources()
         count = sum(self._sizes.values())
         for kind, each in self._each.items():
-            if count * each > there.get(kind, 0):
+            if count * each > resources.get(kind, 0):
                 raise ConfigError(
-                    f"the pools {self._sizes} need {count * each:g} {kind}s ({count} processes of {each:g}), the Ray cluster has "
-                    f"{there.get(kind, 0):g}; make the pools smaller, colocate roles on one pool, or lower {kind.lower()}s"
+                    f"the pools {self._sizes} need {count * each:g} {kind}s ({count} processes of {each:g}), but the Ray "
+                    f"cluster has {resources.get(kind, 0):g}; make the pools smaller, colocate roles on one pool, or lower "
+                    f"{kind.lower()}s"
                 )
 
     def _place(self) -> None:
@@ -186,13 +188,14 @@ class RayWorkerGroup(WorkerGroup):
         for pool, size in self._sizes.items():
             placement = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
             self._placements.append(placement)
-            if not placement.wait(PLACING_SECONDS):
+            if not placement.wait(PLACEMENT_TIMEOUT_S):
                 free = ray.available_resources()
                 needs = ", ".join(
                     f"{size * each:g} {kind}s ({free.get(kind, 0):g} are free)" for kind, each in self._each.items()
                 )
                 raise ConfigError(
-                    f"pool {pool!r} needs {needs}, which others in the Ray cluster hold; free them, or make the pool smaller"
+                    f"pool {pool!r} needs {needs}, which are in use by others in the Ray cluster; free them, or make the pool "
+                    "smaller"
                 )
             actor = ray.remote(_Process)
             self._pools[pool] = [
@@ -209,10 +212,10 @@ class RayWorkerGroup(WorkerGroup):
             self._wait(pool, "starting", [p.join.remote(address) for p in processes])
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
-        """Start all processes anew, also after some were lost, and go on from checkpoints.
+        """Restart all processes, including any that were lost, and resume from checkpoints.
 
         Args:
-            checkpoints: role -> folder that `save_checkpoint` gave; other roles begin with their model's weights.
+            checkpoints: The folder returned by `save_checkpoint`, by role; other roles start from their model's weights.
         """
         for role in checkpoints or {}:
             dispatch_of(self._role(role).worker, "load_checkpoint")
@@ -223,7 +226,7 @@ class RayWorkerGroup(WorkerGroup):
             self.call(role, "load_checkpoint", folder)
 
     def close(self) -> None:
-        """End all processes and give their resources back."""
+        """End all processes and release their resources."""
         from ray.util.placement_group import remove_placement_group
 
         for processes in self._pools.values():
@@ -231,75 +234,75 @@ class RayWorkerGroup(WorkerGroup):
                 self._ray.kill(process)
         for placement in self._placements:
             remove_placement_group(placement)
-        self._pools, self._placements, self._told = {}, [], {}
+        self._pools, self._placements, self._infos = {}, [], {}
         self._broken = self._broken or "it was closed"
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def _rank_infos(self, role: str) -> Sequence[RankInfo]:
         self._check_whole()
-        return self._told[role]
+        return self._infos[role]
 
     def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
         self._check_whole()
         pool = self.roles[call.role].pool
-        # Put once; given by value, it would be put again for every process.
-        given = None if batch is None else self._ray.put(_packed(batch))
-        shared = self._ray.put(call)
+        # Put it once; passed by value, it would be put again for every process.
+        batch_ref = None if batch is None else self._ray.put(_packed(batch))
+        call_ref = self._ray.put(call)
         refs = [
-            process.call.remote(shared, infos, given)
-            for process, infos in zip(self._pools[pool], self._told[call.role], strict=True)
+            process.call.remote(call_ref, infos, batch_ref)
+            for process, infos in zip(self._pools[pool], self._infos[call.role], strict=True)
         ]
         return self._wait(pool, f"{call.role}.{call.method}", refs)
 
     def sync_weights(self, source: str, target: str) -> None:
-        """Within each process where both roles share a pool; else through the object store, a part at a time."""
+        """Copy the weights within each process if both roles share a pool; otherwise send them through the object store."""
         self._check_whole()
         what = f"weights of {source} to {target}"
         self._check_sync(source, target)
-        left, right = self.roles[source].pool, self.roles[target].pool
-        if left == right:
-            self._wait(left, what, [p.host.remote("copy_weights", source, target) for p in self._pools[left]])
+        source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
+        if source_pool == target_pool:
+            self._wait(source_pool, what, [p.host.remote("copy_weights", source, target) for p in self._pools[source_pool]])
             return
         try:
             self._stream(source, target)
         except WorkerError as e:
-            # Streams are half read and weights half loaded: nothing of that can be gone on with.
+            # Streams are partly read and weights partly loaded, so the group cannot be used any further.
             self._end(self._broken or str(e).splitlines()[0])
             raise
 
     def _stream(self, source: str, target: str) -> None:
         what = f"weights of {source} to {target}"
-        left, right = (self._pools[self.roles[name].pool] for name in (source, target))
-        names = self.roles[source].pool, self.roles[target].pool
-        self._wait(names[1], what, [p.host.remote("open_feed", target) for p in right])
-        taken: list[Any] = []
+        senders, receivers = (self._pools[self.roles[name].pool] for name in (source, target))
+        pools = self.roles[source].pool, self.roles[target].pool
+        self._wait(pools[1], what, [p.host.remote("begin_weights", target) for p in receivers])
+        pending: list[Any] = []
         more = True
         while more:
-            # What a process says of its part comes apart from the tensors, which stay in the object store.
-            parts = [p.send.options(num_returns=2).remote(source, PART_BYTES) for p in left]
-            more = self._wait(names[0], what, [said for said, _ in parts])[0]
-            self._wait(names[1], what, taken)
-            taken = [p.host.remote("feed", parts[0][1]) for p in right]
-        self._wait(names[1], what, taken)
-        self._wait(names[1], what, [p.host.remote("close_feed") for p in right])
+            # The reply on a part is separate from its tensors, which stay in the object store.
+            parts = [p.send.options(num_returns=2).remote(source, PART_BYTES) for p in senders]
+            more = self._wait(pools[0], what, [reply for reply, _ in parts])[0]
+            self._wait(pools[1], what, pending)
+            pending = [p.host.remote("receive_weights", parts[0][1]) for p in receivers]
+        self._wait(pools[1], what, pending)
+        self._wait(pools[1], what, [p.host.remote("finish_weights") for p in receivers])
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self.close()
-        self._broken = why
+        self._broken = reason
 
     def _check_whole(self) -> None:
         if self._broken is not None:
-            raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it, from the last checkpoints")
+            raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
 
     def _wait(self, pool: str, what: str, refs: Sequence[Any]) -> list[Any]:
-        """The replies, in order.
+        """Return the replies in order.
 
         Raises:
-            WorkerError: a process failed, with its traceback; the group can be used on where all of them answered.
-            WorkerLostError: a process died, or hung after another failed.
+            WorkerError: A process failed; the message has its traceback. The group remains usable if all processes replied.
+            WorkerLostError: A process died, or hung after another one failed.
         """
-        found: dict[Any, Any] = {}
+        replies: dict[Any, Any] = {}
         failed: dict[int, str] = {}
         lost: dict[int, str] = {}
         pending, deadline = list(refs), float("inf")
@@ -308,43 +311,43 @@ class RayWorkerGroup(WorkerGroup):
             for ref in ready:
                 rank = refs.index(ref)
                 try:
-                    found[ref] = self._ray.get(ref)
+                    replies[ref] = self._ray.get(ref)
                 except self._ray.exceptions.RayActorError as e:
                     lost[rank] = str(e).strip().splitlines()[0]
                 except self._ray.exceptions.RayTaskError as e:
                     failed[rank] = str(e)
                 else:
-                    if isinstance(found[ref], _Failure) and not found[ref].echo:
-                        failed[rank] = found[ref].text
+                    if isinstance(replies[ref], _Failure) and not replies[ref].echo:
+                        failed[rank] = replies[ref].text
                 if (failed or lost) and deadline == float("inf"):
-                    # The others may wait for it in a collective.
+                    # The others may be waiting for it in a collective.
                     deadline = time.monotonic() + self._grace_s
-        echoes = [reply.text for reply in found.values() if isinstance(reply, _Failure)]
+        echoes = [reply.text for reply in replies.values() if isinstance(reply, _Failure)]
         if not (failed or lost or pending or echoes):
-            return [found[ref] for ref in refs]
-        said = [f"rank {rank} of pool {pool!r} died during {what}: {text}" for rank, text in sorted(lost.items())]
+            return [replies[ref] for ref in refs]
+        messages = [f"rank {rank} of pool {pool!r} died during {what}: {text}" for rank, text in sorted(lost.items())]
         if lost:
-            # What its peers saw of it: a connection that broke.
-            said += [f"rank {rank} then failed too: {text.splitlines()[-1]}" for rank, text in sorted(failed.items())]
+            # Its peers failed only because their connections to it broke.
+            messages += [f"rank {rank} then failed too: {text.splitlines()[-1]}" for rank, text in sorted(failed.items())]
         for text in [] if lost else dict.fromkeys(failed[rank] for rank in sorted(failed)):
             ranks = ", ".join(str(rank) for rank in sorted(failed) if failed[rank] == text)
-            said.append(f"rank {ranks} of pool {pool!r} failed in {what}:\n{text}")
-        said = said or [f"{what} failed:\n{echoes[0]}"]
+            messages.append(f"rank {ranks} of pool {pool!r} failed in {what}:\n{text}")
+        messages = messages or [f"{what} failed:\n{echoes[0]}"]
         if not (lost or pending):
-            raise WorkerError("\n".join(said))
+            raise WorkerError("\n".join(messages))
         hung = [refs.index(ref) for ref in pending]
         if hung:
-            said.append(f"ranks {hung} waited for it and were ended after {self._grace_s:g} s")
-        self._end(said[0].splitlines()[0])
-        raise (WorkerLostError if lost else WorkerError)("\n".join(said) + "\nrebuild() starts the group anew")
+            messages.append(f"ranks {hung} waited for it and were killed after {self._grace_s:g} s")
+        self._end(messages[0].splitlines()[0])
+        raise (WorkerLostError if lost else WorkerError)("\n".join(messages) + "\nrebuild() restarts the group")
 
 
 def _packed(batch: PackedBatch) -> dict[str, Any]:
-    """A batch as arrays, which Ray's processes map from its store without a copy."""
+    """Convert a batch to arrays, which the processes map from Ray's object store without a copy."""
 
     def array(value: Any) -> Any:
         if isinstance(value, Tensor):
-            # Numpy has no bfloat16: such a field travels as a tensor.
+            # NumPy has no bfloat16, so such a field is sent as a tensor.
             return value if value.dtype == torch.bfloat16 else np.from_dlpack(value.detach().cpu().contiguous())
         if isinstance(value, MediaField):
             return ("media", array(value.values), array(value.counts))
@@ -357,7 +360,7 @@ def _unpacked(arrays: dict[str, Any]) -> PackedBatch:
     def tensor(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             with warnings.catch_warnings():
-                # The store's memory cannot be written; a share is copied out of it.
+                # The store's memory is read-only; a shard is copied out of it.
                 warnings.simplefilter("ignore", UserWarning)
                 return torch.from_numpy(value)
         if isinstance(value, tuple) and value and value[0] == "media":

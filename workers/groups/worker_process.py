@@ -1,4 +1,4 @@
-"""One process of a group: builds the workers of its roles, and answers calls on its share of the global batch."""
+"""One process of a group: builds the workers of its roles and runs calls on its shard of the global batch."""
 
 import queue
 import threading
@@ -13,17 +13,17 @@ from torch import Tensor
 from ...engine.packing.batch import PackedBatch
 from ...engine.parallel.collectives import collective_errors
 from ..dispatch import Assignment
-from ..roles.base import on_host
+from ..roles.base import to_host
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """A worker in a group.
+    """A role in a group.
 
     Args:
-        worker: its class.
-        config: its settings.
-        pool: name of the processes that it runs on; roles of one pool share them.
+        worker: The worker class.
+        config: The configuration passed to the worker.
+        pool: The name of the pool of processes that runs the role; roles of one pool share its processes.
     """
 
     worker: type[Any]
@@ -33,13 +33,13 @@ class RoleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """What a controller knows of a role in one process.
+    """A role in one process, as known to the controller.
 
     Args:
-        dp_rank: whose share it works on.
-        dp_size: number of shares.
-        answers: whether it is the process that answers for its share.
-        ratio: cost of attention, for dealing shares.
+        dp_rank: The index of the data-parallel shard that the process works on.
+        dp_size: The number of data-parallel shards.
+        answers: Whether the process is the output rank of its shard.
+        ratio: The relative cost of attention, for balancing the shards.
     """
 
     dp_rank: int
@@ -53,12 +53,12 @@ class RemoteCall:
     """A call of a role's method, the same for every process of its pool.
 
     Args:
-        role: name.
-        method: of its worker.
-        assignment: who works on what; None: all are called alike.
-        args: after the batch.
-        options: by name.
-        columns: the option whose entries are dealt with the rows.
+        role: The name of the role.
+        method: The name of the worker's method.
+        assignment: The assignment of sequences to ranks; None calls all ranks with the same arguments.
+        args: The positional arguments after the batch.
+        options: The keyword arguments.
+        columns: The name of the option whose entries are split with the rows.
     """
 
     role: str
@@ -78,10 +78,10 @@ class WorkerProcess:
         self._receiver: WeightReceiver | None = None
 
     def build(self, name: str, role: RoleSpec) -> RankInfo:
-        """Make a role's worker. Collective over the pool; an error of one process is raised on all.
+        """Build a role's worker. Collective over the pool; an error in one process is raised on all ranks.
 
         Raises:
-            DrivetrainError: the role's settings are refused.
+            DrivetrainError: A setting of the role is invalid.
         """
         with collective_errors():
             worker = role.worker(role.config)
@@ -89,7 +89,7 @@ class WorkerProcess:
         self._workers[name] = worker
         engine = getattr(worker, "engine", None)
         if engine is None:
-            # Without an engine every process is a share of its own.
+            # Without an engine, every process has a shard of its own.
             return RankInfo(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True, ratio=0.0)
         topology = engine.topology
         return RankInfo(
@@ -100,7 +100,7 @@ class WorkerProcess:
         )
 
     def call(self, call: RemoteCall, infos: RankInfo, batch: PackedBatch | None) -> Any:
-        """Run a method on this process's share; what it returned, with tensors on the host."""
+        """Run a method on this process's shard; return its result, with tensors in host memory."""
         worker = self._workers[call.role]
         options, method = dict(call.options), getattr(worker, call.method)
         if call.assignment is None:
@@ -110,66 +110,66 @@ class WorkerProcess:
             options["steps"] = call.assignment.steps[infos.dp_rank]
         rows = call.assignment.rows[infos.dp_rank]
         if call.columns is not None and options.get(call.columns) is not None:
-            dealt = options[call.columns].items()
-            options[call.columns] = {name: [values[row] for row in rows] for name, values in dealt}
-        found = method(batch.select(rows), *call.args, **options)
-        return on_host(found) if isinstance(found, dict) else found
+            columns = options[call.columns].items()
+            options[call.columns] = {name: [values[row] for row in rows] for name, values in columns}
+        result = method(batch.select(rows), *call.args, **options)
+        return to_host(result) if isinstance(result, dict) else result
 
     def collective(self, role: str) -> bool:
-        """Whether a role's processes work together, on an engine, and not each for itself."""
+        """Return whether the processes of a role work together on an engine rather than independently."""
         return hasattr(self._workers[role], "engine")
 
     def copy_weights(self, source: str, target: str) -> None:
-        """From one worker of this process to another."""
+        """Copy the weights of one worker of this process to another."""
         with self._workers[source].weights() as stream:
             self._workers[target].load_weights(stream)
 
-    def next_weights(self, source: str, most_bytes: int) -> list[tuple[str, Tensor]]:
-        """The next tensors of a worker, about so many bytes of them; fewer at the end. Collective over the pool.
+    def next_weights(self, source: str, max_bytes: int) -> list[tuple[str, Tensor]]:
+        """Return the next tensors of a worker, about `max_bytes` in total and fewer at the end. Collective over the pool.
 
         Returns:
-            them, on the pool's first process; nothing on the others.
+            The named tensors on the pool's first process; an empty list on the others.
         """
         if source not in self._streams:
             context = self._workers[source].weights()
             self._streams[source] = (context, context.__enter__())
         context, stream = self._streams[source]
-        found: list[tuple[str, Tensor]] = []
+        tensors: list[tuple[str, Tensor]] = []
         size, ended = 0, False
-        while size < most_bytes and not ended:
+        while size < max_bytes and not ended:
             name, tensor = next(stream, ("", None))
             ended = tensor is None
             if tensor is not None:
                 size += tensor.numel() * tensor.itemsize
-                # The stream's next tensor may take this one's memory.
-                found.append((name, tensor.detach().to("cpu", copy=True)))
+                # The stream may reuse this tensor's memory for the next one.
+                tensors.append((name, tensor.detach().to("cpu", copy=True)))
         if ended:
             del self._streams[source]
             context.__exit__(None, None, None)
-        return found if dist.get_rank() == 0 else []
+        return tensors if dist.get_rank() == 0 else []
 
     def more_weights(self, source: str) -> bool:
-        """Whether `next_weights` has not come to the end yet."""
+        """Return whether `next_weights` has tensors left."""
         return source in self._streams
 
     def begin_weights(self, target: str) -> None:
-        """Begin to load weights that come in parts."""
+        """Start loading weights that arrive in parts."""
         self._receiver = WeightReceiver(self._workers[target].load_weights)
 
     def receive_weights(self, part: list[tuple[str, Tensor]]) -> None:
-        """Load a part."""
+        """Load one part."""
         assert self._receiver is not None
         self._receiver.put(part)
 
     def finish_weights(self) -> None:
-        """All parts have come.
+        """Finish loading after the last part.
 
         Raises:
-            what loading them raised.
+            Exception: Whatever the loading raised.
         """
         assert self._receiver is not None
-        receive_weights, self._receiver = self._receiver, None
-        receive_weights.finish()
+        receiver, self._receiver = self._receiver, None
+        receiver.finish()
 
     def close(self) -> None:
         """Free all workers."""
@@ -178,10 +178,10 @@ class WorkerProcess:
 
 
 class WeightReceiver:
-    """Loads a stream of weights, in a thread, while its parts still come.
+    """Loads a stream of weights in a thread while its parts are still arriving.
 
     Args:
-        load: takes the stream.
+        load: The function that consumes the stream.
     """
 
     def __init__(self, load: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
@@ -197,15 +197,15 @@ class WeightReceiver:
         except Exception as e:  # raised by finish
             self._error = e
             while self._parts.get() is not None:
-                # Parts that are still on their way must not block who sends them.
+                # Drain the remaining parts, so that their sender does not block.
                 pass
 
     def put(self, part: list[tuple[str, Tensor]]) -> None:
-        """Hand a part over."""
+        """Pass on one part."""
         self._parts.put(part)
 
     def finish(self) -> None:
-        """Wait for the end; raise what went wrong."""
+        """Wait until all parts are loaded; re-raise any error."""
         self._parts.put(None)
         self._thread.join()
         if self._error is not None:
@@ -213,5 +213,5 @@ class WeightReceiver:
 
 
 def report(error: BaseException) -> str:
-    """An error with its traceback, as text that any process can read."""
+    """Return an error with its traceback as text that any process can read."""
     return "".join(traceback.format_exception(error)).rstrip()

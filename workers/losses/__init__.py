@@ -1,1 +1,1 @@
-"""Losses: pure functions over token outputs; torch only."""
+"""Losses: pure functions of token outputs that depend only on torch."""

@@ -1,4 +1,4 @@
-"""The fields of a batch that losses and workers read: their names, and what is wrong with one.
+"""Names of the batch fields that losses and workers read, and checked access to them.
 
 Axes: T tokens, N sequences.
 """
@@ -24,63 +24,67 @@ TOKEN_FIELDS = frozenset(
         "entropy",
     }
 )
-"""Fields of tokens that some loss reads or some worker returns: one batch goes from role to role."""
+"""Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role
+to role.
+"""
 SEQUENCE_FIELDS = frozenset({"rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "row"})
-"""Fields of sequences, likewise."""
+"""Sequence fields that some loss reads or some worker returns."""
 
 
 def token_field(batch: PackedBatch, name: str, tokens: Tensor | None = None) -> Tensor:
-    """A token field.
+    """Return a token field of a batch after checking it.
 
     Args:
-        batch: with the field.
-        name: of the field.
-        tokens: `[T]` bool, where its numbers must be finite; elsewhere there may stand anything.
+        batch: The batch that holds the field.
+        name: The name of the field.
+        tokens: `[T]` bool mask of the positions where the values must be finite. All other positions may hold anything.
 
     Raises:
-        BatchError: the batch has none, one of another shape, or one with a NaN or an infinity in it.
+        BatchError: The field is missing, has the wrong shape, or contains a NaN or an infinity.
     """
-    found = batch.token_fields.get(name)
-    if found is None:
+    values = batch.token_fields.get(name)
+    if values is None:
         raise BatchError(f"this loss needs the token field {name!r}; the batch has {', '.join(batch.token_fields) or 'none'}")
-    if found.shape != (batch.num_tokens,):
+    if values.shape != (batch.num_tokens,):
         raise BatchError(
-            f"token field {name!r} is {list(found.shape)}; it must be [{batch.num_tokens}], one number for each token"
+            f"token field {name!r} is {list(values.shape)}; it must be [{batch.num_tokens}], one number per token"
         )
-    if tokens is not None and found.is_floating_point():
-        wrong = (~torch.isfinite(found) & tokens).nonzero()
+    if tokens is not None and values.is_floating_point():
+        wrong = (~torch.isfinite(values) & tokens).nonzero()
         if len(wrong):
-            at = int(wrong[0])
-            sequence = next(i for i, end in enumerate(batch.bounds[1:]) if at < end)
+            position = int(wrong[0])
+            sequence = next(i for i, end in enumerate(batch.bounds[1:]) if position < end)
             raise BatchError(
-                f"{name} is {float(found[at])} at token {at - batch.bounds[sequence]} in {batch.name_of(sequence)}; it must be finite "
-                "there"
+                f"{name} is {float(values[position])} at token {position - batch.bounds[sequence]} in "
+                f"{batch.name_of(sequence)}; it must be finite there"
             )
-    return found
+    return values
 
 
 def sequence_field(batch: PackedBatch, name: str, needed_by: str = "this loss") -> Tensor:
-    """A sequence field, whose numbers are finite. Waits for the device: for the weights of a loss, not for its sums.
+    """Return a sequence field of a batch after checking that all its values are finite.
+
+    The check waits for the device, so call this for the weights of a loss and not for its sums.
 
     Args:
-        batch: with the field.
-        name: of the field.
-        needed_by: who cannot do without it, for the message.
+        batch: The batch that holds the field.
+        name: The name of the field.
+        needed_by: What requires the field, for the error message.
 
     Raises:
-        BatchError: the batch has none, one of another shape, or one with a NaN or an infinity in it.
+        BatchError: The field is missing, has the wrong shape, or contains a NaN or an infinity.
     """
-    found = batch.sequence_fields.get(name)
-    if found is None:
+    values = batch.sequence_fields.get(name)
+    if values is None:
         raise BatchError(
             f"{needed_by} needs the sequence field {name!r}; the batch has {', '.join(batch.sequence_fields) or 'none'}"
         )
-    if found.shape != (batch.num_sequences,):
+    if values.shape != (batch.num_sequences,):
         raise BatchError(
-            f"sequence field {name!r} is {list(found.shape)}; it must be [{batch.num_sequences}], one number for each sequence"
+            f"sequence field {name!r} is {list(values.shape)}; it must be [{batch.num_sequences}], one number per sequence"
         )
-    finite = torch.isfinite(found)
+    finite = torch.isfinite(values)
     if not bool(finite.all()):
-        at = int((~finite).nonzero()[0])
-        raise BatchError(f"{name} is {float(found[at])} in {batch.name_of(at)}; it must be finite")
-    return found
+        sequence = int((~finite).nonzero()[0])
+        raise BatchError(f"{name} is {float(values[sequence])} in {batch.name_of(sequence)}; it must be finite")
+    return values

@@ -1,8 +1,8 @@
-"""Policy-gradient losses over answers that a policy gave: PPO, GRPO and their kin.
+"""Policy-gradient losses over responses sampled from a policy: PPO, GRPO and related methods.
 
-What an update needs stands in token fields of the batch, at the position that predicts the token: `old_log_probs`,
-`advantages`, and where asked for `reference_log_probs`, `importance_weights`, `response_mask` (0 for tokens of an answer that
-the policy did not write, a tool's output say; all of an answer's tokens by default).
+The inputs of an update are token fields of the batch, stored at the position that predicts the token: `old_log_probs` and
+`advantages`, and optionally `reference_log_probs`, `importance_weights` and `response_mask`. `response_mask` is 0 for tokens
+of a response that the policy did not generate, such as the output of a tool; by default all tokens of a response count.
 
 Axes: T tokens, N sequences.
 """
@@ -25,21 +25,22 @@ Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
-LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are clamped to it on both sides before they are exponentiated, as verl does: beyond it a ratio is clipped by any
-sensible bound, and one log-probability of -100 must not make a gradient infinite."""
-LARGEST_K3 = 10.0
-"""k3 is clamped to it, as verl does."""
+MAX_LOG_RATIO = 20.0
+"""Bound on the absolute value of a log-ratio before it is exponentiated, as in verl. Any sensible clip range clips a ratio
+beyond it, and a single log-probability of -100 must not make a gradient infinite.
+"""
+MAX_K3 = 10.0
+"""Upper bound on the k3 estimate, as in verl."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clipped:
-    """PPO's clipped loss, and what was clipped.
+    """The result of PPO's clipped objective.
 
     Args:
-        losses: by token.
-        clipped: bool, where the clipped ratio's loss is the larger one: the token has no gradient.
-        dual: bool, where the dual clip bounds the loss of a negative advantage.
+        losses: The loss of each token.
+        clipped: Bool mask of the tokens whose clipped loss is the larger one. These tokens get no gradient.
+        dual: Bool mask of the tokens where the dual clip bounds the loss of a negative advantage.
     """
 
     losses: Tensor
@@ -50,38 +51,39 @@ class Clipped:
 def clipped_objective(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Clipped:
-    """PPO's clipped loss: max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c.
+    """Compute PPO's clipped loss: max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c.
 
     Args:
-        ratio: r, probability under the policy over that under the policy that answered.
-        advantages: A.
-        clip_low: how far below 1 the ratio is followed.
-        clip_high: how far above; more than `clip_low` is DAPO's clip-higher.
-        dual_clip: c; None leaves it out.
+        ratio: r, the probability under the current policy divided by that under the policy that sampled the response.
+        advantages: A, the advantages.
+        clip_low: Distance below 1 at which the ratio is clipped.
+        clip_high: Distance above 1 at which the ratio is clipped. A value larger than `clip_low` is DAPO's clip-higher.
+        dual_clip: c; None disables the dual clip.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; dual clip Ye et al. 2020, arXiv:1912.09729, equation 5; two
-    bounds Yu et al. 2025, arXiv:2503.14476, equation 8. What counts as clipped is counted as verl does.
+    bounds Yu et al. 2025, arXiv:2503.14476, equation 8. Clipped tokens are counted as in verl.
     """
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses, clipped = torch.maximum(plain, bounded), bounded > plain
+    unclipped, clipped_losses = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses, clipped = torch.maximum(unclipped, clipped_losses), clipped_losses > unclipped
     if dual_clip is None:
         return Clipped(losses, clipped, torch.zeros_like(clipped))
-    most = -advantages * dual_clip
-    dual = (advantages < 0) & (losses > most)
-    return Clipped(torch.where(dual, most, losses), clipped, dual)
+    bound = -advantages * dual_clip
+    dual = (advantages < 0) & (losses > bound)
+    return Clipped(torch.where(dual, bound, losses), clipped, dual)
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *, clamp: bool = True) -> Tensor:
-    """Estimate of KL(policy || reference) from samples of the policy, by token.
+    """Estimate KL(policy || reference) per token from samples of the policy.
 
     Args:
-        log_probs: log p, of the policy.
-        reference: log q, of the reference.
-        estimator: k1 is log(p/q); k2 is log(p/q)^2 / 2; k3 is q/p - 1 - log(q/p); abs is |log(p/q)|; k3+ has the value of k3 and the
-            gradient of k2, whose expectation is the gradient of the divergence, which that of k3 is not.
-        clamp: of k3, log(q/p) to +-20 and the estimate to 10, as verl does.
+        log_probs: log p, the log-probabilities under the policy.
+        reference: log q, the log-probabilities under the reference.
+        estimator: k1 is log(p/q); k2 is log(p/q)^2 / 2; k3 is q/p - 1 - log(q/p); abs is |log(p/q)|; k3+ has the value of k3
+            and the gradient of k2. The expected gradient of k2 is the gradient of the divergence; that of k3 is not.
+        clamp: For k3, whether to clamp log(q/p) to +-20 and the estimate to 10, as verl does.
 
-    Source: Schulman 2020, "Approximating KL divergence"; k3 as in Shao et al. 2024, arXiv:2402.03300, equation 4; k3+ as verl's
+    Source: Schulman 2020, "Approximating KL divergence"; k3 as in Shao et al. 2024, arXiv:2402.03300, equation 4; k3+ as
+        verl's
     straight-through estimator.
     """
     difference = log_probs - reference
@@ -91,22 +93,22 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *,
         return 0.5 * difference**2
     if estimator == "abs":
         return difference.abs()
-    bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO) if clamp else difference
-    found = torch.expm1(-bounded) + bounded
-    found = found.clamp(max=LARGEST_K3) if clamp else found
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if clamp else difference
+    estimate = torch.expm1(-bounded) + bounded
+    estimate = estimate.clamp(max=MAX_K3) if clamp else estimate
     if estimator == "k3":
-        return found
-    followed = 0.5 * difference**2
-    return found.detach() + followed - followed.detach()
+        return estimate
+    surrogate = 0.5 * difference**2
+    return estimate.detach() + surrogate - surrogate.detach()
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> Tensor:
-    """`[T]`: the logarithm of its answer's length-normalised ratio at each token: the mean of the answer's log-ratios.
+    """Return `[T]`: for each token, the mean log-ratio of its response, which is the log of the length-normalized ratio.
 
     Args:
-        log_ratio: `[T]`, of each token.
-        mask: `[T]` float, the tokens of the answers.
-        batch: which token is whose.
+        log_ratio: `[T]`, the log-ratio of each token.
+        mask: `[T]` float mask of the response tokens.
+        batch: The batch that maps tokens to sequences.
 
     Source: Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
     """
@@ -115,12 +117,14 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> T
 
 
 def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Truncated weights that correct for an inference engine whose probabilities are not the trainer's: min(p / q, cap).
+    """Compute truncated importance weights: min(p / q, cap).
+
+    They correct for the difference between the probabilities of an inference engine and those of the trainer.
 
     Args:
-        old_log_probs: of the trainer, under the weights that answered.
-        rollout_log_probs: of the engine that answered.
-        cap: C.
+        old_log_probs: log p, computed by the trainer with the weights that generated the responses.
+        rollout_log_probs: log q, reported by the inference engine that generated the responses.
+        cap: C, the upper bound of a weight.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", truncated importance
     sampling.
@@ -129,16 +133,16 @@ def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: fl
 
 
 def response_tokens(batch: PackedBatch) -> Tensor:
-    """`[T]` bool: the tokens that a loss over answers looks at."""
-    mask, given = loss_mask(batch), batch.token_fields.get("response_mask")
-    return mask if given is None else mask & (given > 0)
+    """Return `[T]` bool: the mask of the tokens that a loss over responses uses."""
+    mask, response_mask = loss_mask(batch), batch.token_fields.get("response_mask")
+    return mask if response_mask is None else mask & (response_mask > 0)
 
 
 def check_response_mask(batch: PackedBatch) -> None:
-    """Refuse a mask of responses that is not one number for each token.
+    """Check that the response mask, if the batch has one, holds one finite number per token.
 
     Raises:
-        BatchError: its shape, or a NaN in it.
+        BatchError: The mask has the wrong shape or contains a NaN.
     """
     if "response_mask" in batch.token_fields:
         token_field(batch, "response_mask", loss_mask(batch))
@@ -146,25 +150,29 @@ def check_response_mask(batch: PackedBatch) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """The loss of a policy's update. Advantages are given, so PPO, GRPO, RLOO and REINFORCE++ differ in those alone.
+    """The loss of a policy update.
+
+    Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.
 
     Args:
-        clip_low: see `clipped_objective`.
-        clip_high: see `clipped_objective`; None: as `clip_low`.
-        dual_clip: see `clipped_objective`.
-        ratio: of a `token`; of the whole `sequence` (GSPO); `sequence-token`: the sequence's, its gradient by token (GSPO-token,
-            equation 13 of the paper), for advantages that differ by token.
-        aggregation: `token-mean`: over all tokens; `seq-mean-token-sum`, `seq-mean-token-mean`: over answers, of each one's sum or
-            mean; `seq-mean-token-sum-norm`: that sum over `length_norm` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
-        length_norm: tokens that a sum is divided by under `seq-mean-token-sum-norm`.
-        entropy_coef: weight of the entropy, which is to be large.
-        kl_coef: weight of the distance to the reference (token field `reference_log_probs`).
-        kl_estimator: see `kl_estimate`.
-        kl_clamp: see `kl_estimate`.
-        temperature: of the answers' sampling; log-probabilities are taken at it.
+        clip_low: See `clipped_objective`.
+        clip_high: See `clipped_objective`; None uses the value of `clip_low`.
+        dual_clip: See `clipped_objective`.
+        ratio: What the importance ratio is taken over. `token`: each token. `sequence`: the entire response (GSPO).
+            `sequence-token`: the value of the sequence ratio with per-token gradients (GSPO-token, equation 13 of the paper),
+            for advantages that vary within a response.
+        aggregation: How the token losses are averaged. `token-mean`: mean over all tokens. `seq-mean-token-sum` and
+            `seq-mean-token-mean`: mean over responses of each response's sum or mean. `seq-mean-token-sum-norm`: like
+            `seq-mean-token-sum`, divided by `length_norm` (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+        length_norm: The number of tokens that each sum is divided by with `seq-mean-token-sum-norm`.
+        entropy_coef: The weight of the entropy bonus.
+        kl_coef: The weight of the KL penalty toward the reference (token field `reference_log_probs`).
+        kl_estimator: See `kl_estimate`.
+        kl_clamp: See `kl_estimate`.
+        temperature: The sampling temperature of the responses. Log-probabilities are computed at the same temperature.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: A setting is out of range.
     """
 
     clip_low: float = 0.2
@@ -185,35 +193,38 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         for name, values in (("ratio", Ratio), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
             if getattr(self, name) not in get_args(values):
-                raise ConfigError(f"{name}={getattr(self, name)}; there are {', '.join(get_args(values))}")
+                raise ConfigError(f"{name}={getattr(self, name)}; choose one of {', '.join(get_args(values))}")
         for name in ("clip_low", "clip_high", "kl_coef"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{name}={value}; it must be 0 or more")
         if self.clip_low >= 1:
-            raise ConfigError(f"clip_low={self.clip_low}; a ratio is more than 0, so it must be less than 1")
+            raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
         if not math.isfinite(self.entropy_coef):
-            raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a number")
+            raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a finite number")
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
-            raise ConfigError(f"dual_clip={self.dual_clip}; it bounds a ratio from above and must be more than 1, or None")
+            raise ConfigError(
+                f"dual_clip={self.dual_clip}; it is an upper bound on the ratio and must be more than 1, or None"
+            )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.length_norm is not None) or (self.length_norm or 1) < 1:
             raise ConfigError(
-                f"length_norm={self.length_norm} with aggregation={self.aggregation}: seq-mean-token-sum-norm divides by it, no other does"
+                f"length_norm={self.length_norm} with aggregation={self.aggregation}: seq-mean-token-sum-norm needs a "
+                "length_norm of at least 1, and no other aggregation uses it"
             )
 
     @property
     def request(self) -> OutputRequest:
-        """Log-probabilities, and the entropy where it has a weight."""
+        """The requested outputs: log-probabilities, and the entropy if it has a weight."""
         return OutputRequest(log_probs=True, entropy=self.entropy_coef != 0, temperature=self.temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """The tokens of the answers."""
+        """Return the mask of the response tokens."""
         return response_tokens(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """Tokens or answers, by `aggregation`, for each term."""
+        """Return the denominator of each term: the number of tokens or of responses, depending on `aggregation`."""
         check_response_mask(batch)
         tokens = self.tokens(batch)
         for name in ("old_log_probs", "advantages", *(["reference_log_probs"] if self.kl_coef else [])):
@@ -225,30 +236,30 @@ class PolicyLoss:
         return dict.fromkeys(terms, weight)
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sums over the answers of a micro-batch."""
+        """Compute the loss sums over the responses of a micro-batch."""
         assert outputs.log_probs is not None
         mask = outputs.mask.to(outputs.log_probs.dtype)
         log_probs = outputs.log_probs
 
-        def given(name: str) -> Tensor:
-            # Outside the answers there may stand anything; NaN would spoil the gradient, times zero too.
+        def masked_field(name: str) -> Tensor:
+            # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
             return torch.where(outputs.mask, token_field(batch, name).to(mask.dtype), torch.zeros_like(log_probs))
 
-        advantages = given("advantages")
-        log_ratio = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs)) - given("old_log_probs")
-        bound = LARGEST_LOG_RATIO
+        advantages = masked_field("advantages")
+        log_ratio = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs)) - masked_field("old_log_probs")
+        bound = MAX_LOG_RATIO
         if self.ratio == "token":
             ratio = log_ratio.clamp(-bound, bound).exp()
         else:
-            shared = sequence_log_ratio(log_ratio, mask, batch)
+            sequence_ratio = sequence_log_ratio(log_ratio, mask, batch)
             if self.ratio == "sequence-token":
-                shared = shared.detach() + log_ratio - log_ratio.detach()
-            ratio = shared.clamp(-bound, bound).exp()
-        high = self.clip_low if self.clip_high is None else self.clip_high
-        objective = clipped_objective(ratio, advantages, self.clip_low, high, self.dual_clip)
+                sequence_ratio = sequence_ratio.detach() + log_ratio - log_ratio.detach()
+            ratio = sequence_ratio.clamp(-bound, bound).exp()
+        clip_high = self.clip_low if self.clip_high is None else self.clip_high
+        objective = clipped_objective(ratio, advantages, self.clip_low, clip_high, self.dual_clip)
         losses = objective.losses
         if "importance_weights" in batch.token_fields:
-            losses = losses * given("importance_weights")
+            losses = losses * masked_field("importance_weights")
         terms = {"policy": self._sum(losses, mask, batch)}
         tokens = mask.sum()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
@@ -256,8 +267,8 @@ class PolicyLoss:
             terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
             metrics["entropy"] = ((outputs.entropy.detach() * mask).sum(), tokens)
         if self.kl_coef:
-            own = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
-            kl = kl_estimate(own, given("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
+            masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
+            kl = kl_estimate(masked_log_probs, masked_field("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
             terms["kl"] = self.kl_coef * self._sum(kl, mask, batch)
             metrics["kl"] = ((kl.detach() * mask).sum(), tokens)
         with torch.no_grad():
@@ -276,7 +287,7 @@ class PolicyLoss:
 
 
 def aggregation_weight(batch: PackedBatch, aggregation: Aggregation) -> float:
-    """What the global sum is divided by: tokens of answers, or answers that have any."""
+    """Return the denominator of the global sum: the number of response tokens, or of responses with at least one token."""
     mask = response_tokens(batch)
     if aggregation == "token-mean":
         return float(mask.sum())
@@ -284,14 +295,14 @@ def aggregation_weight(batch: PackedBatch, aggregation: Aggregation) -> float:
 
 
 def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Aggregation, length_norm: int | None) -> Tensor:
-    """The sum of a term over a micro-batch, before it is divided by `aggregation_weight` of the global batch.
+    """Sum a term over a micro-batch, before the division by the `aggregation_weight` of the global batch.
 
     Args:
-        values: `[T]`.
-        mask: `[T]` float, the tokens of the answers.
-        batch: which token is whose.
-        aggregation: see `PolicyLoss`.
-        length_norm: see `PolicyLoss`.
+        values: `[T]`, the term at each token.
+        mask: `[T]` float mask of the response tokens.
+        batch: The batch that maps tokens to sequences.
+        aggregation: See `PolicyLoss`.
+        length_norm: See `PolicyLoss`.
     """
     values = torch.where(mask > 0, values, torch.zeros_like(values))
     if aggregation == "seq-mean-token-mean":
@@ -306,9 +317,9 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "dapo": PolicyLoss(clip_high=0.28),
     "gspo": PolicyLoss(ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None),
 }
-"""The settings of published algorithms; `dataclasses.replace` changes some of them.
+"""Settings of published algorithms. Use `dataclasses.replace` to change individual settings.
 
-Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al. 2025,
-arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which belongs to the run); DAPO Yu et al. 2025,
+Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al.
+2025, arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which depends on the run); DAPO Yu et al. 2025,
 arXiv:2503.14476; GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1.
 """

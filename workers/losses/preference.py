@@ -1,6 +1,7 @@
-"""Losses of learning from preferences, without a reward model: DPO and its family.
+"""Losses for preference learning without a reward model: DPO and related methods.
 
-The formulas are pure functions of per-sequence log-probabilities; `PreferenceLoss` and `KTOLoss` hand them to an engine.
+The formulas are pure functions of per-sequence log-probabilities. `PreferenceLoss` and `KTOLoss` make them available to an
+engine.
 
 Axes: T tokens, N sequences, P pairs.
 """
@@ -22,22 +23,22 @@ from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"]
 REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo"})
-"""Losses that compare the policy with no reference."""
+"""Losses that do not use a reference model."""
 LENGTH_NORMALIZED: frozenset[str] = frozenset({"ipo", "simpo", "orpo"})
-"""Losses that divide a sequence's log-probability by its supervised tokens, unless told otherwise."""
+"""Losses that by default divide a sequence's log-probability by its number of supervised tokens."""
 SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0}
-"""Losses that add the negative log-likelihood of the chosen side, unless told otherwise."""
+"""Default weight of the chosen side's negative log-likelihood, for the losses that add it."""
 BASELINE = "kl_baseline"
-"""Sequence field `[N]`: KTO's reference point z0, the same number for the whole global batch."""
+"""Sequence field `[N]`: KTO's reference point z0, the same value throughout the global batch."""
 
 
 def sigmoid_loss(margin: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO: -(1 - e) log s(beta m) - e log s(-beta m).
+    """Compute the DPO loss: -(1 - e) log s(beta m) - e log s(-beta m).
 
     Args:
-        margin: `[P]`, log-ratio of the chosen side to the reference less that of the rejected side.
-        beta: how far the policy may go from the reference.
-        label_smoothing: e, the share of labels that are thought to be the wrong way round.
+        margin: `[P]`, m, the chosen side's log-ratio to the reference minus the rejected side's.
+        beta: The strength of the pull toward the reference.
+        label_smoothing: e, the assumed fraction of flipped labels.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with smoothing Mitchell 2023, "A note on DPO with noisy
     preferences", equation 3.
@@ -46,11 +47,11 @@ def sigmoid_loss(margin: Tensor, beta: float, label_smoothing: float = 0.0) -> T
 
 
 def ipo_loss(margin: Tensor, beta: float) -> Tensor:
-    """IPO: (m - 1 / (2 beta))^2.
+    """Compute the IPO loss: (m - 1 / (2 beta))^2.
 
     Args:
-        margin: `[P]`, as in `sigmoid_loss`.
-        beta: tau of the paper.
+        margin: `[P]`, m, as in `sigmoid_loss`.
+        beta: The parameter tau of the paper.
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17.
     """
@@ -58,11 +59,11 @@ def ipo_loss(margin: Tensor, beta: float) -> Tensor:
 
 
 def hinge_loss(margin: Tensor, beta: float) -> Tensor:
-    """Hinge: max(0, 1 - beta m).
+    """Compute the hinge loss: max(0, 1 - beta m).
 
     Args:
-        margin: `[P]`, as in `sigmoid_loss`.
-        beta: gamma of the paper.
+        margin: `[P]`, m, as in `sigmoid_loss`.
+        beta: The parameter gamma of the paper.
 
     Source: Zhao et al. 2023, SLiC-HF, arXiv:2305.10425, in the form of Liu et al. 2023, RSO, arXiv:2309.06657, equation 12.
     """
@@ -70,13 +71,13 @@ def hinge_loss(margin: Tensor, beta: float) -> Tensor:
 
 
 def simpo_loss(difference: Tensor, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
-    """SimPO: -log s(beta d - gamma).
+    """Compute the SimPO loss: -log s(beta d - gamma).
 
     Args:
-        difference: `[P]`, mean log-probability of a token of the chosen side less that of the rejected side.
-        beta: scale of the reward.
-        gamma: the margin that the chosen side shall have.
-        label_smoothing: as in `sigmoid_loss`.
+        difference: `[P]`, d, the chosen side's mean token log-probability minus the rejected side's.
+        beta: The scale of the implicit reward.
+        gamma: The target reward margin between the two sides.
+        label_smoothing: The assumed fraction of flipped labels, as in `sigmoid_loss`.
 
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
@@ -84,12 +85,12 @@ def simpo_loss(difference: Tensor, beta: float, gamma: float, label_smoothing: f
 
 
 def cpo_loss(difference: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """CPO's preference term: -log s(beta d).
+    """Compute CPO's preference term: -log s(beta d).
 
     Args:
-        difference: `[P]`, log-probability of the chosen side less that of the rejected side.
-        beta: scale of the reward.
-        label_smoothing: as in `sigmoid_loss`.
+        difference: `[P]`, d, the chosen side's log-probability minus the rejected side's.
+        beta: The scale of the implicit reward.
+        label_smoothing: The assumed fraction of flipped labels, as in `sigmoid_loss`.
 
     Source: Xu et al. 2024, arXiv:2401.08417, equation 3; its other term is the likelihood of the chosen side.
     """
@@ -97,12 +98,12 @@ def cpo_loss(difference: Tensor, beta: float, label_smoothing: float = 0.0) -> T
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """ORPO's odds-ratio term: -lambda log s(log odds(chosen) - log odds(rejected)).
+    """Compute ORPO's odds-ratio term: -lambda log s(log odds(chosen) - log odds(rejected)).
 
     Args:
-        chosen: `[P]`, mean log-probability of a token of the chosen side; below 0.
-        rejected: `[P]`, of the rejected side.
-        beta: lambda of the paper.
+        chosen: `[P]`, the chosen side's mean token log-probability, which is below 0.
+        rejected: `[P]`, the rejected side's mean token log-probability.
+        beta: The parameter lambda of the paper.
 
     Source: Hong et al. 2024, arXiv:2403.07691, equations 4 and 7; its other term is the likelihood of the chosen side.
     """
@@ -110,11 +111,14 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """log p - log(1 - p), exact for p near 0 and near 1, up to the last float32 below 1; from there on, where odds and slope go to infinity,
-    the odds of that number."""
-    # log(1 - e^x) by the branch that keeps its digits: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
+    """Compute log p - log(1 - p) from log p, accurately for p near 0 and near 1.
+
+    The odds and their slope diverge as p approaches 1, so p is bounded above by the largest float32 below 1.
+    """
+    # Computes log(1 - e^x) with whichever formula is accurate: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
     near_one = log_prob > -0.6931471805599453
-    # Models compute in float32 at best: a log-probability of 0 is one that was lost in rounding, and its odds would end the run.
+    # Models compute in float32 at best, so a log-probability of 0 is a rounding artifact, and its infinite odds would end the
+    # run.
     near = log_prob.clamp(max=-torch.finfo(torch.float32).eps / 2)
     safe_near, safe_far = torch.where(near_one, near, -0.5), torch.where(near_one, -1.0, log_prob)
     return log_prob - torch.where(near_one, torch.log(-torch.expm1(safe_near)), torch.log1p(-torch.exp(safe_far)))
@@ -123,15 +127,15 @@ def log_odds(log_prob: Tensor) -> Tensor:
 def kto_loss(
     log_ratio: Tensor, chosen: Tensor, baseline: Tensor, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> Tensor:
-    """KTO: what people lose by: w_d (1 - s(beta (r - z0))) for a good answer, w_u (1 - s(beta (z0 - r))) for a bad one.
+    """Compute the KTO loss: w_d (1 - s(beta (r - z0))) for a desirable response, w_u (1 - s(beta (z0 - r))) for any other.
 
     Args:
-        log_ratio: `[N]`, r, log-probability of the answer less the reference's.
-        chosen: `[N]` bool, whether the answer is good.
-        baseline: `[N]` or a scalar, z0: how far the policy is from the reference; carries no gradient.
-        beta: aversion to risk.
-        desirable: w_d.
-        undesirable: w_u.
+        log_ratio: `[N]`, r, the response's log-probability minus the reference's.
+        chosen: `[N]` bool, whether the response is desirable.
+        baseline: `[N]` or a scalar, z0, an estimate of the policy's KL divergence from the reference; carries no gradient.
+        beta: The degree of risk aversion.
+        desirable: w_d, the weight of desirable responses.
+        undesirable: w_u, the weight of undesirable responses.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
     """
@@ -139,43 +143,43 @@ def kto_loss(
     return torch.where(chosen, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
 
 
-def check_answers(batch: PackedBatch) -> None:
-    """Refuse answers that a loss over whole sequences can say nothing of.
+def check_supervised(batch: PackedBatch) -> None:
+    """Check that every sequence has a supervised token, without which a loss over sequences is undefined.
 
     Args:
-        batch: of the loss.
+        batch: The batch that the loss is computed on.
 
     Raises:
-        BatchError: names a sequence without a supervised token.
+        BatchError: A sequence has no supervised token; the message names it.
     """
     empty = (sequence_sums(loss_mask(batch).long(), batch) == 0).nonzero()
     if len(empty):
         raise BatchError(
-            f"{batch.name_of(int(empty[0]))} has an empty answer: none of its tokens is supervised, so it cannot be compared; leave "
-            f"{'the pair' if batch.group_ids is not None else 'it'} out"
+            f"{batch.name_of(int(empty[0]))} has an empty response: none of its tokens is supervised, so it cannot be "
+            f"compared; remove {'the pair' if batch.group_ids is not None else 'it'}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """A loss over pairs, averaged over the pairs of the global batch.
+    """A pairwise preference loss, averaged over the pairs of the global batch.
 
-    The batch's sequences of one group are a pair; the sequence field `chosen` says which of the two was preferred, and
-    `reference_log_probs` holds the reference's sums, where the loss needs them.
+    The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one, and `reference_log_probs`
+    holds the reference's summed log-probabilities, for the losses that need them.
 
     Args:
-        kind: which of the formulas of this module.
-        beta: scale of the reward; tau of IPO, lambda of ORPO.
-        label_smoothing: of the sigmoid losses.
-        gamma: SimPO's margin.
-        length_normalize: divide a sequence's log-probability by its supervised tokens; None: as the loss is defined
-            (`LENGTH_NORMALIZED`).
-        sft_weight: weight of the chosen side's negative log-likelihood by token; None: as the loss is defined
-            (`SFT_WEIGHT`). With the sigmoid loss it is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), here a mean over
-            all chosen tokens of the batch, where the paper takes that of each answer's mean.
+        kind: The formula to use, one of those in this module.
+        beta: The scale of the implicit reward; tau for IPO, lambda for ORPO.
+        label_smoothing: The assumed fraction of flipped labels, for the sigmoid losses.
+        gamma: SimPO's target reward margin.
+        length_normalize: Whether to divide a sequence's log-probability by its number of supervised tokens; None follows the
+            definition of the loss (`LENGTH_NORMALIZED`).
+        sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss
+            (`SFT_WEIGHT`). With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
+            that it is a mean over all chosen tokens of the batch, while the paper averages each response's mean.
 
     Raises:
-        ConfigError: a setting is out of range, or the loss does not have it.
+        ConfigError: A setting is out of range, or does not apply to the loss.
     """
 
     kind: PairLoss = "sigmoid"
@@ -191,25 +195,28 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(PairLoss):
-            raise ConfigError(f"loss={self.kind}; there are {', '.join(get_args(PairLoss))}")
+            raise ConfigError(f"loss={self.kind}; choose one of {', '.join(get_args(PairLoss))}")
         if not (self.beta > 0 and math.isfinite(self.beta)):
             raise ConfigError(f"beta={self.beta}; it must be more than 0")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"label_smoothing={self.label_smoothing}; it is a share of wrong labels, below 0.5")
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing}; it is a fraction of flipped labels, at least 0 and below 0.5"
+            )
         if self.label_smoothing and self.kind not in ("sigmoid", "cpo", "simpo"):
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} with loss={self.kind}, which has none; use sigmoid, cpo or simpo, or set it to 0"
+                f"label_smoothing={self.label_smoothing} with loss={self.kind}, which does not support it; "
+                "use sigmoid, cpo or simpo, or set it to 0"
             )
         if not (self.gamma >= 0 and math.isfinite(self.gamma)):
-            raise ConfigError(f"gamma={self.gamma}; it is a margin, 0 or more")
+            raise ConfigError(f"gamma={self.gamma}; it is a margin and must be 0 or more")
         if self.sft_weight is not None and not (self.sft_weight >= 0 and math.isfinite(self.sft_weight)):
             raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
         if self.length_normalize is False and self.kind == "orpo":
-            raise ConfigError("length_normalize=false with loss=orpo, whose odds are those of a token; unset it")
+            raise ConfigError("length_normalize=false with loss=orpo, whose odds are defined per token; unset it")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the batch must hold a reference's log-probabilities."""
+        """Whether the batch must hold log-probabilities of a reference model."""
         return self.kind not in REFERENCE_FREE
 
     @property
@@ -221,31 +228,34 @@ class PreferenceLoss:
         return SFT_WEIGHT.get(self.kind, 0.0) if self.sft_weight is None else self.sft_weight
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """The supervised tokens."""
+        """Return the mask of the supervised tokens."""
         return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """The number of pairs and, for the likelihood, the supervised tokens of chosen sides."""
+        """Return the number of pairs and, if the likelihood term is used, the number of supervised tokens on chosen sides."""
         pairs = pairs_of(batch)
         if self.needs_reference:
-            sequence_field(batch, REFERENCE, f"loss={self.kind}, which compares with a reference,")
-        check_answers(batch)
+            sequence_field(batch, REFERENCE, f"loss={self.kind}, which uses a reference model,")
+        check_supervised(batch)
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
             weights["sft"] = float(sequence_sums(loss_mask(batch).float(), batch)[pairs.chosen].sum())
         return weights
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sums over the pairs of a micro-batch."""
+        """Compute the loss sums over the pairs of a micro-batch."""
         assert outputs.log_probs is not None
         pairs = pairs_of(batch)
-        # In float64, as the reference's are: before the first step the two are equal, and the loss is what it is by definition.
+        # Float64, like the reference's sums, so that before the first step the two are equal and the loss has its exact
+        # initial value.
         sums = sequence_sums(outputs.log_probs.double(), batch)
         counts = sequence_sums(outputs.mask.double(), batch)
         scale = 1 / counts if self._normalize else torch.ones_like(counts)
         policy = sums * scale
-        against = batch.sequence_fields[REFERENCE].to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
-        ratio = policy - against
+        reference = (
+            batch.sequence_fields[REFERENCE].to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
+        )
+        ratio = policy - reference
         margin = ratio[pairs.chosen] - ratio[pairs.rejected]
         if self.kind == "sigmoid":
             losses = sigmoid_loss(margin, self.beta, self.label_smoothing)
@@ -263,10 +273,10 @@ class PreferenceLoss:
         if self._sft_weight:
             terms["sft"] = -self._sft_weight * sums[pairs.chosen].sum()
         with torch.no_grad():
-            # A reward is the whole answer's log-ratio, also where the loss looks at that of a token; without a reference it is
-            # what the loss compares.
-            gained = ratio / scale if self.needs_reference else ratio
-            metrics = self._metrics(sums.detach(), counts, gained.detach(), pairs.chosen, pairs.rejected)
+            # The reward is the log-ratio summed over the response, even where the loss averages it over tokens. Without a
+            # reference it is the quantity that the loss compares.
+            rewards = ratio / scale if self.needs_reference else ratio
+            metrics = self._metrics(sums.detach(), counts, rewards.detach(), pairs.chosen, pairs.rejected)
         return LossSums(terms=terms, metrics=metrics)
 
     def _metrics(
@@ -275,8 +285,8 @@ class PreferenceLoss:
         pairs = float(len(chosen))
         reward = self.beta * ratio
         margin = reward[chosen] - reward[rejected]
-        found: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            # Before the first step, against itself, a margin is 0 but for rounding, and this is chance.
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            # Before the first step the policy equals the reference: margins are rounding noise, and the accuracy is arbitrary.
             "reward_accuracy": ((margin > 0).sum(), pairs),
             "reward_margin": (margin.sum(), pairs),
             "reward_chosen": (reward[chosen].sum(), pairs),
@@ -286,25 +296,25 @@ class PreferenceLoss:
             "nll_chosen": (-sums[chosen].sum(), counts[chosen].sum()),
         }
         if self.needs_reference:
-            found["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
-            found["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
-        return found
+            metrics["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
+            metrics["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """KTO over single answers, averaged over those of the global batch.
+    """The KTO loss over single responses, averaged over the responses of the global batch.
 
-    The sequence fields `chosen`, `reference_log_probs` and `kl_baseline` say which answers are good, what the reference
-    thinks of them, and z0.
+    The sequence field `chosen` marks the desirable responses, `reference_log_probs` holds the reference's summed
+    log-probabilities, and `kl_baseline` holds z0.
 
     Args:
-        beta: aversion to risk.
-        desirable_weight: of good answers.
-        undesirable_weight: of bad ones.
+        beta: The degree of risk aversion.
+        desirable_weight: The weight of desirable responses.
+        undesirable_weight: The weight of undesirable responses.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: A setting is out of range.
     """
 
     beta: float = 0.1
@@ -322,27 +332,27 @@ class KTOLoss:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """The supervised tokens."""
+        """Return the mask of the supervised tokens."""
         return loss_mask(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """The number of answers."""
+        """Return the number of responses."""
         for name in (REFERENCE, CHOSEN, BASELINE):
             sequence_field(batch, name, "KTO")
-        check_answers(batch)
+        check_supervised(batch)
         return {"preference": float(batch.num_sequences)}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sums over the answers of a micro-batch."""
+        """Compute the loss sums over the responses of a micro-batch."""
         assert outputs.log_probs is not None
-        # In float64, as the reference's are.
+        # Float64, like the reference's sums.
         sums = sequence_sums(outputs.log_probs.double(), batch)
         ratio = sums - batch.sequence_fields[REFERENCE].to(sums.dtype)
         chosen, baseline = batch.sequence_fields[CHOSEN] > 0, batch.sequence_fields[BASELINE].to(sums.dtype)
         losses = kto_loss(ratio, chosen, baseline, self.beta, self.desirable_weight, self.undesirable_weight)
         reward = self.beta * ratio.detach()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            # Good answers are to gain on the reference by more than the policy does at large, bad ones by less.
+            # The log-ratio of a desirable response should exceed the policy's average, that of an undesirable one should not.
             "reward_accuracy": (((reward > self.beta * baseline) == chosen).sum(), float(len(chosen))),
             "reward_chosen": (reward[chosen].sum(), chosen.sum()),
             "reward_rejected": (reward[~chosen].sum(), (~chosen).sum()),

@@ -1,4 +1,4 @@
-"""The loss of a reward model: which of two answers is better.
+"""The pairwise loss of a reward model.
 
 Axes: T tokens, N sequences, P pairs.
 """
@@ -20,12 +20,12 @@ from .sequences import MARGIN, last_tokens, pairs_of
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """-log s(r_chosen - r_rejected - m).
+    """Compute the Bradley-Terry loss: -log s(r_chosen - r_rejected - m).
 
     Args:
-        chosen: `[P]`, rewards.
-        rejected: `[P]`.
-        margin: `[P]`, by how much the chosen one is known to be better.
+        chosen: `[P]`, the rewards of the chosen side.
+        rejected: `[P]`, the rewards of the rejected side.
+        margin: `[P]`, m, the margin by which the chosen side is known to be better.
 
     Source: Bradley & Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
     arXiv:2307.09288, equation 2.
@@ -34,11 +34,11 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """(r_chosen + r_rejected)^2, which draws rewards to a mean of 0.
+    """Compute (r_chosen + r_rejected)^2, which pulls the mean of the rewards toward 0.
 
     Args:
-        chosen: `[P]`, rewards.
-        rejected: `[P]`.
+        chosen: `[P]`, the rewards of the chosen side.
+        rejected: `[P]`, the rewards of the rejected side.
 
     Source: Eisenstein et al. 2023, arXiv:2312.09244, equation 2.
     """
@@ -47,15 +47,15 @@ def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLoss:
-    """Pairwise loss of a value head's number at each sequence's last token, averaged over the pairs of the global batch.
+    """A pairwise loss on the value head's output at each sequence's last token, averaged over the pairs of the global batch.
 
-    The sequence field `margin`, if the batch has one, is subtracted from the chosen side's lead.
+    If the batch has the sequence field `margin`, it is subtracted from the difference of the rewards.
 
     Args:
-        centering: weight of `centering_loss`; 0 leaves it out.
+        centering: The weight of `centering_loss`; 0 disables it.
 
     Raises:
-        ConfigError: it is negative.
+        ConfigError: `centering` is negative or not finite.
     """
 
     centering: float = 0.0
@@ -69,33 +69,33 @@ class RewardLoss:
             raise ConfigError(f"centering={self.centering}; it must be 0 or more")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """The last token of each sequence."""
+        """Return the mask of each sequence's last token."""
         mask = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
         mask[last_tokens(batch)] = True
         return mask
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """The number of pairs."""
+        """Return the number of pairs."""
         pairs = float(len(pairs_of(batch).chosen))
         if MARGIN in batch.sequence_fields:
             sequence_field(batch, MARGIN)
         return {"reward": pairs, **({"centering": pairs} if self.centering else {})}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sums over the pairs of a micro-batch."""
+        """Compute the loss sums over the pairs of a micro-batch."""
         assert outputs.values is not None
         pairs = pairs_of(batch)
         rewards = outputs.values[last_tokens(batch)]
         chosen, rejected = rewards[pairs.chosen], rewards[pairs.rejected]
-        given = batch.sequence_fields.get(MARGIN)
-        margin = 0.0 if given is None else given[pairs.chosen].to(rewards.dtype)
+        margins = batch.sequence_fields.get(MARGIN)
+        margin = 0.0 if margins is None else margins[pairs.chosen].to(rewards.dtype)
         terms = {"reward": bradley_terry_loss(chosen, rejected, margin).sum()}
         if self.centering:
             terms["centering"] = self.centering * centering_loss(chosen, rejected).sum()
-        lead, count = (chosen - rejected).detach(), float(len(chosen))
+        difference, count = (chosen - rejected).detach(), float(len(chosen))
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            "reward_accuracy": ((lead > 0).sum(), count),
-            "reward_margin": (lead.sum(), count),
+            "reward_accuracy": ((difference > 0).sum(), count),
+            "reward_margin": (difference.sum(), count),
             "reward_chosen": (chosen.detach().sum(), count),
             "reward_rejected": (rejected.detach().sum(), count),
             "reward_mean": (rewards.detach().sum(), float(len(rewards))),

@@ -1,4 +1,4 @@
-"""From per-token numbers to per-sequence ones, and which sequences make a pair.
+"""Reductions from tokens to sequences, and the pairing of sequences.
 
 Axes: T tokens, N sequences, P pairs.
 """
@@ -12,37 +12,37 @@ from ...engine.errors import BatchError
 from ...engine.packing.batch import PackedBatch
 
 CHOSEN = "chosen"
-"""Sequence field `[N]`: 1 for what was preferred, 0 for what was not."""
+"""Sequence field `[N]`: 1 for a preferred sequence, 0 for any other."""
 MARGIN = "margin"
-"""Sequence field `[N]`: by how much the chosen one is better, where the data say so."""
+"""Sequence field `[N]`: how much better the chosen sequence is, if the data provide it."""
 REFERENCE = "reference_log_probs"
-"""Sequence field `[N]`: the reference's log-probability of the supervised tokens, summed."""
+"""Sequence field `[N]`: the reference's log-probability, summed over the supervised tokens."""
 
 
 def sequence_of(batch: PackedBatch) -> Tensor:
-    """`[T]` int64: the sequence that each token belongs to."""
+    """Return `[T]` int64: the index of the sequence that each token belongs to."""
     lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=batch.device)
-    every = torch.arange(batch.num_sequences, device=batch.device)
-    return torch.repeat_interleave(every, lengths, output_size=batch.num_tokens)
+    indices = torch.arange(batch.num_sequences, device=batch.device)
+    return torch.repeat_interleave(indices, lengths, output_size=batch.num_tokens)
 
 
 def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
-    """`[N]`: the sum of each sequence's values `[T]`."""
+    """Return `[N]`: the sum of the values `[T]` of each sequence."""
     return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), values)
 
 
 def last_tokens(batch: PackedBatch) -> Tensor:
-    """`[N]` int64: where each sequence ends."""
+    """Return `[N]` int64: the index of each sequence's last token."""
     return batch.cu_seqlens[1:].long() - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pairs:
-    """Which sequences were compared.
+    """The pairs of sequences to compare.
 
     Args:
-        chosen: `[P]` int64, sequences.
-        rejected: `[P]` int64, in the same order.
+        chosen: `[P]` int64, the indices of the chosen sequences.
+        rejected: `[P]` int64, the indices of the rejected sequences, in the same order.
     """
 
     chosen: Tensor
@@ -50,10 +50,10 @@ class Pairs:
 
 
 def pairs_of(batch: PackedBatch) -> Pairs:
-    """The pairs of a batch: sequences of one group, one of them chosen.
+    """Return the pairs of a batch, which are the groups of one chosen and one rejected sequence.
 
     Raises:
-        BatchError: the batch does not say, or a group is no pair.
+        BatchError: The group ids or the field `chosen` are missing, or a group is not a pair.
     """
     marks = batch.sequence_fields.get(CHOSEN)
     if marks is None or batch.group_ids is None:
@@ -64,7 +64,11 @@ def pairs_of(batch: PackedBatch) -> Pairs:
     sides = [mask.nonzero()[:, 0] for mask in (preferred, ~preferred)]
     groups = [batch.group_ids[side] for side in sides]
     chosen, rejected = (side[ids.argsort()] for side, ids in zip(sides, groups, strict=True))
-    left, right = batch.group_ids[chosen], batch.group_ids[rejected]
-    if left.shape != right.shape or not torch.equal(left, right) or bool((left[1:] == left[:-1]).any()):
+    chosen_groups, rejected_groups = batch.group_ids[chosen], batch.group_ids[rejected]
+    if (
+        chosen_groups.shape != rejected_groups.shape
+        or not torch.equal(chosen_groups, rejected_groups)
+        or bool((chosen_groups[1:] == chosen_groups[:-1]).any())
+    ):
         raise BatchError("every group must be a pair: one sequence with chosen = 1 and one with chosen = 0")
     return Pairs(chosen=chosen, rejected=rejected)

@@ -19,36 +19,39 @@ from .policy import check_response_mask, response_tokens
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error, of the value or of one that moved no further than the clip, whichever is worse.
+    """Compute half the squared error of the value or of the clipped value, whichever is larger.
 
     Args:
-        values: `[T]`, of the critic.
-        old_values: `[T]`, before the update.
-        returns: `[T]`, what they should be.
-        clip: how far a value is followed; None follows it anywhere.
+        values: `[T]`, the values predicted by the critic.
+        old_values: `[T]`, the values predicted before the update.
+        returns: `[T]`, the targets.
+        clip: The largest distance that a value may move from its old value; None disables the clip.
 
     Returns:
-        the losses `[T]`; and where the clipped one is the worse, bool `[T]`: what verl counts as clipped.
+        The losses `[T]`, and a bool mask `[T]` of the tokens where the clipped loss is larger; verl counts these as clipped.
 
     Source: Schulman et al. 2016, arXiv:1506.02438; clipping as in OpenAI's baselines, ppo2.
     """
     errors = (values - returns) ** 2
     if clip is None:
         return 0.5 * errors, torch.zeros_like(errors, dtype=torch.bool)
-    # Inside the bounds it is the very value: one that was added up again would differ from it, and count as clipped, by rounding.
-    bounded = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
-    return 0.5 * torch.maximum(errors, bounded), bounded > errors
+    # Clamping leaves a value inside the bounds bit-identical. Recomputing it as old + clamp(difference) would change it by
+    # rounding and count it as clipped.
+    clipped_errors = (values.clamp(old_values - clip, old_values + clip) - returns) ** 2
+    return 0.5 * torch.maximum(errors, clipped_errors), clipped_errors > errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """The clipped value loss, averaged over the tokens of the answers. Token fields: `returns`, and `values` with a clip.
+    """The clipped value loss, averaged over the response tokens.
+
+    The batch needs the token field `returns`, and with a clip also `values`.
 
     Args:
-        clip: see `clipped_value_loss`.
+        clip: See `clipped_value_loss`.
 
     Raises:
-        ConfigError: it is not more than 0.
+        ConfigError: `clip` is not a positive finite number.
     """
 
     clip: float | None = 0.5
@@ -62,11 +65,11 @@ class ValueLoss:
             raise ConfigError(f"clip={self.clip}; it must be more than 0, or None")
 
     def tokens(self, batch: PackedBatch) -> Tensor:
-        """The tokens of the answers."""
+        """Return the mask of the response tokens."""
         return response_tokens(batch)
 
     def weights(self, batch: PackedBatch) -> Mapping[str, float]:
-        """The number of tokens."""
+        """Return the number of response tokens."""
         check_response_mask(batch)
         tokens = self.tokens(batch)
         for name in ("returns", *(["values"] if self.clip is not None else [])):
@@ -74,21 +77,21 @@ class ValueLoss:
         return {"value": float(tokens.sum())}
 
     def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
-        """Sums over the answers of a micro-batch."""
+        """Compute the loss sums over the responses of a micro-batch."""
         assert outputs.values is not None
-        values, nothing = outputs.values, torch.zeros_like(outputs.values)
-        # Outside the answers there may stand anything; NaN would spoil the gradient, times zero too.
-        returns = torch.where(outputs.mask, token_field(batch, "returns").to(values.dtype), nothing)
-        old = values.detach()
+        values, zeros = outputs.values, torch.zeros_like(outputs.values)
+        # Positions outside the responses may hold anything; even multiplied by zero, a NaN would corrupt the gradient.
+        returns = torch.where(outputs.mask, token_field(batch, "returns").to(values.dtype), zeros)
+        old_values = values.detach()
         if self.clip is not None:
-            old = torch.where(outputs.mask, token_field(batch, "values").to(values.dtype), nothing)
-        losses, clipped = clipped_value_loss(values, old, returns, self.clip)
-        losses = torch.where(outputs.mask, losses, nothing)
-        tokens, found = outputs.mask.sum(), values.detach()
+            old_values = torch.where(outputs.mask, token_field(batch, "values").to(values.dtype), zeros)
+        losses, clipped = clipped_value_loss(values, old_values, returns, self.clip)
+        losses = torch.where(outputs.mask, losses, zeros)
+        tokens, predicted = outputs.mask.sum(), values.detach()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            "values": (found[outputs.mask].sum(), tokens),
+            "values": (predicted[outputs.mask].sum(), tokens),
             "returns": (returns[outputs.mask].sum(), tokens),
-            "value_error": (((found - returns)[outputs.mask] ** 2).sum(), tokens),
+            "value_error": (((predicted - returns)[outputs.mask] ** 2).sum(), tokens),
         }
         if self.clip is not None:
             metrics["value_clip_fraction"] = ((clipped & outputs.mask).sum(), tokens)

@@ -1,1 +1,1 @@
-"""The roles of reinforcement learning: actor, critic, reference and reward."""
+"""The worker roles of reinforcement learning: actor, critic, reference and reward."""

@@ -1,4 +1,4 @@
-"""The policy: says how likely its answers were, and learns from them."""
+"""The actor: the policy that is trained on its own responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,38 +13,38 @@ from .base import Worker, WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig(WorkerConfig):
-    """A policy.
+    """The configuration of an actor.
 
     Args:
-        loss: of its updates; its temperature is that of its log-probabilities.
+        loss: The loss of its updates. Log-probabilities are computed at the temperature of this loss.
     """
 
     loss: PolicyLoss = PolicyLoss()
 
     @property
     def temperature(self) -> float:
-        """Of its log-probabilities; all roles of a group must have the same."""
+        """The temperature of its log-probabilities; all roles of a group must use the same one."""
         return self.loss.temperature
 
 
 class ActorWorker(Worker):
-    """A policy that learns.
+    """A policy that is trained.
 
     Args:
-        config: of the role.
-        ranks: of its engine.
+        config: The configuration of the role.
+        ranks: The global ranks that run its engine; None uses all ranks.
     """
 
-    learns: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
     config: ActorConfig
 
     @register("dp")
     def compute_log_probs(self, data: Any, *, entropy: bool = False) -> Any:
-        """`log_probs` of response tokens and, when asked for, their `entropy` in nats; in the caller's form.
+        """Compute the `log_probs` of response tokens and, if requested, their `entropy` in nats, in the caller's format.
 
         Args:
-            data: this rank's share, in a form of `workers.padding`.
-            entropy: with the entropy of each token's distribution.
+            data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
+            entropy: Whether to return the entropy of each token's distribution as well.
         """
         request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.loss.temperature)
         return self._infer(data, request, {"log_probs": "log_probs", "entropy": "entropy"})
@@ -53,20 +53,24 @@ class ActorWorker(Worker):
     def update(
         self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | None = None
     ) -> list[StepResult]:
-        """Learn from answers.
+        """Train the policy on responses.
 
         Args:
-            data: this rank's share with `old_log_probs`, `advantages` and what else the loss asks for.
-            steps: for each optimizer step rows of the share, equally many steps on every rank; None: one step on all of it. A group
-                makes them of `MiniBatches`.
-            loss: of this update; the role's by default.
+            data: This rank's data-parallel shard, with `old_log_probs`, `advantages` and the other fields that the loss needs.
+            steps: For each optimizer step, the rows of the shard to use. Every rank must have the same number of steps. None
+                makes one step on the entire shard. A group derives the steps from `MiniBatches`.
+            loss: The loss of this update; None uses the loss of the role.
 
         Returns:
-            each step's result.
+            The result of each step.
+
+        Raises:
+            ConfigError: The temperature of `loss` is not that of the role's log-probabilities.
         """
         if loss is not None and loss.temperature != self.config.temperature:
             raise ConfigError(
-                f"loss.temperature={loss.temperature}: the actor's log-probabilities are taken at {self.config.temperature} (config.loss), so "
-                "ratios would compare two distributions; use one temperature"
+                f"loss.temperature={loss.temperature}: the actor's log-probabilities are computed at "
+                f"{self.config.temperature} (config.loss), so importance ratios would compare different distributions; "
+                "use the same temperature"
             )
         return self._update(data, loss or self.config.loss, steps)

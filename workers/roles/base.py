@@ -1,4 +1,4 @@
-"""What every worker on an engine has: its life, where its state is, its checkpoints."""
+"""The base class of workers that run an engine: setup, state placement, checkpoints."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +23,15 @@ from ..dispatch import register
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """A role's model, and the engine that runs it.
+    """The model of a role and the engine that runs it.
 
     Args:
-        model: which model.
-        engine: layout, precision, budgets.
-        optim: of a role that learns.
-        total_steps: of the whole run; needed by schedules that end.
-        passengers: fields of the caller's batches that ride along; any other that nobody reads is refused.
+        model: The model.
+        engine: The parallel layout, precision and token budgets.
+        optim: The optimizer settings, for a role that is trained.
+        total_steps: The total number of optimizer steps of the run, for learning-rate schedules that have an end.
+        passengers: The names of fields in the caller's batches that are carried along although nothing reads them. Any other
+            such field raises an error.
     """
 
     model: ModelConfig
@@ -41,60 +42,64 @@ class WorkerConfig:
 
 
 class Worker:
-    """A role on an engine. Every method is collective over the worker's ranks, and takes this rank's data-parallel share.
+    """A role that runs on an engine.
+
+    Every method is collective over the worker's ranks and takes this rank's data-parallel shard.
 
     Args:
-        config: of the role.
-        ranks: the global ranks that make up its engine; all by default.
+        config: The configuration of the role.
+        ranks: The global ranks that run its engine; None uses all ranks.
     """
 
     head: ClassVar[str] = "lm"
-    learns: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
 
     def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
         role = type(self).__name__
         if config.model.head != self.head:
             raise ConfigError(f"model.head={config.model.head}: {role} needs model.head={self.head}")
-        if self.learns != (config.optim is not None):
-            says = "learns, and needs optim" if self.learns else "never learns; leave optim out"
-            raise ConfigError(f"optim={config.optim}: {role} {says}")
+        if self.trainable != (config.optim is not None):
+            problem = "is trained and needs optim" if self.trainable else "is never trained; remove optim"
+            raise ConfigError(f"optim={config.optim}: {role} {problem}")
         self.config = config
         self.engine: BaseEngine = engine_class(config.engine.backend)(
             model=config.model, engine=config.engine, optim=config.optim, total_steps=config.total_steps, ranks=ranks
         )
 
     def check(self) -> None:
-        """Refuse what can be told from the settings; reads no weight. Not collective.
+        """Check everything that can be checked without reading weights. Not collective.
 
         Raises:
-            DrivetrainError: names the setting.
+            DrivetrainError: A setting is invalid; the message names it.
         """
         self.engine.check()
 
     def initialize(self) -> Self:
-        """Build the model; an error of one rank is raised on all."""
+        """Build the model; an error on one rank is raised on all ranks."""
         self.check()
         self.engine.initialize()
         return self
 
     @register("all")
     def to(self, place: str) -> None:
-        """Let the state rest on `host` or `disk`, or bring it back to the `device`. A method brings what it needs and lets it
-        rest again."""
+        """Offload the state to `host` or `disk`, or reload it to the `device`.
+
+        Methods reload what they need and offload it again afterwards.
+        """
         self.engine.to(place)
 
     @register("all")
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
-        """Write `root/step-XXXXXXXX`; the folder. See `BaseEngine.save_checkpoint`."""
+        """Write the checkpoint `root/step-XXXXXXXX` and return its folder. See `BaseEngine.save_checkpoint`."""
         return self.engine.save_checkpoint(root, step, extra)
 
     @register("all")
     def load_checkpoint(self, folder: Path | str) -> int:
-        """Take over a checkpoint of any engine and layout; its step."""
+        """Load a checkpoint written by any engine and parallel layout, and return its step."""
         return self.engine.load_checkpoint(folder).step
 
     def weights(self, *, adapters: Adapters = "merged") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """Stream full tensors under Hugging Face names, one at a time, on every rank; see `BaseEngine.named_weights`."""
+        """Stream full tensors under their Hugging Face names, one at a time, on every rank. See `BaseEngine.named_weights`."""
         return self.engine.named_weights(adapters=adapters)
 
     def close(self) -> None:
@@ -102,26 +107,26 @@ class Worker:
         self.engine.close()
 
     def _open(self, data: Any) -> BatchAdapter:
-        """The caller's batch. Collective: what is wrong with one rank's share is raised on all."""
+        """Convert the caller's batch. Collective: an error in one rank's shard is raised on all ranks."""
         with self.engine.topology.collective_errors():
             return adapt_batch(data, self.config.passengers)
 
     def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
         adapter = self._open(data)
-        found = self.engine.infer_batch(adapter.batch, request, tokens=loss_mask(adapter.batch))
-        return adapter.answer({names[name]: value for name, value in found.items()})
+        outputs = self.engine.infer_batch(adapter.batch, request, tokens=loss_mask(adapter.batch))
+        return adapter.answer({names[name]: value for name, value in outputs.items()})
 
     def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
-        """An optimizer step for each part of the share. All of them are checked before the first is made.
+        """Make one optimizer step per entry of `steps`. All of them are checked before the first one runs.
 
         Raises:
-            BatchError: there is nothing to learn from, or a step cannot be made.
+            BatchError: The update has no steps, or a step is invalid.
         """
         batch = self._open(data).batch
         with self.engine.topology.collective_errors():
             parts = [list(range(batch.num_sequences))] if steps is None else [_rows(rows, batch) for rows in steps]
             if not parts:
-                raise BatchError("an update of no steps; give a batch with sequences in it")
+                raise BatchError("the update has no steps; give a batch that contains sequences")
         plans = self.engine.check_batches((batch.select(part) for part in parts), len(parts), loss)
         with self.engine.train_mode():
             return [
@@ -130,12 +135,12 @@ class Worker:
 
 
 def _rows(rows: Sequence[int], batch: PackedBatch) -> list[int]:
-    found = [operator.index(row) for row in rows]
-    if off := [row for row in found if not 0 <= row < batch.num_sequences]:
-        raise BatchError(f"steps names row {off[0]}; this rank's share has the rows 0 to {batch.num_sequences - 1}")
-    return found
+    indices = [operator.index(row) for row in rows]
+    if outside := [row for row in indices if not 0 <= row < batch.num_sequences]:
+        raise BatchError(f"steps contains row {outside[0]}; this rank's shard has rows 0 to {batch.num_sequences - 1}")
+    return indices
 
 
-def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors where another process can take them."""
+def to_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to host memory, where other processes can receive them."""
     return {name: value.detach().to(torch.device("cpu")) for name, value in values.items()}

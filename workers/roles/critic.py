@@ -1,4 +1,4 @@
-"""The critic: says what an unfinished answer is worth."""
+"""The critic: estimates the value of an unfinished response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ from .base import Worker, WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(WorkerConfig):
-    """A critic; its model has `head=value`.
+    """The configuration of a critic; its model has `head=value`.
 
     Args:
-        loss: of its updates.
+        loss: The loss of its updates.
     """
 
     loss: ValueLoss = ValueLoss()
 
 
 class CriticWorker(Worker):
-    """A value function that learns.
+    """A value function that is trained.
 
     Args:
-        config: of the role.
-        ranks: of its engine.
+        config: The configuration of the role.
+        ranks: The global ranks that run its engine; None uses all ranks.
     """
 
     head: ClassVar[str] = "value"
-    learns: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
     config: CriticConfig
 
     @register("dp")
     def compute_values(self, data: Any) -> Any:
-        """`values` of the states in which response tokens were chosen, in the caller's form."""
+        """Compute the `values` of the states in which response tokens were chosen, in the caller's format."""
         return self._infer(data, OutputRequest(values=True), {"values": "values"})
 
     @register("minibatches")
     def update(self, data: Any, steps: Sequence[Sequence[int]] | None = None) -> list[StepResult]:
-        """Learn `returns`; see `ActorWorker.update`."""
+        """Train the value function on `returns`; see `ActorWorker.update`."""
         return self._update(data, self.config.loss, steps)

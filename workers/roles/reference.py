@@ -1,4 +1,4 @@
-"""The reference: a policy that never learns."""
+"""The reference: a policy that is never trained."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,27 +10,27 @@ from .base import Worker, WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(WorkerConfig):
-    """A frozen policy.
+    """The configuration of a reference policy.
 
     Args:
-        temperature: of its log-probabilities; the actor's.
+        temperature: The temperature of its log-probabilities; must be the actor's.
     """
 
     temperature: float = 1.0
 
 
 class ReferenceWorker(Worker):
-    """A policy that others are compared with.
+    """A frozen policy that the actor is compared with.
 
     Args:
-        config: of the role.
-        ranks: of its engine.
+        config: The configuration of the role.
+        ranks: The global ranks that run its engine; None uses all ranks.
     """
 
     config: ReferenceConfig
 
     @register("dp")
     def compute_log_probs(self, data: Any) -> Any:
-        """`reference_log_probs` of response tokens, in the caller's form."""
+        """Compute the `reference_log_probs` of response tokens, in the caller's format."""
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         return self._infer(data, request, {"log_probs": "reference_log_probs"})

@@ -1,4 +1,4 @@
-"""The reward: a model that scores whole answers, or a function of them."""
+"""The reward: a model or a function that scores complete responses."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,28 +21,28 @@ from .base import Worker
 
 
 class RewardWorker(Worker):
-    """A reward model: a value head's number at the last token.
+    """A reward model, whose score is the value head's output at the last token.
 
     Args:
-        config: of the role; the model has `head=value`.
-        ranks: of its engine.
+        config: The configuration of the role; the model has `head=value`.
+        ranks: The global ranks that run its engine; None uses all ranks.
     """
 
     head: ClassVar[str] = "value"
 
     def check(self) -> None:
-        """As every worker; and the model must come with its head: a new one would score by chance."""
+        """Check the settings like any worker, and that the model has a reward head: a new one would give random scores."""
         super().check()
         model = self.config.model
         if model.init == "weights" and "score.weight" not in stored_names(model.path):
             raise ConfigError(
-                f"model.path={model.path} has no reward head (score.weight): its scores would be chance; give a model that drivetrain rm "
-                "exported, or another sequence classifier of one label"
+                f"model.path={model.path} has no reward head (score.weight), so its scores would be random; use a model "
+                "exported by drivetrain rm, or another sequence classifier with one label"
             )
 
     @register("dp", returns="rows")
     def compute_rewards(self, data: Any) -> Any:
-        """`rewards` `[B]` of the rows."""
+        """Compute the `rewards` `[B]` of the rows, in the caller's format."""
         adapter = self._open(data)
         mask = torch.zeros(adapter.batch.num_tokens, dtype=torch.bool, device=adapter.batch.device)
         last = last_tokens(adapter.batch)
@@ -53,14 +53,14 @@ class RewardWorker(Worker):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a reward function looks at.
+    """A prompt and its response, as passed to a reward function.
 
     Args:
-        prompt: token ids.
-        response: token ids.
-        prompt_text: decoded, where the worker has a tokenizer.
-        response_text: decoded, special tokens left out.
-        fields: what else the row has, by name: its numbers (`[B]` fields of the batch) and its entries of the columns.
+        prompt: The token ids of the prompt.
+        response: The token ids of the response.
+        prompt_text: The decoded prompt; empty if the worker has no tokenizer.
+        response_text: The decoded response without special tokens; empty if the worker has no tokenizer.
+        fields: The other data of the row by name: its numbers (`[B]` fields of the batch) and its entries in the columns.
     """
 
     prompt: list[int]
@@ -75,12 +75,14 @@ RewardFunction = Callable[[Sequence[Answer]], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRewardConfig:
-    """A reward that is computed.
+    """The configuration of a reward that is computed by a function.
 
     Args:
-        function: from answers to their rewards; a group of processes needs one that pickle finds, defined in a module.
-        tokenizer: model folder whose tokenizer decodes the answers; None leaves texts out.
-        passengers: fields of the caller's batches that ride along; the function sees those of them that are numbers of a row.
+        function: The function that maps a list of answers to their rewards. In a group of processes it must be picklable, so
+            define it at the top level of a module.
+        tokenizer: The model folder whose tokenizer decodes the answers; None leaves the texts empty.
+        passengers: The names of fields in the caller's batches that are carried along. The function sees those that hold one
+            number per row.
     """
 
     function: RewardFunction
@@ -92,18 +94,18 @@ def _number(reward: Any, row: str) -> float:
     try:
         number = float(reward)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise BatchError(f"the reward function returned {reward!r} for {row}; a reward is a number") from e
+        raise BatchError(f"the reward function returned {reward!r} for {row}; a reward must be a number") from e
     if not math.isfinite(number):
-        raise BatchError(f"the reward function returned {number} for {row}; a reward is finite")
+        raise BatchError(f"the reward function returned {number} for {row}; a reward must be finite")
     return number
 
 
 class FunctionRewardWorker:
-    """A plain Python reward function as a worker.
+    """A worker that computes rewards with a Python function.
 
     Args:
-        config: of the role.
-        ranks: unused: it has no engine.
+        config: The configuration of the role.
+        ranks: Unused, because the worker has no engine.
     """
 
     def __init__(self, config: FunctionRewardConfig, ranks: Sequence[int] | None = None) -> None:
@@ -111,43 +113,44 @@ class FunctionRewardWorker:
         self._tokenizer: Any = None
 
     def initialize(self) -> Self:
-        """Load the tokenizer."""
+        """Load the tokenizer, if one is configured."""
         if self.config.tokenizer is not None:
             self._tokenizer = load_tokenizer(ModelConfig(path=self.config.tokenizer))
         return self
 
     @register("dp", returns="rows", columns="columns")
     def compute_rewards(self, data: Any, *, columns: Mapping[str, Sequence[Any]] | None = None) -> Any:
-        """`rewards` `[B]` of the rows.
+        """Compute the `rewards` `[B]` of the rows, in the caller's format.
 
         Args:
-            data: the answers.
-            columns: name -> B objects that tensors do not hold: right answers, tests to pass, the kind of a question.
+            data: The batch of responses, in a format of `workers.batch_adapters`.
+            columns: Data that tensors cannot hold, as a mapping from names to B objects, such as solutions, unit tests or the
+                type of question.
 
         Raises:
-            BatchError: the function returned another number of rewards, or one that is no finite number; or a column has not one
-                entry for each row, or the name of a field of the batch.
+            BatchError: The function returned the wrong number of rewards, or one that is not a finite number; or a column does
+                not have one entry per row, or has the name of a field of the batch.
         """
         adapter = adapt_batch(data, self.config.passengers, every=True)
         batch, columns = adapter.batch, columns or {}
         check_columns(columns, batch.num_sequences)
-        if both := sorted(set(columns) & set(batch.sequence_fields)):
-            raise BatchError(f"{both[0]!r} is a column and a field of the batch; give one of them another name")
+        if clashing := sorted(set(columns) & set(batch.sequence_fields)):
+            raise BatchError(f"{clashing[0]!r} is both a column and a field of the batch; rename one of them")
         answers = []
         for row, (begin, end) in enumerate(pairwise(batch.bounds)):
-            learned = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
-            border = learned[0] + 1 if learned else end - begin
+            supervised = (batch.labels[begin:end] != IGNORE).nonzero()[:, 0].tolist()
+            response_start = supervised[0] + 1 if supervised else end - begin
             ids = batch.input_ids[begin:end].tolist()
             fields: dict[str, Any] = {n: float(v[row]) for n, v in batch.sequence_fields.items() if v.dim() == 1}
             fields |= {name: values[row] for name, values in columns.items()}
-            answers.append(self._answer(ids[:border], ids[border:], fields))
-        # A share may be empty; no function needs to know what nothing is worth.
-        found = self.config.function(answers) if answers else []
-        if not hasattr(found, "__len__"):
-            raise BatchError(f"the reward function returned a {type(found).__name__}; it returns one reward for each answer")
-        if len(found) != len(answers):
-            raise BatchError(f"the reward function returned {len(found)} rewards for {len(answers)} answers")
-        rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(found)]
+            answers.append(self._answer(ids[:response_start], ids[response_start:], fields))
+        # A shard may be empty; reward functions need not handle an empty list.
+        returned = self.config.function(answers) if answers else []
+        if not hasattr(returned, "__len__"):
+            raise BatchError(f"the reward function returned a {type(returned).__name__}; it must return one reward per answer")
+        if len(returned) != len(answers):
+            raise BatchError(f"the reward function returned {len(returned)} rewards for {len(answers)} answers")
+        rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(returned)]
         return adapter.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 
     def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, Any]) -> Answer:
@@ -162,4 +165,4 @@ class FunctionRewardWorker:
         )
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing; there are no resources to free."""

@@ -1,1 +1,1 @@
-"""Answers from a policy, behind an interface that inference engines implement."""
+"""Rollout: responses sampled from a policy, behind an interface that inference engines implement."""

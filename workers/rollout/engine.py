@@ -1,4 +1,4 @@
-"""The interface of an inference engine, what it is asked for and what it answers. Imports no engine."""
+"""The interface of inference engines, with its sampling options and results. Imports no inference engine."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,24 +11,27 @@ from torch import Tensor
 from ...engine.config import ModelConfig
 from ...engine.errors import ConfigError
 
-LEAST_TEMPERATURE = 1e-4
-"""Logits that are divided by less leave the range of float32."""
+MIN_TEMPERATURE = 1e-4
+"""The smallest temperature above 0. Dividing logits by less exceeds the range of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are drawn.
+    """How responses are sampled.
 
     Args:
-        max_tokens: of an answer, at most.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_p: least probability mass that is sampled from.
-        top_k: likeliest tokens that are sampled from; 0: all.
-        samples: answers to each prompt.
-        stop_tokens: that end an answer, beside those of the model's generation config.
-        seed: of the sampling; None: another one in every call.
-        evaluation: the answers are looked at, and nothing is learned from them: in a group with an actor they need not have its
-            temperature then.
+        max_tokens: The maximum number of tokens in a response.
+        temperature: The value that logits are divided by; 0 selects the most likely token.
+        top_p: The probability mass to sample from: the smallest set of most likely tokens that reaches it.
+        top_k: The number of most likely tokens to sample from; 0 means all.
+        samples: The number of responses per prompt.
+        stop_tokens: Token ids that end a response, in addition to those of the model's generation config.
+        seed: The random seed; None uses a new one for every call.
+        evaluation: Whether the responses are only for evaluation and never trained on. In a group with an actor, their
+            temperature may then differ from the actor's.
+
+    Raises:
+        ConfigError: A setting is out of range.
     """
 
     max_tokens: int = 256
@@ -44,40 +47,42 @@ class SamplingOptions:
         for name, least in (("max_tokens", 1), ("top_k", 0), ("samples", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
+                raise ConfigError(f"{name}={value!r}; it must be an integer of at least {least}")
         for name in ("temperature", "top_p"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name}={value!r}; it must be a number")
-        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature}; it must be 0, or at least {LEAST_TEMPERATURE} and finite")
+        if self.temperature and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}; it must be 0, or at least {MIN_TEMPERATURE} and finite")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}; it is a probability above 0")
-        stops = _listed(self.stop_tokens)
-        if stops is None or not all(_is_id(token) for token in stops):
-            raise ConfigError(f"stop_tokens={self.stop_tokens!r}; give token ids, as in (2,)")
+            raise ConfigError(f"top_p={self.top_p}; it must be above 0 and at most 1")
+        stop_ids = _listed(self.stop_tokens)
+        if stop_ids is None or not all(_is_id(token) for token in stop_ids):
+            raise ConfigError(f"stop_tokens={self.stop_tokens!r}; give token ids, for example (2,)")
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
-                f"samples={self.samples} with temperature=0: all of them would be the same; sample, or ask for one"
+                f"samples={self.samples} with temperature=0: all of them would be the same; use a temperature above 0, or "
+                "samples=1"
             )
 
 
 def check_prompts(prompts: Any) -> list[list[int]]:
-    """The prompts as lists of token ids.
+    """Return the prompts as lists of token ids.
 
     Args:
-        prompts: to be answered.
+        prompts: The prompts, one sequence of token ids each.
 
     Raises:
-        ConfigError: they are padded, or no lists of token ids.
+        ConfigError: The prompts are padded, or are not sequences of token ids.
     """
     shape = getattr(prompts, "shape", None)
     if isinstance(prompts, Mapping) or hasattr(prompts, "keys") or shape is not None:
         kind = type(prompts).__name__ + ("" if shape is None else f" {list(shape)}")
         raise ConfigError(
-            f"prompts is a {kind}: padding could not be told from tokens; give a list of token ids for each prompt, or a PackedBatch"
+            f"prompts is a {kind}, in which padding cannot be distinguished from tokens; give a list of token ids per prompt, "
+            "or a PackedBatch"
         )
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of token ids for each prompt, or a PackedBatch")
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of token ids per prompt, or a PackedBatch")
     checked = []
     for i, prompt in enumerate(prompts):
         ids = _listed(prompt)
@@ -88,10 +93,10 @@ def check_prompts(prompts: Any) -> list[list[int]]:
 
 
 def _listed(ids: Any) -> list[Any] | None:
-    """The elements of a list, a tuple, or a tensor or array of one axis; None of anything else."""
+    """Return the elements of a list, a tuple, or a one-dimensional tensor or array; None for anything else."""
     if hasattr(ids, "tolist") and getattr(ids, "ndim", 0) == 1:
-        found: list[Any] = ids.tolist()
-        return found
+        elements: list[Any] = ids.tolist()
+        return elements
     return list(ids) if isinstance(ids, list | tuple) else None
 
 
@@ -101,13 +106,14 @@ def _is_id(token: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One answer.
+    """One generated response.
 
     Args:
-        prompt: token ids.
-        response: token ids, with the one that ended it.
-        log_probs: of each token of the response, at the sampling's temperature (1 where it is 0), before top_p and top_k.
-        finished: a stop token ended it, not its length.
+        prompt: The token ids of the prompt.
+        response: The token ids of the response, including the stop token that ended it.
+        log_probs: The log-probability of each response token at the sampling temperature (1 if that is 0), before top_p and
+            top_k.
+        finished: Whether a stop token ended the response, and not the length limit.
     """
 
     prompt: list[int]
@@ -117,28 +123,30 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """What answers prompts. One for each process; it knows the whole model."""
+    """The interface of an inference engine. There is one per process, and each holds the entire model."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int]
     ) -> list[list[Generation]]:
-        """`options.samples` answers to each prompt, in order.
+        """Generate `options.samples` responses to each prompt, in order.
 
         Args:
-            prompts: token ids; this process's share.
-            options: of the sampling.
-            rows: of each prompt, its number in the global batch. Seeds made of it and `options.seed` draw the same answers
-                whoever draws them, and others for an equal prompt in another row.
+            prompts: The token ids of this process's shard of the prompts.
+            options: The sampling options.
+            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same
+                responses on any process, and different responses for an equal prompt in another row.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, under Hugging Face names as on disk: all of the model's, tied ones once. After an error it must
-        not answer until it has taken others."""
+        """Load new weights, under their Hugging Face names as on disk: all of the model's, tied ones once.
+
+        After an error the engine must not generate until it has loaded a complete set of weights.
+        """
         ...
 
     def to(self, place: str) -> None:
-        """Rest on `host`, or come back to the `device`."""
+        """Offload the model to `host`, or reload it to the `device`."""
         ...
 
     def close(self) -> None:
@@ -148,16 +156,17 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """A role that answers.
+    """The configuration of a role that generates responses.
 
     Args:
-        model: which model; of its settings path, added_tokens and trust_remote_code count.
-        engine: makes the inference engine from these settings; None: transformers.
-        dtype: of the weights: float32 or bfloat16.
-        batch_tokens: tokens of a batch, prompts and the longest possible answers together.
-        continuous: batch answers continuously, by transformers' own scheduler: finished ones make room at once. Worth its start-up
-            on a GPU, for many answers of different lengths. `batch_tokens` is then the room of its cache; top_p and top_k are refused.
-        pad: token id of padding; None: the tokenizer's, or 0.
+        model: The model. Only path, added_tokens and trust_remote_code are used.
+        engine: A function that builds the inference engine from this configuration; None uses transformers.
+        dtype: The data type of the weights: float32 or bfloat16.
+        batch_tokens: The number of tokens in a batch, counting prompts and responses of maximum length.
+        continuous: Whether to use the continuous batching of transformers, which reuses the memory of finished responses at
+            once. Worth its startup time on a GPU, for many responses of different lengths. `batch_tokens` is then the size of
+            its cache, and top_p and top_k are not supported.
+        pad: The token id of padding; None uses the tokenizer's, or 0.
     """
 
     model: ModelConfig
@@ -169,11 +178,11 @@ class RolloutConfig:
 
 
 def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]:
-    """Answers as RL frameworks hold them: prompts padded on the left, responses on the right.
+    """Convert responses to the padded format of RL frameworks: prompts padded on the left, responses on the right.
 
     Args:
-        generations: B answers.
-        pad: token id of padding.
+        generations: B generated responses.
+        pad: The token id of padding.
 
     Returns:
         `input_ids` and `attention_mask` `[B, P + R]`, `responses`, `response_mask` and `rollout_log_probs` `[B, R]`.

@@ -1,4 +1,4 @@
-"""The rollout role: answers prompts with the policy's weights."""
+"""The rollout role: generates responses to prompts with the policy's weights."""
 
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -13,16 +13,16 @@ from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions, c
 
 
 class RolloutWorker:
-    """An inference engine in every process, each of which answers a share of the prompts.
+    """A worker with an inference engine in every process, each of which answers its shard of the prompts.
 
     Args:
-        config: of the role.
-        ranks: unused: processes answer alone.
+        config: The configuration of the role.
+        ranks: Unused, because the processes generate independently.
     """
 
     def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
         if config.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype={config.dtype}; a rollout's weights are float32 or bfloat16")
+            raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
         self.config = config
         self._engine: RolloutEngine | None = None
 
@@ -38,31 +38,32 @@ class RolloutWorker:
 
     @register("dp", returns="objects")
     def generate(self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
-        """`options.samples` answers to each prompt, in order.
+        """Generate `options.samples` responses to each prompt, in order.
 
         Args:
-            prompts: token ids; this process's share. A PackedBatch may have a field `row` `[N]`, the number of each prompt in the
-                global batch, on which its draws depend beside the seed; a group adds it. Without it prompts are counted here.
-            options: of the sampling.
+            prompts: The token ids of this process's shard of the prompts. A PackedBatch may have a field `row` `[N]` with the
+                number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
+                this field. Without it, the prompts are numbered from 0.
+            options: The sampling options.
         """
-        texts = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
+        token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
-        rows = range(len(texts)) if numbers is None else numbers.tolist()
-        return self._started.generate([[int(t) for t in text] for text in texts], options, rows)
+        rows = range(len(token_ids)) if numbers is None else numbers.tolist()
+        return self._started.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take an actor's weights, as its `weights()` streams them."""
+        """Load an actor's weights, as streamed by its `weights()`."""
         self._started.load_weights(weights)
 
     @register("all")
     def to(self, place: str) -> None:
-        """Rest on `host`, or come back to the `device`."""
+        """Offload the model to `host`, or reload it to the `device`."""
         self._started.to(place)
 
     @property
     def _started(self) -> RolloutEngine:
         if self._engine is None:
-            raise ConfigError("this rollout worker is not initialised; call initialize() first")
+            raise ConfigError("this rollout worker is not initialized; call initialize() first")
         return self._engine
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""The embedded preference task: of two numbers that begin with the digit asked for, the one whose digits rise is better.
+"""The embedded preference task: of two numbers that begin with the given digit, the one with rising digits is better.
 
-Both have the same digits, so that which digits a model likes says nothing. Made from a seed. Every chosen number is either in the training data or held out, never both.
+Both numbers have the same digits, so a preference for certain digits does not help. The data are generated from a seed. Every
+chosen number is either in the training data or held out, never both.
 """
 
 import json
@@ -13,20 +14,20 @@ TRAIN, HELD_OUT = 1200, 300
 
 
 def write_pairs(folder: Path, seed: int) -> None:
-    """`train.jsonl` and `eval.jsonl`: prompt, chosen and rejected, as chats."""
+    """Write `train.jsonl` and `eval.jsonl`, with prompt, chosen and rejected as chats."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(seed)
-    # No digit twice: an untrained model with tied embeddings likes to repeat itself.
+    rng = random.Random(seed)
+    # No digit occurs twice, since an untrained model with tied embeddings tends to repeat tokens.
     rising = [n for n in range(10 ** (DIGITS - 1), 10**DIGITS) if list(str(n)) == sorted({*str(n)})]
-    draw.shuffle(rising)
-    held = rising[: len(rising) // 5]
-    for name, numbers, count in (("train", rising[len(held) :], TRAIN), ("eval", held, HELD_OUT)):
+    rng.shuffle(rising)
+    held_out = rising[: len(rising) // 5]
+    for name, numbers, count in (("train", rising[len(held_out) :], TRAIN), ("eval", held_out, HELD_OUT)):
         with open(folder / f"{name}.jsonl", "w") as file:
             for _ in range(count):
-                chosen = str(draw.choice(numbers))
+                chosen = str(rng.choice(numbers))
                 rejected = chosen
                 while rejected == chosen:
-                    rejected = chosen[0] + "".join(draw.sample(chosen[1:], DIGITS - 1))
+                    rejected = chosen[0] + "".join(rng.sample(chosen[1:], DIGITS - 1))
                 sides = {
                     side: [{"role": "assistant", "content": text}]
                     for side, text in (("chosen", chosen), ("rejected", rejected))
@@ -35,34 +36,34 @@ def write_pairs(folder: Path, seed: int) -> None:
 
 
 def preference_accuracy(model_folder: Path, data: Path, *, reward: bool, show: int = 0) -> float:
-    """Share of pairs whose chosen side a model finds better, in plain transformers.
+    """Compute the fraction of pairs in which a model prefers the chosen side, in plain transformers.
 
     Args:
-        model_folder: Hugging Face format.
-        data: a jsonl file of `write_pairs`.
-        reward: by a reward model's score; else by the log-probability of the answer.
-        show: how many pairs to print.
+        model_folder: The folder of the model in Hugging Face format.
+        data: A jsonl file written by `write_pairs`.
+        reward: Whether to compare the scores of a reward model instead of the log-probabilities of the answers.
+        show: The number of pairs to print.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     kind: Any = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
-    more = {"num_labels": 1} if reward else {}
+    model_options = {"num_labels": 1} if reward else {}
     torch.manual_seed(0)
-    model: Any = kind.from_pretrained(model_folder, dtype=torch.float32, **more).eval()
+    model: Any = kind.from_pretrained(model_folder, dtype=torch.float32, **model_options).eval()
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     numbers: dict[str, Any] = {}
     for side in ("chosen", "rejected"):
         texts = [tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False) for row in rows]
-        # All are of one length, so there is nothing to pad.
+        # All texts have the same length, so no padding is needed.
         ids = tokenizer(texts, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             if reward:
                 numbers[side] = model(input_ids=ids).logits[:, 0]
             else:
-                logs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
-                numbers[side] = logs[:, -(DIGITS + 1) :].sum(1)
+                log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
+                numbers[side] = log_probs[:, -(DIGITS + 1) :].sum(1)
     better = numbers["chosen"] > numbers["rejected"]
     for row, a, b, hit in list(zip(rows, numbers["chosen"], numbers["rejected"], better, strict=True))[:show]:
         names = " over ".join(row[side][0]["content"] for side in ("chosen", "rejected"))

@@ -1,7 +1,7 @@
-"""The embedded task: a tiny model learns to add. Data, tokenizer and untrained model, made from a seed.
+"""The embedded task, in which a tiny model learns to add: its data, tokenizer and untrained model, generated from a seed.
 
 Every unordered pair of operands is either in the training data or held out, never both, so a held-out answer cannot have
-been memorised.
+been memorized.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 DIGITS = "0123456789"
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 LIMIT = 100
-"""Operands are below it."""
+"""The exclusive upper bound of the operands."""
 HELD_OUT = 600
 
 TEMPLATE = (
@@ -23,24 +23,24 @@ TEMPLATE = (
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
-    """The user's turn."""
+    """Return the user's turn of a chat."""
     return [{"role": "user", "content": f"{a}+{b}="}]
 
 
 def pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Operands to train on and held-out ones; (a, b) and (b, a) are always on the same side."""
+    """Split all operand pairs into training and held-out pairs; (a, b) and (b, a) are always on the same side."""
     unordered = [(a, b) for a in range(LIMIT) for b in range(a, LIMIT)]
     random.Random(seed).shuffle(unordered)
-    held: list[tuple[int, int]] = []
-    rest: list[tuple[int, int]] = []
+    held_out: list[tuple[int, int]] = []
+    training: list[tuple[int, int]] = []
     for a, b in unordered:
         both = [(a, b)] if a == b else [(a, b), (b, a)]
-        (held if len(held) < HELD_OUT else rest).extend(both)
-    return rest, held
+        (held_out if len(held_out) < HELD_OUT else training).extend(both)
+    return training, held_out
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """`train.jsonl` and `eval.jsonl` in `messages` format."""
+    """Write `train.jsonl` and `eval.jsonl` in `messages` format."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in zip(("train", "eval"), pairs(seed), strict=True):
         with open(folder / f"{name}.jsonl", "w") as file:
@@ -50,7 +50,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def make_tokenizer() -> Any:
-    """One token a character, and a chat template."""
+    """Build a tokenizer with one token per character and a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -73,7 +73,7 @@ def make_tokenizer() -> Any:
 
 
 def write_model(folder: Path, seed: int) -> None:
-    """An untrained Qwen3-type model of 0.4 million parameters, with its tokenizer, in Hugging Face format."""
+    """Write an untrained Qwen3-type model of 0.4 million parameters, with its tokenizer, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -99,12 +99,12 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def accuracy(model_folder: Path, data: Path, show: int = 0) -> float:
-    """Share of exact answers by greedy generation, in plain transformers.
+    """Compute the fraction of exact answers with greedy decoding, in plain transformers.
 
     Args:
-        model_folder: Hugging Face format.
-        data: a jsonl file of `write_data`.
-        show: how many questions to print with their answers.
+        model_folder: The folder of the model in Hugging Face format.
+        data: A jsonl file written by `write_data`.
+        show: The number of questions to print with their answers.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,0 +1,142 @@
+"""An error of one rank is raised on all, whatever each of them was doing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import RemoteError
+from drivetrain.engine.parallel.collectives import all_gather_object, collective_errors, known_to
+from drivetrain.engine.registry import engine_class
+from helpers.engines import OPTIM, build, steps
+from helpers.harness import run_ranks
+
+STEPS = ("_check_model", "_build_model", "_build_optimizer", "_finish_build")
+
+
+def outcome(run: Any) -> str:
+    try:
+        run()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def rank_blocks() -> list[str]:
+    """Errors before, inside and behind nested blocks; after each of them the ranks still meet."""
+    rank = dist.get_rank()
+
+    def fail_at(here: str, where: str, failing: int) -> None:
+        if (here, rank) == (where, failing):
+            raise ValueError(f"planted {where}")
+
+    def nested(where: str, failing: int) -> None:
+        with collective_errors():
+            fail_at("before", where, failing)
+            with collective_errors():
+                fail_at("inside", where, failing)
+            # Not a block but an exchange of values.
+            fail_at("between", where, failing)
+            assert all_gather_object(rank) == list(range(dist.get_world_size()))
+            fail_at("behind", where, failing)
+
+    found = []
+    for where in ("before", "inside", "between", "behind", "nowhere"):
+        for failing in (0, dist.get_world_size() - 1):
+            got = outcome(lambda where=where, failing=failing: nested(where, failing))
+            want = (
+                f"ValueError: planted {where}"
+                if rank == failing
+                else f"RemoteError: rank {failing} failed: ValueError: planted {where}"
+            )
+            assert got == ("no error" if where == "nowhere" else want), (got, want)
+            found.append(got)
+            assert all_gather_object("together") == ["together"] * dist.get_world_size()
+    return found
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_blocks_may_be_nested(nproc: int) -> None:
+    assert len(run_ranks(rank_blocks, nproc)[0]) == 10
+
+
+def rank_subgroup() -> None:
+    """What two of four ranks know of is still exchanged with the others."""
+    groups = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
+    rank = dist.get_rank()
+
+    def run() -> None:
+        with collective_errors(), collective_errors(groups[rank // 2]):
+            if rank == 1:
+                raise ValueError("planted")
+
+    with pytest.raises(ValueError if rank == 1 else RemoteError) as caught:
+        run()
+    assert known_to(caught.value) == frozenset(range(4))
+
+
+def test_an_error_of_a_subgroup_reaches_the_larger_group() -> None:
+    run_ranks(rank_subgroup, 4)
+
+
+def failing_engine(backend: str, step: str, after: bool, failing: int) -> type[BaseEngine]:
+    base = engine_class(backend)
+
+    def planted(self: Any, *args: Any) -> Any:
+        here = self._topology is not None and self.topology.rank == failing
+        if here and not after:
+            raise RuntimeError(f"planted in {step}")
+        result = getattr(super(Failing, self), step)(*args)
+        if here:
+            raise RuntimeError(f"planted in {step}")
+        return result
+
+    class Failing(base):  # type: ignore[misc, valid-type]
+        pass
+
+    setattr(Failing, step, planted)
+    return Failing
+
+
+def rank_build(folder: str, backend: str, axes: dict[str, Any], init: str) -> int:
+    count = 0
+    for step in STEPS:
+        for after in (False, True):
+            for failing in {0, dist.get_world_size() - 1}:
+                engine = failing_engine(backend, step, after, failing)(
+                    model=ModelConfig(path=folder, init=init),  # type: ignore[arg-type]
+                    engine=EngineConfig(
+                        backend=backend, parallel=ParallelConfig(**axes), micro_batch=MicroBatchConfig(max_tokens=128)
+                    ),
+                    optim=OPTIM,
+                )
+                got = outcome(engine.initialize)
+                own = f"RuntimeError: planted in {step}"
+                want = own if dist.get_rank() == failing else f"RemoteError: rank {failing} failed: {own}"
+                assert got == want, (step, after, failing, got)
+                count += 1
+    # All groups were given back: the next engine works.
+    engine = build(folder, model={"init": init}, backend=backend, parallel=ParallelConfig(**axes))
+    assert steps(engine, 1)[0][0] > 0
+    engine.close()
+    return count
+
+
+@pytest.mark.parametrize(
+    ("backend", "nproc", "axes", "init"),
+    [
+        ("fsdp", 2, {"cp": 2}, "weights"),
+        ("mcore", 2, {"tp": 2}, "random"),
+        pytest.param("fsdp", 4, {"dp_replicate": 2, "cp": 2}, "random", marks=pytest.mark.slow),
+        pytest.param("mcore", 4, {"tp": 2, "pp": 2}, "weights", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_in_a_build_step_fails_on_all(
+    backend: str, nproc: int, axes: dict[str, Any], init: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    assert run_ranks(rank_build, nproc, str(folder), backend, axes, init)[0] == len(STEPS) * 2 * 2

@@ -1,0 +1,1 @@
+"""The embedded tasks: data, tokenizer and untrained model of a tiny run, generated from a seed."""
