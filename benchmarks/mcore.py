@@ -20,7 +20,7 @@ from benchmarks.step import TOKENS, model_config, share
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.loss import StepResult
-from drivetrain.engine.parallel.process import leave
+from drivetrain.engine.parallel.process import exit_process
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
@@ -102,7 +102,7 @@ def main() -> None:
             ),
             flush=True,
         )
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

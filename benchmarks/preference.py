@@ -136,7 +136,7 @@ def main() -> None:
     rows, rounded = [], 0.0
     for step in range(-2, args.steps):
         pairs = drawn(step + 2)
-        batch = pairs.share(0, 1, 0.0).batch
+        batch = pairs.shard(0, 1, 0.0).batch
         seconds, losses, norms = [], [], []
         for which in ("bare", "engine", "again"):
             start = time.process_time()

@@ -308,7 +308,7 @@ class BaseEngine(CheckpointableEngine):
         """
         if tokens is not None and tokens.shape != (batch.num_tokens,):
             raise BatchError(f"tokens is {tuple(tokens.shape)}; it must be [{batch.num_tokens}], one entry per token")
-        plan = self._planner.plan(batch, None, training=as_in_training, asked=outputs)
+        plan = self._planner.plan(batch, None, training=as_in_training, outputs=outputs)
         collector = OutputCollector(batch, outputs, tokens, plan)
         with self.eval_mode():
             self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)

@@ -125,7 +125,7 @@ class CheckpointableEngine(Backend):
         optimizer = None if self.optim_config is None else self.optim_config.name
         with self._offloader.on_device(PARTS):
             manifest = load_state(
-                open_store(folder), topology=self.topology, pieces=self._local_shards, optimizer=optimizer, verify=verify
+                open_store(folder), topology=self.topology, local_shards=self._local_shards, optimizer=optimizer, verify=verify
             )
             self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
             self.zero_grad()

@@ -44,7 +44,7 @@ class RankSlice:
     mask: Tensor
 
     @classmethod
-    def cut(cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology) -> "RankSlice":
+    def from_micro_batch(cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology) -> "RankSlice":
         """Return this rank's slice. An additional, unsupervised document pads the micro-batch to `topology.token_multiple`."""
         batch, group = micro_batch.batch, topology.cp
         tokens = batch.num_tokens
@@ -75,7 +75,7 @@ class RankSlice:
             mask=mask,
         )
 
-    def whole(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
+    def gather_outputs(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
         """Convert outputs `[S]` of the selected tokens to outputs of complete documents. Collective over `Topology.cp`."""
         size, tokens = len(self.input_ids), len(self.mask)
         gathered = {

@@ -140,7 +140,7 @@ class StepPlanner:
         loss: Loss | None,
         *,
         training: bool,
-        asked: OutputRequest | None = None,
+        outputs: OutputRequest | None = None,
         total_weights: Mapping[str, float] | None = None,
     ) -> StepPlan:
         """Plan the step of a batch. Collective.
@@ -149,17 +149,17 @@ class StepPlanner:
             batch: This rank's data-parallel shard of the global batch.
             loss: The loss; None for inference.
             training: Whether to use the token budget of training instead of that of inference.
-            asked: The requested outputs; those of the loss if None.
+            outputs: The requested outputs; those of the loss if None.
             total_weights: The weights to divide by; see `BaseEngine.forward_backward`.
 
         Raises:
             ConfigError: The model's head does not have the requested outputs.
             BatchError: The batch cannot be run; see `plan_step`.
         """
-        asked = asked or (OutputRequest() if loss is None else loss.request)
-        if asked.values != (self._model.head == "value") or (len(asked.names) > 1 and asked.values):
+        outputs = outputs or (OutputRequest() if loss is None else loss.request)
+        if outputs.values != (self._model.head == "value") or (len(outputs.names) > 1 and outputs.values):
             raise ConfigError(
-                f"{', '.join(asked.names) or 'nothing'} requested from a model with model.head={self._model.head}; a value "
+                f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}; a value "
                 "head returns values, a language-model head returns log_probs, entropy and greedy tokens"
             )
         plan = plan_step(

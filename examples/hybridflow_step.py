@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.parallel.process import leave, report_failure
+from drivetrain.engine.parallel.process import exit_process, report_failure
 from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
 from drivetrain.workers.dispatch import MiniBatches
 from drivetrain.workers.groups.base import WorkerGroup
@@ -146,4 +146,4 @@ if __name__ == "__main__":
         main()
     except Exception as e:
         # At once: its peers under torchrun may be waiting for this process.
-        leave(report_failure(e))
+        exit_process(report_failure(e))

@@ -6,7 +6,7 @@ python -m drivetrain.trainers.dpo recipe=NAME key=value ...          (one proces
 
 from collections.abc import Sequence
 
-from ..engine.parallel.process import leave
+from ..engine.parallel.process import exit_process
 from .config.runs import DPOConfig
 from .launch import launch
 
@@ -21,4 +21,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from ..engine.base import BaseEngine
 from .config.parse import changes
 from .config.runs import RunConfig
-from .data.encode import marked
+from .data.encode import mark_supervised
 from .data.load import RunData
 from .data.loader import Sampler
 from .loop.loop import Run, StopReason, TrainResult
@@ -34,7 +34,7 @@ def announce(engine: BaseEngine, config: RunConfig, data: RunData, sampler: Samp
     if positions is not None:
         longer_count = int((data.train.lengths > positions).any(1).sum())
         engine.warn_of_positions(int(data.train.lengths.max()), f"the longest sample (one of {longer_count})")
-    marked_documents = "\n  ".join(marked(data.tokenizer, document) for document in data.train[0])
+    marked_documents = "\n  ".join(mark_supervised(data.tokenizer, document) for document in data.train[0])
     log.info("first sample, with the supervised parts between « and »:\n  %s", marked_documents)
 
 
@@ -52,7 +52,7 @@ def _announce_layout(engine: BaseEngine, samples: int, total_steps: int) -> None
 
 def _announce_sources(config: RunConfig, data: RunData, sampler: Sampler) -> None:
     dataset = data.train
-    columns = (config.data.train, dataset.sizes, sampler.drawn, dataset.tokens, dataset.split_chats)
+    columns = (config.data.train, dataset.sizes, sampler.epoch_sizes, dataset.tokens, dataset.split_chats)
     for name, size, samples_per_epoch, tokens, split_chats_count in zip(*columns, strict=True):
         per_epoch = (
             "" if samples_per_epoch == size else f"; {samples_per_epoch} per epoch ({samples_per_epoch / size:.2f} times)"

@@ -64,7 +64,7 @@ def run(config: RunConfig, method: Method) -> None:
     Raises:
         DrivetrainError: A setting, a file or a row is wrong; the message names it. Raised on all ranks. After an error the
             default process group is not destroyed if there are several processes, since the others may be waiting in it; end
-            the process (`leave`).
+            the process (`exit_process`).
     """
     logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
@@ -88,7 +88,7 @@ def _run(config: RunConfig, method: Method) -> None:
     with locked_folders(config.trainer):
         data = load_data(config, method.kind, sample_budget(config, method))
         sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
-        if not min(sampler.drawn):
+        if not min(sampler.epoch_sizes):
             log.warning(
                 "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
                 config.data.weights,

@@ -42,7 +42,7 @@ def load_state(
     store: Store,
     *,
     topology: Topology,
-    pieces: Callable[[], Iterable[LocalShard]],
+    local_shards: Callable[[], Iterable[LocalShard]],
     optimizer: str | None,
     verify: bool,
 ) -> Manifest:
@@ -51,7 +51,7 @@ def load_state(
     Args:
         store: The checkpoint's folder.
         topology: The engine's topology.
-        pieces: A function that returns this rank's local shards, which are written into.
+        local_shards: A function that returns this rank's local shards, which are written into.
         optimizer: The name of the optimizer if its state is needed, otherwise None.
         verify: Whether to verify checksums when reading.
 
@@ -60,7 +60,7 @@ def load_state(
     """
     with topology.collective_errors():
         manifest = Manifest.read(store)
-        shards = list(pieces())
+        shards = list(local_shards())
         saved = (manifest.data["optim"] or {}).get("name")
         if optimizer is not None and saved != optimizer:
             raise CheckpointError(
@@ -132,7 +132,7 @@ def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
             )
 
 
-def fill(manifest: Manifest, pieces: Iterable[LocalShard], files: TensorFiles) -> None:
+def fill(manifest: Manifest, local_shards: Iterable[LocalShard], files: TensorFiles) -> None:
     """Copy a checkpoint's values into local shards, several at a time.
 
     Raises:
@@ -156,7 +156,7 @@ def fill(manifest: Manifest, pieces: Iterable[LocalShard], files: TensorFiles) -
                 f"{manifest.store} covers only {filled} of the {shard.box.volume} elements of {shard.kind} of {shard.name}"
             )
 
-    shards = list(pieces)
+    shards = list(local_shards)
     for shard in shards:
         if shard.name not in kinds:
             kinds[shard.name] = manifest.kinds(shard.name)

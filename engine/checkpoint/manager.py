@@ -101,7 +101,7 @@ class CheckpointManager:
         """
         if self._copies is not None and self._thread is None:
             with self._engine.live_snapshot(0) as snapshot:
-                shards = list(snapshot.pieces)
+                shards = list(snapshot.local_shards)
             self._start("checkpoint-buffers", partial(self._copies.reserve, shards))
 
     def _start(self, name: str, work: Callable[[], object]) -> None:

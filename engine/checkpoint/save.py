@@ -26,14 +26,14 @@ class Snapshot:
 
     Args:
         step: The checkpoint's step.
-        pieces: The local shards that this rank writes.
+        local_shards: The local shards that this rank writes.
         rng: This rank's random state.
         state: The other fields of the manifest, JSON-serializable and the same on every rank.
         model_files: A function that returns the config and tokenizer files by name; called on rank 0 only.
     """
 
     step: int
-    pieces: tuple[LocalShard, ...]
+    local_shards: tuple[LocalShard, ...]
     rng: Mapping[str, Any]
     state: Mapping[str, Any]
     model_files: Callable[[], Mapping[str, bytes]]
@@ -45,9 +45,9 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def reserve(self, pieces: Iterable[LocalShard]) -> None:
+    def reserve(self, local_shards: Iterable[LocalShard]) -> None:
         """Allocate and touch all buffers that `take` will need, so that the first copy is as fast as the others."""
-        for shard in pieces:
+        for shard in local_shards:
             if shard.owned and shard.data.numel():
                 self._buffers[key_of(shard)] = self._buffer(None, shard.data).zero_()
 
@@ -57,11 +57,11 @@ class HostCopies:
             return buffer
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
 
-    def take(self, pieces: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
+    def take(self, local_shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
         """Return the owned shards with copies of their data; the copies are complete on return."""
         previous, self._buffers = self._buffers, {}
         copies, cuda = [], False
-        for shard in pieces:
+        for shard in local_shards:
             key, data = key_of(shard), shard.data
             buffer = self._buffer(previous.get(key), data)
             buffer.copy_(data.detach(), non_blocking=True)
@@ -75,7 +75,7 @@ class HostCopies:
 
 def take_snapshot(
     step: int,
-    pieces: Iterable[LocalShard],
+    local_shards: Iterable[LocalShard],
     state: Mapping[str, Any],
     model_files: Callable[[], Mapping[str, bytes]],
     copies: HostCopies | None = None,
@@ -84,7 +84,7 @@ def take_snapshot(
 
     Args:
         step: The checkpoint's step.
-        pieces: This rank's local shards, of which it writes those that it owns.
+        local_shards: This rank's local shards, of which it writes those that it owns.
         state: The other fields of the manifest.
         model_files: A function that returns the config and tokenizer files by name.
         copies: The buffers to copy the tensors into, so that training can continue while they are written; None does not copy
@@ -92,10 +92,10 @@ def take_snapshot(
     """
     if step < 0:
         raise CheckpointError(f"step={step}; the step of a checkpoint must be 0 or more")
-    owned = [p for p in pieces if p.owned and p.data.numel()]
+    owned = [p for p in local_shards if p.owned and p.data.numel()]
     return Snapshot(
         step=step,
-        pieces=tuple(owned) if copies is None else copies.take(owned),
+        local_shards=tuple(owned) if copies is None else copies.take(owned),
         rng=rng_state(),
         state=state,
         model_files=model_files,
@@ -135,7 +135,7 @@ def write_snapshot(
     files: dict[str, Any] = {}
     try:
         with collective_errors(group), _disk_errors(root):
-            index, entry = _write_rank(folder, file, snapshot.pieces)
+            index, entry = _write_rank(folder, file, snapshot.local_shards)
             if main:
                 for path, data in snapshot.model_files().items():
                     folder.write(f"{MODEL}{path}", data)

@@ -10,12 +10,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from ..parallel.process import leave, report_failure
+from ..parallel.process import exit_process, report_failure
 from ..parallel.process_groups import close_distributed, init_distributed
 from ..parallel.topology import resolve_parallel
 from ..registry import spec_of
 from .checks import CHECKS
-from .engine_factory import ConformanceError, bench
+from .engine_factory import ConformanceError, engine_factory
 
 
 def parse_layout(words: list[str]) -> ParallelConfig:
@@ -54,7 +54,7 @@ def main() -> int:
     disable_progress_bar()
     init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
-    with bench(args.backend, layout, args.family) as factory:
+    with engine_factory(args.backend, layout, args.family) as factory:
         for name in args.only or CHECKS:
             error: str | None = None
             try:
@@ -75,7 +75,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        leave(main())
+        exit_process(main())
     except Exception as e:
         # After any error this process must exit now, because its peers would wait for it until their timeout.
-        leave(report_failure(e))
+        exit_process(report_failure(e))

@@ -17,7 +17,7 @@ from ..base import BaseEngine
 from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
 from ..loss import Loss, LossSums, OutputRequest, TokenOutputs, loss_mask
 from ..packing.batch import PackedBatch
-from .engine_factory import OPTIM, ConformanceError, EngineFactory, holds, near, raises, weights_of
+from .engine_factory import OPTIM, ConformanceError, EngineFactory, assert_close, assert_raises, assert_that, weights_of
 from .reference import Reference
 from .tiny import tiny_documents
 
@@ -53,24 +53,24 @@ class MeanNLL:
         return LossSums(terms={"nll": total}, metrics={"nll": (total.detach(), loss_mask(batch).sum())})
 
 
-def check_reference(bench: EngineFactory) -> None:
+def check_reference(engine_factory: EngineFactory) -> None:
     """Check loss, gradient norm and parameters over five AdamW steps with clipping against plain Hugging Face."""
-    reference = Reference(bench.folder, OPTIM)
-    with bench.engine() as engine:
+    reference = Reference(engine_factory.folder, OPTIM)
+    with engine_factory.engine() as engine:
         for step in range(5):
             documents = tiny_documents(9, seed=step)
             masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
-            indices = bench.indices(engine, documents)
-            batch = bench.pack(documents, indices, supervised=[masks[i] for i in indices])
+            indices = engine_factory.indices(engine, documents)
+            batch = engine_factory.pack(documents, indices, supervised=[masks[i] for i in indices])
             result = engine.train_batch(batch, MeanNLL())
             expected = reference.step(documents, masks)
-            near(f"loss of step {step}", result.loss, expected.loss, LOSS_BOUND)
-            near(f"gradient norm of step {step}", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
+            assert_close(f"loss of step {step}", result.loss, expected.loss, LOSS_BOUND)
+            assert_close(f"gradient norm of step {step}", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
         weights = weights_of(engine)
         for name, value in reference.weights().items():
             error = (weights[name] - value).abs()
             largest, fraction = float(error.max()), float((error > WEIGHT_BOUND).float().mean())
-            holds(
+            assert_that(
                 fraction <= max(RARE, 1 / error.numel()) and largest <= OPTIM.lr,
                 f"parameter {name} differs by {largest:.1e} after five steps, {100 * fraction:.2g}% of it by more than "
                 f"{WEIGHT_BOUND}",
@@ -78,68 +78,70 @@ def check_reference(bench: EngineFactory) -> None:
 
 
 def _gradient(
-    bench: EngineFactory, documents: Sequence[Sequence[int]], assign: Callable[[int, int], list[int]], max_tokens: int
+    engine_factory: EngineFactory, documents: Sequence[Sequence[int]], assign: Callable[[int, int], list[int]], max_tokens: int
 ) -> tuple[float, float]:
-    with bench.engine(max_tokens=max_tokens) as engine:
+    with engine_factory.engine(max_tokens=max_tokens) as engine:
         indices = assign(engine.topology.dp_rank, engine.topology.dp_size)
-        result = engine.train_batch(bench.pack(documents, indices), MeanNLL())
+        result = engine.train_batch(engine_factory.pack(documents, indices), MeanNLL())
         return result.loss, result.grad_norm or math.nan
 
 
-def check_partition(bench: EngineFactory) -> None:
+def check_partition(engine_factory: EngineFactory) -> None:
     """Check that the numbers do not depend on the token budget or on the order of the documents."""
     documents = tiny_documents(10, seed=1)
 
     def assign(rank: int, size: int) -> list[int]:
         return list(range(rank, len(documents), size))
 
-    loss, norm = _gradient(bench, documents, assign, 1024)
+    loss, norm = _gradient(engine_factory, documents, assign, 1024)
     for budget, order in ((64, "as given"), (1024, "reversed")):
         ordered = assign if order == "as given" else (lambda rank, size: assign(rank, size)[::-1])
-        other_loss, other_norm = _gradient(bench, documents, ordered, budget)
-        near(f"loss with max_tokens={budget}, order {order}", other_loss, loss, LOSS_BOUND)
-        near(f"gradient norm with max_tokens={budget}, order {order}", other_norm, norm, NORM_BOUND)
+        other_loss, other_norm = _gradient(engine_factory, documents, ordered, budget)
+        assert_close(f"loss with max_tokens={budget}, order {order}", other_loss, loss, LOSS_BOUND)
+        assert_close(f"gradient norm with max_tokens={budget}, order {order}", other_norm, norm, NORM_BOUND)
 
 
-def check_shares(bench: EngineFactory) -> None:
+def check_shares(engine_factory: EngineFactory) -> None:
     """Check that the numbers do not depend on how documents are distributed over ranks, even if some ranks have none."""
     documents = tiny_documents(8, seed=2)
-    expected = Reference(bench.folder, OPTIM).step(documents)
+    expected = Reference(engine_factory.folder, OPTIM).step(documents)
     all_indices = list(range(len(documents)))
     for case, assign in (
         ("distributed round-robin", lambda rank, size: all_indices[rank::size]),
         ("all on the last rank", lambda rank, size: all_indices if rank == size - 1 else []),
     ):
-        loss, norm = _gradient(bench, documents, assign, 64)
-        near(f"loss, {case}", loss, expected.loss, LOSS_BOUND)
-        near(f"gradient norm, {case}", norm, expected.grad_norm, NORM_BOUND)
+        loss, norm = _gradient(engine_factory, documents, assign, 64)
+        assert_close(f"loss, {case}", loss, expected.loss, LOSS_BOUND)
+        assert_close(f"gradient norm, {case}", norm, expected.grad_norm, NORM_BOUND)
 
 
-def check_zero_weight(bench: EngineFactory) -> None:
+def check_zero_weight(engine_factory: EngineFactory) -> None:
     """Check that a batch without supervised tokens raises an error that names its samples, and that the engine still works."""
     documents = tiny_documents(6, seed=3)
-    with bench.engine() as engine:
-        indices = bench.indices(engine, documents)
-        unsupervised = bench.pack(documents, indices, supervised=[[False] * len(documents[i]) for i in indices])
-        error = raises(BatchError, lambda: engine.train_batch(unsupervised, MeanNLL()), "a batch of weight zero")
-        holds(not indices or "doc " in str(error), f"the error of a batch of weight zero does not name a sample: {error}")
-        result = engine.train_batch(bench.pack(documents, indices), MeanNLL())
-        holds(math.isfinite(result.loss), "the engine no longer trains after a batch of weight zero")
+    with engine_factory.engine() as engine:
+        indices = engine_factory.indices(engine, documents)
+        unsupervised = engine_factory.pack(documents, indices, supervised=[[False] * len(documents[i]) for i in indices])
+        error = assert_raises(BatchError, lambda: engine.train_batch(unsupervised, MeanNLL()), "a batch of weight zero")
+        assert_that(
+            not indices or "doc " in str(error), f"the error of a batch of weight zero does not name a sample: {error}"
+        )
+        result = engine.train_batch(engine_factory.pack(documents, indices), MeanNLL())
+        assert_that(math.isfinite(result.loss), "the engine no longer trains after a batch of weight zero")
 
 
-def check_budget(bench: EngineFactory) -> None:
+def check_budget(engine_factory: EngineFactory) -> None:
     """Check that a document over the token budget raises an error on all ranks, including those without the document."""
     documents = [*tiny_documents(4, seed=4), list(range(3, 103))]
-    with bench.engine(max_tokens=64) as engine:
+    with engine_factory.engine(max_tokens=64) as engine:
         last = engine.topology.dp_rank == engine.topology.dp_size - 1
-        batch = bench.pack(documents, range(5) if last else range(4))
+        batch = engine_factory.pack(documents, range(5) if last else range(4))
         error_type = BudgetError if last else RemoteError
-        error = raises(error_type, lambda: engine.train_batch(batch, MeanNLL()), "a document over the budget")
+        error = assert_raises(error_type, lambda: engine.train_batch(batch, MeanNLL()), "a document over the budget")
         for part in ("doc 4", "100", "64"):
-            holds(part in str(error), f"the error of a document over the budget does not contain {part!r}: {error}")
+            assert_that(part in str(error), f"the error of a document over the budget does not contain {part!r}: {error}")
 
 
-def check_non_finite(bench: EngineFactory) -> None:
+def check_non_finite(engine_factory: EngineFactory) -> None:
     """Check that a NaN on one rank raises an error or skips the step on all ranks, and leaves the parameters unchanged."""
     documents = tiny_documents(6, seed=5)
 
@@ -147,32 +149,34 @@ def check_non_finite(bench: EngineFactory) -> None:
         # Only one data-parallel rank sees the NaN.
         return MeanNLL(factor=math.nan if engine.topology.dp_rank == 0 else 1.0)
 
-    with bench.engine() as engine:
+    with engine_factory.engine() as engine:
         before = weights_of(engine)
-        batch = bench.share(engine, documents)
-        raises(NonFiniteError, lambda: engine.train_batch(batch, nan_loss(engine)), "a NaN loss with non_finite=raise")
+        batch = engine_factory.share(engine, documents)
+        assert_raises(NonFiniteError, lambda: engine.train_batch(batch, nan_loss(engine)), "a NaN loss with non_finite=raise")
         after = weights_of(engine)
-        holds(all(torch.equal(before[n], after[n]) for n in before), "a step that raised an error changed the parameters")
-    with bench.engine(non_finite="skip") as engine:
-        batch = bench.share(engine, documents)
+        assert_that(
+            all(torch.equal(before[n], after[n]) for n in before), "a step that raised an error changed the parameters"
+        )
+    with engine_factory.engine(non_finite="skip") as engine:
+        batch = engine_factory.share(engine, documents)
         clean = engine.train_batch(batch, MeanNLL())
         before = weights_of(engine)
         result = engine.train_batch(batch, nan_loss(engine))
-        holds(result.skipped and not clean.skipped, "a NaN loss with non_finite=skip was not reported as skipped")
-        holds(engine.step == 1, f"a skipped step advanced the schedule to step {engine.step}")
+        assert_that(result.skipped and not clean.skipped, "a NaN loss with non_finite=skip was not reported as skipped")
+        assert_that(engine.step == 1, f"a skipped step advanced the schedule to step {engine.step}")
         after = weights_of(engine)
-        holds(all(torch.equal(before[n], after[n]) for n in before), "a skipped step changed the parameters")
+        assert_that(all(torch.equal(before[n], after[n]) for n in before), "a skipped step changed the parameters")
         again = engine.train_batch(batch, MeanNLL())
-        holds(math.isfinite(again.loss) and not again.skipped, "the engine no longer trains after a skipped step")
+        assert_that(math.isfinite(again.loss) and not again.skipped, "the engine no longer trains after a skipped step")
 
 
-def check_infer(bench: EngineFactory) -> None:
+def check_infer(engine_factory: EngineFactory) -> None:
     """Check that outputs are in the caller's order and equal to those of each document computed alone."""
     documents = tiny_documents(7, seed=6)
-    reference = Reference(bench.folder, OPTIM)
-    with bench.engine(max_tokens=32, optim=None) as engine:
-        indices = bench.indices(engine, documents)[::-1]
-        batch = bench.pack(documents, indices)
+    reference = Reference(engine_factory.folder, OPTIM)
+    with engine_factory.engine(max_tokens=32, optim=None) as engine:
+        indices = engine_factory.indices(engine, documents)[::-1]
+        batch = engine_factory.pack(documents, indices)
         outputs = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
         all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
         greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
@@ -181,65 +185,67 @@ def check_infer(bench: EngineFactory) -> None:
             expected = reference.log_probs(documents[i], temperature=0.7).detach()
             actual = outputs["log_probs"][start : end - 1]
             error = float((actual - expected).abs().max()) if len(expected) else 0.0
-            holds(error <= 1e-4, f"log-probabilities of document {i} differ by {error:.1e}")
-            holds(
+            assert_that(error <= 1e-4, f"log-probabilities of document {i} differ by {error:.1e}")
+            assert_that(
                 float(outputs["log_probs"][end - 1]) == 0.0,
                 "the last token of a document has a log-probability, although it has no next token",
             )
             distribution = torch.log_softmax(reference.logits(documents[i])[:-1] / 0.7, -1)
             entropy = -(distribution.exp() * distribution).sum(-1).detach()
             error = float((outputs["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
-            holds(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
+            assert_that(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
             likeliest = reference.logits(documents[i]).argmax(-1)
-            holds(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
+            assert_that(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
 
 
-def check_weights(bench: EngineFactory) -> None:
+def check_weights(engine_factory: EngineFactory) -> None:
     """Check that `named_weights` yields the tensors in the model folder, bit for bit, with the metadata of `weight_shapes`."""
     from safetensors.torch import load_file
 
-    with bench.engine() as engine:
+    with engine_factory.engine() as engine:
         weights = weights_of(engine)
         shapes = engine.weight_shapes()
-    stored = {k: v for file in bench.folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    holds(list(weights) == list(shapes), "named_weights and weight_shapes differ in names or order")
-    holds(set(weights) == set(stored), f"named_weights differs from the folder in {sorted(set(weights) ^ set(stored))[:4]}")
+    stored = {k: v for file in engine_factory.folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert_that(list(weights) == list(shapes), "named_weights and weight_shapes differ in names or order")
+    assert_that(
+        set(weights) == set(stored), f"named_weights differs from the folder in {sorted(set(weights) ^ set(stored))[:4]}"
+    )
     for name, value in stored.items():
-        holds(torch.equal(weights[name], value), f"{name} differs from the tensor in the folder")
-        holds(shapes[name] == (value.dtype, tuple(value.shape)), f"weight_shapes is wrong about {name}: {shapes[name]}")
+        assert_that(torch.equal(weights[name], value), f"{name} differs from the tensor in the folder")
+        assert_that(shapes[name] == (value.dtype, tuple(value.shape)), f"weight_shapes is wrong about {name}: {shapes[name]}")
 
 
-def check_modes(bench: EngineFactory) -> None:
+def check_modes(engine_factory: EngineFactory) -> None:
     """Check that different modes cannot be nested, and that an evaluation has no effect on the next step."""
     documents = tiny_documents(6, seed=7)
-    with bench.engine() as engine:
-        batch = bench.share(engine, documents)
+    with engine_factory.engine() as engine:
+        batch = engine_factory.share(engine, documents)
         with engine.eval_mode():
-            raises(ConfigError, lambda: engine.train_batch(batch, MeanNLL()), "train_batch inside eval_mode")
+            assert_raises(ConfigError, lambda: engine.train_batch(batch, MeanNLL()), "train_batch inside eval_mode")
         evaluated = engine.forward_backward(batch, MeanNLL(), forward_only=True)
         before = weights_of(engine)
         trained = engine.train_batch(batch, MeanNLL())
-        near("loss of an evaluation and of the step after it", evaluated.loss, trained.loss, LOSS_BOUND)
-        reference = Reference(bench.folder, OPTIM).step(documents)
-        near("gradient norm after an evaluation", trained.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
+        assert_close("loss of an evaluation and of the step after it", evaluated.loss, trained.loss, LOSS_BOUND)
+        reference = Reference(engine_factory.folder, OPTIM).step(documents)
+        assert_close("gradient norm after an evaluation", trained.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
         changed = weights_of(engine)
-        holds(any(not torch.equal(before[n], changed[n]) for n in before), "a step did not change any parameter")
+        assert_that(any(not torch.equal(before[n], changed[n]) for n in before), "a step did not change any parameter")
 
 
-def check_accumulation(bench: EngineFactory) -> None:
+def check_accumulation(engine_factory: EngineFactory) -> None:
     """Check that two `forward_backward` calls with the total of their weights give the same step as one call."""
     documents = tiny_documents(8, seed=8)
-    reference = Reference(bench.folder, OPTIM).step(documents)
+    reference = Reference(engine_factory.folder, OPTIM).step(documents)
     total = {"nll": float(sum(len(d) - 1 for d in documents))}
-    with bench.engine() as engine, engine.train_mode():
+    with engine_factory.engine() as engine, engine.train_mode():
         engine.zero_grad()
         losses = [
-            engine.forward_backward(bench.share(engine, half), MeanNLL(), total_weights=total).loss
+            engine.forward_backward(engine_factory.share(engine, half), MeanNLL(), total_weights=total).loss
             for half in (documents[:5], documents[5:])
         ]
         result = engine.optimizer_step()
-        near("loss over two calls", sum(losses), reference.loss, LOSS_BOUND)
-        near("gradient norm over two calls", result.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
+        assert_close("loss over two calls", sum(losses), reference.loss, LOSS_BOUND)
+        assert_close("gradient norm over two calls", result.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
 
 
 @dataclass
@@ -271,48 +277,50 @@ class FailsOnce:
         return self.inner(outputs, batch)
 
 
-def check_aborted(bench: EngineFactory) -> None:
+def check_aborted(engine_factory: EngineFactory) -> None:
     """Check that an error in the loss is raised on all ranks, and that no partial gradient reaches the next step."""
     documents = tiny_documents(16, seed=11)
-    expected = Reference(bench.folder, OPTIM).step(documents)
-    with bench.engine(max_tokens=64) as engine:
-        batch = bench.share(engine, documents)
+    expected = Reference(engine_factory.folder, OPTIM).step(documents)
+    with engine_factory.engine(max_tokens=64) as engine:
+        batch = engine_factory.share(engine, documents)
         fails = engine.topology.dp_rank == 0
         # Only the last pipeline stage has outputs on which the loss is evaluated.
         error_type = KeyError if fails and engine.topology.is_last_stage else RemoteError
-        raises(error_type, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
+        assert_raises(error_type, lambda: engine.train_batch(batch, FailsOnce() if fails else MeanNLL()), "a loss that raises")
         engine.forward_backward(batch, MeanNLL(factor=math.nan))
         try:
             result = engine.train_batch(batch, MeanNLL())
         except NonFiniteError as e:
             raise ConformanceError(f"an aborted step made the next one fail: {e}") from e
-        near("loss after an aborted step", result.loss, expected.loss, LOSS_BOUND)
-        near("gradient norm after an aborted step", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
+        assert_close("loss after an aborted step", result.loss, expected.loss, LOSS_BOUND)
+        assert_close("gradient norm after an aborted step", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
 
 
-def check_checkpoint(bench: EngineFactory) -> None:
+def check_checkpoint(engine_factory: EngineFactory) -> None:
     """Check that the steps after loading a checkpoint equal those after saving it, bit for bit."""
     with tempfile.TemporaryDirectory() as temporary:
         root = [temporary]
         dist.broadcast_object_list(root)
-        with bench.engine() as engine:
-            first, second = (bench.share(engine, tiny_documents(6, seed=s)) for s in (9, 10))
+        with engine_factory.engine() as engine:
+            first, second = (engine_factory.share(engine, tiny_documents(6, seed=s)) for s in (9, 10))
             engine.train_batch(first, MeanNLL())
             # An evaluation in between must not leave anything behind that breaks saving.
             engine.forward_backward(second, MeanNLL(), forward_only=True)
             folder = engine.save_checkpoint(root[0], 1, {"cursor": 6})
             expected = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             final = weights_of(engine)
-        with bench.engine() as engine:
+        with engine_factory.engine() as engine:
             restored = engine.load_checkpoint(folder)
-            holds(restored.extra == {"cursor": 6} and restored.step == 1, f"the trainer's state was restored as {restored}")
+            assert_that(
+                restored.extra == {"cursor": 6} and restored.step == 1, f"the trainer's state was restored as {restored}"
+            )
             results = [engine.train_batch(second, MeanNLL()) for _ in range(2)]
             for step, (a, b) in enumerate(zip(results, expected, strict=True)):
-                holds(
+                assert_that(
                     (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr), f"step {step} after loading: {a}, expected {b}"
                 )
             resumed = weights_of(engine)
-        holds(all(torch.equal(resumed[n], final[n]) for n in final), "parameters after resuming are not bit-equal")
+        assert_that(all(torch.equal(resumed[n], final[n]) for n in final), "parameters after resuming are not bit-equal")
         dist.barrier()
 
 

@@ -79,7 +79,7 @@ class EngineFactory:
         return from_lists([documents[i] for i in mine], names=[f"doc {i}" for i in mine], **fields)
 
 
-def near(what: str, got: float, want: float, bound: float) -> None:
+def assert_close(what: str, got: float, want: float, bound: float) -> None:
     """Check that two numbers agree within a relative bound.
 
     Args:
@@ -96,7 +96,7 @@ def near(what: str, got: float, want: float, bound: float) -> None:
         raise ConformanceError(f"{what}: {got!r}, expected {want!r}; relative error {error:.1e}, allowed {bound:.0e}")
 
 
-def holds(condition: bool, what: str) -> None:
+def assert_that(condition: bool, what: str) -> None:
     """Check a condition.
 
     Args:
@@ -110,7 +110,7 @@ def holds(condition: bool, what: str) -> None:
         raise ConformanceError(what)
 
 
-def raises(kinds: type[Exception] | tuple[type[Exception], ...], do: Callable[[], Any], what: str) -> Exception:
+def assert_raises(kinds: type[Exception] | tuple[type[Exception], ...], do: Callable[[], Any], what: str) -> Exception:
     """Check that a call raises a certain error, and return the error.
 
     Args:
@@ -137,7 +137,7 @@ def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
 
 
 @contextmanager
-def bench(
+def engine_factory(
     backend: str, parallel: ParallelConfig | None = None, family: str = "qwen3", options: Any = None
 ) -> Iterator[EngineFactory]:
     """Yield an `EngineFactory` for a tiny model in a temporary folder. Collective over the default process group.

@@ -97,11 +97,11 @@ class FSDPEngine(BaseEngine):
         self, micro_batch: MicroBatch, consumer: MicroBatchConsumer, chunk: nn.Module | None = None
     ) -> tuple[Any, Callable[[Any], Tensor]]:
         """Run the model on one micro-batch; see `Backend.forward_step`."""
-        part = RankSlice.cut(micro_batch, consumer.request(micro_batch), self.topology)
+        part = RankSlice.from_micro_batch(micro_batch, consumer.request(micro_batch), self.topology)
 
         def scalar_of(output: dict[str, Tensor]) -> Tensor:
             aux = output.pop("router_aux", None)
-            return consumer(micro_batch, part.whole(output), aux)
+            return consumer(micro_batch, part.gather_outputs(output), aux)
 
         return (chunk or self._root)(part), scalar_of
 

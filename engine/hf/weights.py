@@ -165,7 +165,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def load_weights(
-    pieces: Iterable[LocalShard],
+    local_shards: Iterable[LocalShard],
     weights: WeightFolder,
     prefix: str,
     *,
@@ -175,7 +175,7 @@ def load_weights(
     """Fill this rank's local shards from a folder.
 
     Args:
-        pieces: The local shards of the values, as views.
+        local_shards: The local shards of the values, as views.
         weights: The folder of the weights.
         prefix: The prefix of the backbone's names.
         optional: A function that returns whether a tensor may be missing, such as that of a new head or a new adapter.
@@ -188,7 +188,7 @@ def load_weights(
         ModelError: Required tensors are missing.
     """
     missing, fresh = [], set()
-    for shard in pieces:
+    for shard in local_shards:
         at = weights.find(shard.name, prefix)
         if at is not None:
             weights.fill(shard, at, grown=shard.name in grown)

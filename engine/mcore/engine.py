@@ -183,11 +183,11 @@ class MCoreEngine(BaseEngine):
         else:
             empty_mask = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
             request = HeadRequest(outputs=OutputRequest(), mask=empty_mask)
-        part = RankSlice.cut(micro_batch, request, self.topology)
+        part = RankSlice.from_micro_batch(micro_batch, request, self.topology)
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
         )
-        return output, lambda last: consumer(micro_batch, part.whole(last), self._aux(part))
+        return output, lambda last: consumer(micro_batch, part.gather_outputs(last), self._aux(part))
 
     def _aux(self, part: RankSlice) -> Tensor | None:
         """Return the balancing loss of the micro-batch that just ran, or None if the loss is off."""

@@ -16,7 +16,7 @@ REMOTE_WAIT_SECONDS = 3.0
 """How long a rank with another rank's error waits for that rank to report it."""
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Flush the output and exit this process immediately, without finalizing the interpreter.
 
     Device meshes stay in torch's caches and keep process groups alive, whose threads release tensors at arbitrary times. If
@@ -40,7 +40,7 @@ def report_failure(error: BaseException) -> int:
 
     Only the first process that fails prints its error: later failures are usually a consequence of the first (a broken
     connection, for example). Errors that are not Drivetrain's own are printed with a traceback. Never raises, because the
-    caller is about to call `leave`.
+    caller is about to call `exit_process`.
 
     Args:
         error: The uncaught error.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.checks import CHECKS
-from drivetrain.engine.conformance.engine_factory import ConformanceError, bench
+from drivetrain.engine.conformance.engine_factory import ConformanceError, engine_factory
 from drivetrain.engine.fsdp.engine import FSDPEngine
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import StepResult, TokenOutputs
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 
 def rank_checks(axes: dict[str, Any], names: list[str], family: str, options: Any = None) -> None:
-    with bench("fsdp", ParallelConfig(**axes), family, options) as made:
+    with engine_factory("fsdp", ParallelConfig(**axes), family, options) as made:
         for name in names:
             CHECKS[name](made)
 
@@ -190,7 +190,7 @@ def test_check_finds_a_broken_engine(check: str, engine: type[FSDPEngine], proce
     # The registry resolves `module:attribute`; this test module stands in sys.modules under its own name.
     register("broken", BackendSpec(engine=f"{__name__}:{engine.__name__}"))
     try:
-        with bench("broken") as made, pytest.raises(ConformanceError):
+        with engine_factory("broken") as made, pytest.raises(ConformanceError):
             CHECKS[check](made)
     finally:
         unregister("broken")

@@ -13,7 +13,7 @@ from torch import Tensor
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.checks import CHECKS
-from drivetrain.engine.conformance.engine_factory import bench
+from drivetrain.engine.conformance.engine_factory import engine_factory
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
@@ -42,7 +42,7 @@ def build(folder: Path | str, axes: dict[str, Any] | None = None, backend: str =
 
 
 def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
-    with bench("mcore", ParallelConfig(**axes), family) as made:
+    with engine_factory("mcore", ParallelConfig(**axes), family) as made:
         for name in names:
             CHECKS[name](made)
 

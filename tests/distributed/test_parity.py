@@ -124,10 +124,10 @@ def test_a_row_that_is_off_fails() -> None:
         assert "FAIL" in "\n".join(table([told], {"qwen3": {"steps": steps}}))
     # In bfloat16 the bounds are those of the format itself, measured on the reference.
     loose = {"steps": steps, "rounding": {"loss": 1e-3, "grad_norm": 1e-2}}
-    near = {**right, "steps": [{"loss": 2.004, "grad_norm": 3.05}, steps[1]]}
-    assert compare_with_reference(row, near, loose, "bfloat16")["ok"]
+    close = {**right, "steps": [{"loss": 2.004, "grad_norm": 3.05}, steps[1]]}
+    assert compare_with_reference(row, close, loose, "bfloat16")["ok"]
     assert not compare_with_reference(
-        row, {**near, "steps": [{"loss": 2.008, "grad_norm": 3.0}, steps[1]]}, loose, "bfloat16"
+        row, {**close, "steps": [{"loss": 2.008, "grad_norm": 3.0}, steps[1]]}, loose, "bfloat16"
     )["ok"]
 
 

@@ -417,7 +417,7 @@ def test_shares_and_steps_come_back_in_order(ranks: int) -> None:
 # ---- groups of processes ------------------------------------------------------------------------------------------------
 
 
-def near(got: dict[str, Any], wanted: dict[str, list[tuple[float, float]]]) -> None:
+def assert_close(got: dict[str, Any], wanted: dict[str, list[tuple[float, float]]]) -> None:
     for name, steps in wanted.items():
         assert len(got[name]) == len(steps)
         for record, (loss, norm) in zip(got[name], steps, strict=True):
@@ -449,14 +449,14 @@ def test_a_ppo_and_a_grpo_step_equal_plain_float64(
     models: Path, float64: dict[str, Any], backend: str, nproc: int, parallel: dict[str, Any]
 ) -> None:
     for got in run_ranks(rank_example, nproc, str(models), backend, parallel):
-        near(got, float64)
+        assert_close(got, float64)
 
 
 def test_the_comparison_sees_another_step(models: Path, float64: dict[str, Any]) -> None:
     """The control: answers in another order of mini-batches."""
     other = expected(models, ROWS, MiniBatches(size=4, epochs=2).steps(list(range(len(ROWS)))))
     with pytest.raises(AssertionError):
-        near({k: [{"loss": a, "grad_norm": b} for a, b in v] for k, v in other.items()}, float64)
+        assert_close({k: [{"loss": a, "grad_norm": b} for a, b in v] for k, v in other.items()}, float64)
 
 
 def rank_layouts(models: str) -> Any:
@@ -469,7 +469,7 @@ def rank_layouts(models: str) -> Any:
 
 def test_roles_of_different_layouts_share_processes(models: Path, float64: dict[str, Any]) -> None:
     for got in run_ranks(rank_layouts, 2, str(models)):
-        near(got, float64)
+        assert_close(got, float64)
 
 
 def rank_function_fails(models: str) -> str:

@@ -114,8 +114,8 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
 
 
 def test_every_setting_that_names_a_file_or_folder_is_a_path() -> None:
-    marked = {key.name for cls in (SFTConfig, DPOConfig, RMConfig) for key in keys(cls) if key.path}
-    assert marked == set(PATHS)
+    mark_supervised = {key.name for cls in (SFTConfig, DPOConfig, RMConfig) for key in keys(cls) if key.path}
+    assert mark_supervised == set(PATHS)
     spoken = {
         key.name
         for cls in (SFTConfig, DPOConfig, RMConfig)
@@ -123,7 +123,7 @@ def test_every_setting_that_names_a_file_or_folder_is_a_path() -> None:
         if re.search(r"\b(files?|folder)\b", key.help)
     }
     # The order of the files, and what comes with the folder, are no paths.
-    assert spoken - marked == {"data.shuffle", "model.trust_remote_code"}
+    assert spoken - mark_supervised == {"data.shuffle", "model.trust_remote_code"}
 
 
 def test_a_recipe_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from drivetrain.engine.errors import DataError
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.dataset import Budget
-from drivetrain.trainers.data.encode import encode_completion, encode_row, marked
+from drivetrain.trainers.data.encode import encode_completion, encode_row, mark_supervised
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.sources import Chunk
 from drivetrain.trainers.data.tokenize import Encoder
@@ -340,8 +340,8 @@ def test_preferences_in_other_conventions_keep_their_prompt() -> None:
 
 def test_what_is_learned_is_shown() -> None:
     (sample,) = chat(CHAT)
-    assert marked(TOKENIZER, sample) == "<user>3+4=<assistant>«7<end>»<user>10+5=<assistant>«15<end>»"
-    assert marked(TOKENIZER, sample, 20) == "<user>3+4= ... >«15<end>»"
+    assert mark_supervised(TOKENIZER, sample) == "<user>3+4=<assistant>«7<end>»<user>10+5=<assistant>«15<end>»"
+    assert mark_supervised(TOKENIZER, sample, 20) == "<user>3+4= ... >«15<end>»"
 
 
 MARKED = (

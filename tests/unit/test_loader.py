@@ -40,7 +40,7 @@ def loader(samples: Dataset, size: int, *, shuffle: bool = True, seed: int = 3) 
 
 
 def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
-    return drawn.share(rank, ranks, 1e-4).batch.names or ()
+    return drawn.shard(rank, ranks, 1e-4).batch.names or ()
 
 
 @settings(deadline=None, max_examples=50)
@@ -53,7 +53,9 @@ def test_order_depends_on_the_seed_alone(many: list[Dataset], count: int, size: 
     for _ in range(steps):
         drawn, cursor = next(whole)
         assert sorted(n for r in range(ranks) for n in names(drawn, r, ranks)) == sorted(names(drawn))
-        assert sorted(place for r in range(ranks) for place in drawn.share(r, ranks, 1e-4).places) == list(range(len(drawn)))
+        assert sorted(place for r in range(ranks) for place in drawn.shard(r, ranks, 1e-4).positions) == list(
+            range(len(drawn))
+        )
         seen.append(names(drawn))
         cursors.append(cursor)
     for at, cursor in enumerate(cursors[:-1]):
@@ -131,5 +133,5 @@ def test_another_order_is_not_resumed(many: list[Dataset], caplog: pytest.LogCap
 
 
 def test_labels_survive_packing(many: list[Dataset]) -> None:
-    batch = next(loader(many[0], 1).batches(Cursor()))[0].share(0, 1, 1e-4).batch
+    batch = next(loader(many[0], 1).batches(Cursor()))[0].shard(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]

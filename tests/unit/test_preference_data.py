@@ -166,7 +166,7 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
     assert samples.lengths.tolist() == [[5, 4], [4, 6]]
     assert [s.name.rpartition("/")[2] for s in samples[1]] == ["pairs.jsonl:3 (chosen)", "pairs.jsonl:3 (rejected)"]
     (drawn,) = Loader(samples, Sampler([2], weights=None, seed=0, shuffle=False), batch_size=2).once()
-    batch = drawn.share(0, 1, 0.0).batch
+    batch = drawn.shard(0, 1, 0.0).batch
     assert batch.sequence_fields[CHOSEN].tolist() == [1, 0, 1, 0]
     assert batch.sequence_fields[MARGIN].tolist() == [0.5, 0.5, 0, 0]
     assert batch.group_ids is not None
@@ -222,9 +222,9 @@ def test_no_share_and_no_micro_batch_splits_a_pair(lengths: list[tuple[int, int]
     )
     seen = []
     for rank in range(ranks):
-        share = drawn.share(rank, ranks, 1e-3)
-        assert [p for p in share.places if p % 2 == 0] == [p - 1 for p in share.places if p % 2]
-        seen += share.places
+        share = drawn.shard(rank, ranks, 1e-3)
+        assert [p for p in share.positions if p % 2 == 0] == [p - 1 for p in share.positions if p % 2]
+        seen += share.positions
         parts = partition(share.batch.lengths, budget, groups=share.batch.groups())
         for part in parts:
             groups = [share.batch.groups()[i] for i in part]

@@ -165,14 +165,14 @@ def _encode_marked(tokenizer: Any, chat: Chat) -> Sample:
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
     if any(not chat.learned[i] for i in turns):
         # Runs of marked tokens are matched with answers by position, so the template must mark every answer exactly once.
-        runs = [(marked, len(list(run))) for marked, run in groupby(mask)]
-        if sum(marked for marked, _ in runs) != len(turns):
+        runs = [(mark_supervised, len(list(run))) for mark_supervised, run in groupby(mask)]
+        if sum(mark_supervised for mark_supervised, _ in runs) != len(turns):
             raise DataError(
-                f"{chat.name}: the chat template marks {sum(marked for marked, _ in runs)} spans as generated for "
+                f"{chat.name}: the chat template marks {sum(mark_supervised for mark_supervised, _ in runs)} spans as generated for "
                 f"{len(turns)} answers, so it is unknown which of them train=false leaves out; set data.turns=per_turn"
             )
         flags = iter([chat.learned[i] for i in turns])
-        mask = [is_marked for marked, length in runs for is_marked in [marked and next(flags)] * length]
+        mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
     return _sample(chat.name, rendered["input_ids"], mask)
 
 

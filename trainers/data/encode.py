@@ -175,7 +175,7 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -
     return Sample(name, [*before, *after], [False] * len(before) + [True] * len(after))
 
 
-def marked(tokenizer: Any, sample: Sample, most: int = 600) -> str:
+def mark_supervised(tokenizer: Any, sample: Sample, most: int = 600) -> str:
     """Return a sample's text on one line, with the supervised parts between « and ».
 
     Args:

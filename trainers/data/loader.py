@@ -53,7 +53,7 @@ class Sampler:
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
         self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
         self._starts = np.cumsum([0, *sizes])
-        self.drawn = list(sizes) if weights is None else shares(sum(sizes), weights)
+        self.epoch_sizes = list(sizes) if weights is None else apportion(sum(sizes), weights)
         """The number of samples that an epoch takes from each source."""
         self._cached: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
 
@@ -81,7 +81,7 @@ class Sampler:
 
     def _draws(self, source: int, epoch: int) -> NDArray[Any]:
         """Return the samples that an epoch takes from a source: a slice of the infinite sequence of passes over the source."""
-        size, count = self.sizes[source], self.drawn[source]
+        size, count = self.sizes[source], self.epoch_sizes[source]
         begin, end = epoch * count, (epoch + 1) * count
         passes = range(begin // size, -(-end // size))
         permutations = [self._permutation(size, number, source + 1) if self.shuffle else np.arange(size) for number in passes]
@@ -101,7 +101,7 @@ class Sampler:
         }
 
 
-def shares(total: int, weights: Sequence[float]) -> list[int]:
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Return integers proportional to the weights that add up to `total` (largest-remainder method)."""
     exact = [total * w / sum(weights) for w in weights]
     counts = [int(x) for x in exact]
@@ -111,15 +111,15 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class Shard:
     """A data-parallel shard: a rank's part of a global batch.
 
     Args:
-        places: The positions of the shard's documents in the global batch.
+        positions: The positions of the shard's documents in the global batch.
         batch: The documents as a packed batch.
     """
 
-    places: list[int]
+    positions: list[int]
     batch: PackedBatch
 
 
@@ -148,7 +148,7 @@ class GlobalBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def share(self, dp_rank: int, dp_size: int, ratio: float) -> Share:
+    def shard(self, dp_rank: int, dp_size: int, ratio: float) -> Shard:
         """Split the batch into data-parallel shards of similar cost and return one of the shards.
 
         Args:
@@ -156,26 +156,26 @@ class GlobalBatch:
             dp_size: The number of shards.
             ratio: The cost ratio of attention, from the engine.
         """
-        groups = [place // self.width for place in range(len(self))]
-        places = balance(self.lengths, dp_size, groups=groups, ratio=ratio)[dp_rank]
-        samples = [self.read(place) for place in places]
+        groups = [position // self.width for position in range(len(self))]
+        positions = balance(self.lengths, dp_size, groups=groups, ratio=ratio)[dp_rank]
+        samples = [self.read(position) for position in positions]
         marks = {CHOSEN: [float(s.chosen or False) for s in samples], MARGIN: [s.margin for s in samples]}
         batch = from_lists(
             [s.ids for s in samples],
             supervised=[s.supervised for s in samples],
             sequence_fields=marks if self.compared else None,
-            group_ids=[groups[place] for place in places] if self.width > 1 else None,
+            group_ids=[groups[position] for position in positions] if self.width > 1 else None,
             names=[s.name for s in samples],
         )
-        return Share(places=places, batch=batch)
+        return Shard(positions=positions, batch=batch)
 
-    def share_of(self, engine: BaseEngine) -> Share:
+    def shard_of(self, engine: BaseEngine) -> Shard:
         """Return the shard of this process.
 
         Args:
             engine: The engine whose data-parallel layout determines the shards.
         """
-        return self.share(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
+        return self.shard(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
 
 
 class Loader:
@@ -218,7 +218,7 @@ class Loader:
         dataset, width = self.samples, self.samples.width
         return GlobalBatch(
             lengths=[int(n) for n in dataset.lengths[list(chosen)].ravel()],
-            read=lambda place: dataset.document(chosen[place // width], place % width),
+            read=lambda position: dataset.document(chosen[position // width], position % width),
             width=width,
             compared=dataset.compared,
             numbers=(np.array(chosen)[:, None] * width + np.arange(width)).ravel(),

@@ -24,12 +24,12 @@ class Chunk:
     Args:
         file: The file's name, for messages.
         rows: Pairs of a row's number, from 1, and the row: a line of JSON as bytes, or the row's columns.
-        share: The chunk's fraction of the entire source.
+        fraction: The chunk's fraction of the entire source.
     """
 
     file: str
     rows: Sequence[tuple[int, bytes | dict[str, Any]]]
-    share: float
+    fraction: float
 
     def parsed(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Parse the rows into their columns.
@@ -79,10 +79,10 @@ class Source:
             raise DataError(f"data file {self.name} has no rows")
 
     def _files(self) -> Iterator[Chunk]:
-        share = 1 / len(self.files)
+        fraction = 1 / len(self.files)
         for file in self.files:
             try:
-                yield from _read(file, share)
+                yield from _read(file, fraction)
             except OSError as e:
                 raise DataError(f"data file {file} cannot be read: {e.strerror or e}") from e
 
@@ -142,16 +142,16 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     return loaded
 
 
-def _read(file: Path, share: float) -> Iterator[Chunk]:
+def _read(file: Path, fraction: float) -> Iterator[Chunk]:
     if file.suffix == ".parquet":
-        yield from _parquet(file, share)
+        yield from _parquet(file, fraction)
     elif file.suffix == ".json":
-        yield from _array(file, share)
+        yield from _array(file, fraction)
     else:
-        yield from _lines(file, share)
+        yield from _lines(file, fraction)
 
 
-def _lines(file: Path, share: float) -> Iterator[Chunk]:
+def _lines(file: Path, fraction: float) -> Iterator[Chunk]:
     # Rows are read by line, so that an error names the line that an editor shows; the process that tokenizes a row also parses
     # it.
     size = max(1, file.stat().st_size)
@@ -163,10 +163,10 @@ def _lines(file: Path, share: float) -> Iterator[Chunk]:
             if line.strip():
                 rows.append((number, line))
             if len(rows) == CHUNK_ROWS:
-                yield Chunk(str(file), rows, share * size_read / size)
+                yield Chunk(str(file), rows, fraction * size_read / size)
                 rows, size_read = [], 0
     if rows:
-        yield Chunk(str(file), rows, share * size_read / size)
+        yield Chunk(str(file), rows, fraction * size_read / size)
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def _array(file: Path, share: float) -> Iterator[Chunk]:
+def _array(file: Path, fraction: float) -> Iterator[Chunk]:
     try:
         rows = json.loads(file.read_bytes())
     except ValueError as e:
@@ -192,17 +192,17 @@ def _array(file: Path, share: float) -> Iterator[Chunk]:
         )
     for start in range(0, len(rows), CHUNK_ROWS):
         part = rows[start : start + CHUNK_ROWS]
-        yield Chunk(str(file), list(enumerate(part, start + 1)), share * len(part) / len(rows))
+        yield Chunk(str(file), list(enumerate(part, start + 1)), fraction * len(part) / len(rows))
 
 
-def _parquet(file: Path, share: float) -> Iterator[Chunk]:
+def _parquet(file: Path, fraction: float) -> Iterator[Chunk]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
             batches = table.iter_batches(CHUNK_ROWS, columns=_columns(table.schema_arrow.names, str(file)))
-            yield from _chunks((batch.to_pylist() for batch in batches), str(file), share / max(1, table.metadata.num_rows))
+            yield from _chunks((batch.to_pylist() for batch in batches), str(file), fraction / max(1, table.metadata.num_rows))
     except ArrowException as e:
         raise DataError(f"data file {file} cannot be read: {e}") from e
 
@@ -228,10 +228,10 @@ def _columns(names: Sequence[str], source: str) -> list[str]:
     return [c for c in names if c in COLUMNS]
 
 
-def _chunks(parts: Iterable[list[dict[str, Any]]], name: str, share: float) -> Iterator[Chunk]:
+def _chunks(parts: Iterable[list[dict[str, Any]]], name: str, fraction: float) -> Iterator[Chunk]:
     offset = 0
     for rows in parts:
-        yield Chunk(name, [(offset + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], share * len(rows))
+        yield Chunk(name, [(offset + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], fraction * len(rows))
         offset += len(rows)
 
 

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 FEW_CHUNKS = 64
 """Up to this many chunks, tokenization finishes before additional processes would have started."""
-MOST_WORKERS = 16
-NEWS_SECONDS = 15.0
+MAX_WORKERS = 16
+SYNC_SECONDS = 15.0
 """The longest time between two synchronizations with the waiting ranks, which would otherwise time out."""
 
 
@@ -135,12 +135,12 @@ def _open(folders: Sequence[Path]) -> list[TokenCache]:
 def _run_collectively(work: Generator[None, None, None]) -> None:
     """Run steps until all ranks are done; an error is raised on all ranks. Collective.
 
-    Ranks without work synchronize with the others every `NEWS_SECONDS`, so that they do not time out.
+    Ranks without work synchronize with the others every `SYNC_SECONDS`, so that they do not time out.
     """
     while True:
         done, start = False, time.monotonic()
         with collective_errors():
-            while not done and time.monotonic() - start < NEWS_SECONDS:
+            while not done and time.monotonic() - start < SYNC_SECONDS:
                 done = next(work, work) is work
         if all(all_gather_object(done)):
             return
@@ -179,7 +179,7 @@ def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iter
         for chunk, encoded in _encode_chunks(source.chunks(), encoder):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
             writer.add(encoded, chunk.file)
-            bar.advance(chunk.share, writer.samples)
+            bar.advance(chunk.fraction, writer.samples)
             yield
     width = WIDTH[encoder.kind]
     writer.commit(list(files), width=width, compared=encoder.kind != "completions")
@@ -228,7 +228,7 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
     first = list(islice(chunks, FEW_CHUNKS + 1))
     workers = encoder.data.workers
     if workers is None:
-        workers = 0 if len(first) <= FEW_CHUNKS else min(MOST_WORKERS, os.cpu_count() or 1)
+        workers = 0 if len(first) <= FEW_CHUNKS else min(MAX_WORKERS, os.cpu_count() or 1)
     all_chunks = chain(first, chunks)
     if workers == 0:
         for chunk in all_chunks:
@@ -307,17 +307,17 @@ class Bar:
             self._progress.start()
         return self
 
-    def advance(self, share: float, samples: int) -> None:
+    def advance(self, fraction: float, samples: int) -> None:
         """Report progress.
 
         Args:
-            share: The fraction of the work that has been done since the last call.
+            fraction: The fraction of the work that has been done since the last call.
             samples: The total number of samples so far.
         """
-        self._fraction += share
+        self._fraction += fraction
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=self._fraction, samples=samples)
-        elif time.monotonic() - self._last_report > NEWS_SECONDS:
+        elif time.monotonic() - self._last_report > SYNC_SECONDS:
             log.info("%s: %.0f%%, %d samples", self._title, 100 * self._fraction, samples)
             self._last_report = time.monotonic()
 

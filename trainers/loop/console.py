@@ -120,7 +120,7 @@ class Summary:
                 "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
                 "loss": f"{self._first['loss']:.4g} at the first step, {self._last['loss']:.4g} at the last",
                 "tokens": f"{self._tokens}, {speed:.0f} per second (median)",
-                "mfu": share(mfu),
+                "mfu": format_percent(mfu),
                 "peak memory": f"{self._last['peak_gib']:.2f} GiB",
             }
         if self._evaluated:
@@ -144,14 +144,14 @@ def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
         f"grad_norm {record['grad_norm']:.3f}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_s']:.0f} tokens/s",
-        f"mfu {share(record['mfu'])}",
+        f"mfu {format_percent(record['mfu'])}",
         f"{record['peak_gib']:.1f} GiB",
         f"{duration(left)} left",
     ]
     return "  ".join([*parts, *(["skipped"] if record["skipped"] else [])])
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Format a fraction as a percentage, or as a dash if it is None because the peak of the device is unknown."""
     return "-" if value is None else f"{100 * value:.1f}%"
 

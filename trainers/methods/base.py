@@ -89,12 +89,12 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+    def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
         """Return this rank's data-parallel shard of a global batch, with all fields that the loss needs. Collective.
 
         Args:
             engine: The policy's engine.
-            drawn: The global batch.
+            global_batch: The global batch.
             training: Whether the batch is for a training step; otherwise it is for an evaluation.
         """
 

@@ -17,7 +17,7 @@ from ..data.encode import Kind
 from ..data.loader import GlobalBatch
 from ..data.sample import Sample
 from .base import PAIR_METRICS, Method
-from .reference import Reference, build_reference, check_reference, log_probs_of, mode_of
+from .reference import Reference, build_reference, check_reference, log_probs_of, resolved_mode
 
 
 class PreferenceMethod(Method):
@@ -60,7 +60,7 @@ class PreferenceMethod(Method):
                     f"data.batch_size={config.data.batch_size}: kto compares each answer with another one in the "
                     "batch; use at least 2"
                 )
-            if mode_of(config) == "cached":
+            if resolved_mode(config) == "cached":
                 raise ConfigError(
                     "reference.mode=cached with dpo.loss=kto, which needs the log-probabilities of new prompt-answer "
                     "combinations in every epoch; use model or base"
@@ -72,16 +72,16 @@ class PreferenceMethod(Method):
             datasets = [samples] if held_out is None else [samples, held_out]
             self._reference = build_reference(self._config, engine, datasets)
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+    def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
         """Return this rank's shard of the documents, with the reference's log-probabilities. Collective."""
-        shard = drawn.share_of(engine)
+        shard = global_batch.shard_of(engine)
         if self._reference is None:
             return shard.batch
-        log_probs = self._reference.log_probs(drawn, training=training)
-        batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.places]})
+        log_probs = self._reference.log_probs(global_batch, training=training)
+        batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.positions]})
         if not isinstance(self._loss, KTOLoss):
             return batch
-        mismatches = mismatched(drawn, self._longest)
+        mismatches = mismatched(global_batch, self._longest)
         baseline = torch.zeros(())
         if len(mismatches):
             # z0 of equation 8: the mean over the global batch, so that it does not depend on how the batch is split.
@@ -114,16 +114,16 @@ class PreferenceMethod(Method):
             self._reference.close()
 
 
-def mismatched(drawn: GlobalBatch, longest: int) -> GlobalBatch:
+def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
     """Combine each prompt of a batch with the answer to the nearest different prompt before it.
 
     KTO uses these documents to measure the distance to the reference. If all prompts of the batch are equal, there are none.
 
     Args:
-        drawn: A global batch of single answers.
+        global_batch: A global batch of single answers.
         longest: The maximum number of tokens in a document; a longer answer is truncated.
     """
-    documents = [drawn.read(place) for place in range(len(drawn))]
+    documents = [global_batch.read(position) for position in range(len(global_batch))]
     prompts = [tuple(document.ids[: _begin(document)]) for document in documents]
     mismatches = []
     for i, document in enumerate(documents):
@@ -135,7 +135,7 @@ def mismatched(drawn: GlobalBatch, longest: int) -> GlobalBatch:
         ids = [*document.ids[:prompt], *other.ids[answer:]][:longest]
         supervised = ([False] * prompt + list(other.supervised[answer:]))[:longest]
         mismatches.append(Sample(f"{document.name} with the answer of {other.name}", ids, supervised))
-    return GlobalBatch(lengths=[len(s.ids) for s in mismatches], read=lambda place: mismatches[place])
+    return GlobalBatch(lengths=[len(s.ids) for s in mismatches], read=lambda position: mismatches[position])
 
 
 def _begin(sample: Sample) -> int:

@@ -37,28 +37,28 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 
 
-def log_probs_of(engine: BaseEngine, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
+def log_probs_of(engine: BaseEngine, global_batch: GlobalBatch, *, training: bool = False) -> Tensor:
     """Compute the log-probability of each document's supervised tokens.
 
     Collective over the engine's ranks, which are all ranks of the job.
 
     Args:
         engine: The initialized engine of the model.
-        drawn: The global batch.
+        global_batch: The global batch.
         training: Whether to use the same micro-batches as a training step.
 
     Returns:
         `[D]` float64: the values of the entire global batch, on all ranks.
     """
-    shard = drawn.share_of(engine)
+    shard = global_batch.shard_of(engine)
     log_probs = engine.infer_batch(shard.batch, OutputRequest(log_probs=True), as_in_training=training)["log_probs"]
     sums = sequence_sums(log_probs.double(), shard.batch).tolist()
-    result = torch.zeros(len(drawn), dtype=torch.float64)
-    for is_output_rank, places, values in engine.topology.all_gather_object(
-        (engine.topology.is_output_rank, shard.places, sums)
+    result = torch.zeros(len(global_batch), dtype=torch.float64)
+    for is_output_rank, positions, values in engine.topology.all_gather_object(
+        (engine.topology.is_output_rank, shard.positions, sums)
     ):
         if is_output_rank:
-            result[places] = torch.tensor(values, dtype=torch.float64)
+            result[positions] = torch.tensor(values, dtype=torch.float64)
     return result
 
 
@@ -66,11 +66,11 @@ class Reference(ABC):
     """A reference that provides log-probabilities of documents."""
 
     @abstractmethod
-    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
+    def log_probs(self, global_batch: GlobalBatch, *, training: bool = False) -> Tensor:
         """Return the documents' log-probabilities, `[D]` float64. Collective.
 
         Args:
-            drawn: The global batch.
+            global_batch: The global batch.
             training: Whether to use the same micro-batches as a training step.
         """
 
@@ -88,16 +88,16 @@ class FrozenModel(Reference):
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
-    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
+    def log_probs(self, global_batch: GlobalBatch, *, training: bool = False) -> Tensor:
         """Compute the log-probabilities with a forward pass. Collective."""
-        return log_probs_of(self._engine, drawn, training=training)
+        return log_probs_of(self._engine, global_batch, training=training)
 
     def close(self) -> None:
         """Free the engine."""
         self._engine.close()
 
 
-class WithoutAdapters(Reference):
+class PolicyBase(Reference):
     """The policy's base model.
 
     Args:
@@ -107,10 +107,10 @@ class WithoutAdapters(Reference):
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
 
-    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
+    def log_probs(self, global_batch: GlobalBatch, *, training: bool = False) -> Tensor:
         """Compute the log-probabilities with the policy's forward pass, adapters disabled. Collective."""
         with self._engine.disable_adapter():
-            return log_probs_of(self._engine, drawn, training=training)
+            return log_probs_of(self._engine, global_batch, training=training)
 
 
 class CachedReference(Reference):
@@ -123,13 +123,13 @@ class CachedReference(Reference):
     def __init__(self, tables: dict[str, NDArray[Any]]) -> None:
         self._tables = tables
 
-    def log_probs(self, drawn: GlobalBatch, *, training: bool = False) -> Tensor:
+    def log_probs(self, global_batch: GlobalBatch, *, training: bool = False) -> Tensor:
         """Look up the log-probabilities."""
-        assert drawn.numbers is not None
-        return torch.from_numpy(self._tables[drawn.digest][drawn.numbers])
+        assert global_batch.numbers is not None
+        return torch.from_numpy(self._tables[global_batch.digest][global_batch.numbers])
 
 
-def mode_of(config: DPOConfig) -> str:
+def resolved_mode(config: DPOConfig) -> str:
     """Return `reference.mode` with `auto` resolved."""
     if config.reference.mode == "auto":
         return "base" if config.model.lora.rank > 0 and config.reference.path is None else "model"
@@ -158,7 +158,7 @@ def check_reference(config: DPOConfig) -> None:
     Raises:
         ConfigError: The reference does not fit; the message names the setting.
     """
-    settings, mode = config.reference, mode_of(config)
+    settings, mode = config.reference, resolved_mode(config)
     if mode == "base":
         if config.model.lora.rank <= 0:
             raise ConfigError("reference.mode=base needs adapters to disable (model.lora.rank); use model or cached")
@@ -216,9 +216,9 @@ def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Datas
         policy: The policy's engine, which need not be initialized yet.
         every: All datasets for which log-probabilities will be needed.
     """
-    mode = mode_of(config)
+    mode = resolved_mode(config)
     if mode == "base":
-        return WithoutAdapters(policy)
+        return PolicyBase(policy)
     if mode == "model":
         return FrozenModel(reference_engine(config).initialize())
     return _cached_reference(config, every)
@@ -286,11 +286,11 @@ def _compute(config: DPOConfig, engine: BaseEngine, dataset: Dataset, file: Path
     table = np.zeros(dataset.lengths.size)
     done = 0
     with Bar("the reference's log-probabilities") as bar:
-        for drawn in Loader(dataset, sampler, batch_size=config.data.batch_size).once():
-            assert drawn.numbers is not None
-            table[drawn.numbers] = log_probs_of(engine, drawn).numpy()
-            done += len(drawn) // drawn.width
-            bar.advance(len(drawn) / dataset.lengths.size, done)
+        for global_batch in Loader(dataset, sampler, batch_size=config.data.batch_size).once():
+            assert global_batch.numbers is not None
+            table[global_batch.numbers] = log_probs_of(engine, global_batch).numpy()
+            done += len(global_batch) // global_batch.width
+            bar.advance(len(global_batch) / dataset.lengths.size, done)
     with collective_errors():
         if os.environ.get("LOCAL_RANK", "0") == "0":
             temporary = file.with_name(f".tmp-{uuid.uuid4().hex}.npy")

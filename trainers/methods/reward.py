@@ -36,6 +36,6 @@ class RewardMethod(Method):
         """The Bradley-Terry loss."""
         return self._loss
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+    def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
         """Return this rank's shard of the pairs."""
-        return drawn.share_of(engine).batch
+        return global_batch.shard_of(engine).batch

@@ -27,6 +27,6 @@ class SFTMethod(Method):
         """The loss with the additional metric of token accuracy."""
         return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
 
-    def batch(self, engine: BaseEngine, drawn: GlobalBatch, *, training: bool) -> PackedBatch:
+    def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
         """Return this rank's shard of the documents."""
-        return drawn.share_of(engine).batch
+        return global_batch.shard_of(engine).batch

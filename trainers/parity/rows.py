@@ -16,7 +16,7 @@ from ...engine.conformance.reference import Reference
 from ...engine.conformance.tiny import FAMILIES, save_tiny_model
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.packing.batch import IGNORE
-from ...engine.parallel.process import leave, report_failure
+from ...engine.parallel.process import exit_process, report_failure
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...engine.registry import engine_class
 from ...workers.losses.sft import SFTLoss
@@ -101,7 +101,7 @@ def documents_of(samples: Dataset, config: SFTConfig, steps: int) -> Iterator[tu
     """Yield the documents of each step and the masks of their target tokens, for a loop without packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
-        batch = next(batches)[0].share(0, 1, 0.0).batch
+        batch = next(batches)[0].shard(0, 1, 0.0).batch
         documents, masks = [], []
         for start, end in zip(batch.bounds[:-1], batch.bounds[1:], strict=True):
             documents.append(batch.input_ids[start:end].tolist())
@@ -178,7 +178,7 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
         steps = []
         for _ in range(job.steps):
             batch, _ = next(batches)
-            result = engine.train_batch(batch.share_of(engine).batch, SFTLoss())
+            result = engine.train_batch(batch.shard_of(engine).batch, SFTLoss())
             steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
         reference_weights = load_file(str(_weights_file(job, row)))
         with engine.named_weights() as stream:
@@ -229,4 +229,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))
