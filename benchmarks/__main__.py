@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one table at the end. Takes about three quarters of an hour on two cores.
+"""Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
 python -m benchmarks [--only step mcore preference head load checkpoint startup balance gpu] [--steps 16]
 """
@@ -15,7 +15,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def commands(steps: int) -> dict[str, list[list[str]]]:
-    """What each benchmark runs."""
+    """Return the commands of each benchmark."""
     step = ["-m", "benchmarks.step", "--steps", str(steps), "--layout"]
     return {
         "step": [[*step, "none"], [*TORCHRUN, "2", *step, "replicate"], [*TORCHRUN, "2", *step, "shard"]],
@@ -35,10 +35,12 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
 
 
 def main() -> int:
-    """Run, and print the table."""
+    """Run the benchmarks, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(commands(0)))
-    parser.add_argument("--steps", type=int, default=16, help="counted steps of the step benchmark; at least 15 for a figure")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="measured steps of the step benchmark; at least 15 for a meaningful result"
+    )
     args = parser.parse_args()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     failed, rows = 0, []
@@ -58,7 +60,7 @@ def main() -> int:
 
 
 def table(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Lines of one table: a line for each figure."""
+    """Return the lines of the table, one for each measurement."""
     cells = [("benchmark", "case", "measure", "value")]
     for name, row in rows:
         cells += [(name, str(row["case"]), measure, str(value)) for measure, value in row.items() if measure != "case"]

@@ -1,7 +1,7 @@
-"""Hand-written training loops to compare the engine with: as fast as plain PyTorch gets on a packed batch, and no abstraction.
+"""Hand-written training loops to compare the engine with: as fast as plain PyTorch gets on a packed batch, without abstractions.
 
-Packed documents, one SDPA call per document, the head on supervised tokens only, fused AdamW, clipping. Three ways to use
-two processes: none, an all-reduce of flat gradients, FSDP2.
+Packed documents, one SDPA call per document, the head on supervised tokens only, fused AdamW, clipping. Three kinds of
+parallelism: none, an all-reduce of flat gradients, FSDP2.
 """
 
 import copy
@@ -33,7 +33,7 @@ def segment_attention(
     sizes: list[int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """One causal SDPA call for each document."""
+    """Compute attention with one causal SDPA call per document."""
     assert sizes is not None
     parts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts]
@@ -45,7 +45,7 @@ AttentionInterface.register("bare_segments", segment_attention)
 
 @dataclass
 class BareLoop:
-    """One model and its optimizer."""
+    """A model and its optimizer."""
 
     config: PreTrainedConfig
     sharding: Sharding
@@ -58,7 +58,7 @@ class BareLoop:
         self.model = AutoModelForCausalLM.from_config(
             copy.deepcopy(self.config), attn_implementation="bare_segments", dtype=torch.float32
         ).train()
-        # From the same float32 weights.
+        # Created in float32 first, so that all dtypes start from the same weights.
         self.model.to(self.dtype)
         if self.sharding == "shard":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -68,7 +68,7 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
 
     def step(self, batch: PackedBatch, total: float) -> float:
-        """One optimizer step on this rank's share; `total` supervised tokens over all ranks."""
+        """Make an optimizer step on this rank's shard and return the loss. `total` is the number of supervised tokens on all ranks."""
         self.optimizer.zero_grad()
         loss = self.gradient(batch, total)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -82,7 +82,7 @@ class BareLoop:
         return loss.item()
 
     def gradient(self, batch: PackedBatch, total: float) -> Tensor:
-        """This rank's part of the loss; its gradient, summed over ranks, in the parameters."""
+        """Return this rank's part of the loss and leave the gradient, summed over ranks, in the parameters."""
         sizes = [end - start for start, end in pairwise(batch.bounds)]
         if self.sharding == "shard":
             # The head's weight is gathered by the root's hook, so the head must run inside the root's forward.

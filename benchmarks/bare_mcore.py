@@ -1,7 +1,7 @@
 """A hand-written Megatron-core loop to compare the engine with: megatron's schedule, reduction, optimizer and head.
 
-The layers are the engine's own, since megatron's need CUDA; all around them is plain megatron: logits of the supervised
-tokens, its vocabulary-parallel cross entropy, its distributed optimizer with its clipping, its globals.
+The layers are the engine's own, because megatron's need CUDA. Everything around them is plain megatron: logits of the supervised
+tokens, vocabulary-parallel cross entropy, the distributed optimizer with its clipping, global process groups.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from drivetrain.engine.rank_slice import RankSlice
 
 
 class LogitsModel(PackedGPTModel):
-    """The same layers with megatron's own head: logits, then cross entropy."""
+    """The engine's layers with megatron's own head: logits, then cross entropy."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         part = slice_of(packed_seq_params)
@@ -44,13 +44,13 @@ class LogitsModel(PackedGPTModel):
 
 
 class BareMegatron:
-    """One model and its optimizer, under tensor or data parallelism of all processes.
+    """A model and its optimizer, with tensor or data parallelism over all processes.
 
     Args:
-        config: of the model.
-        tp: tensor parallel ranks.
-        lr: learning rate.
-        weights: of a chunk of the engine's, to start from.
+        config: The model's config.
+        tp: The number of tensor-parallel ranks.
+        lr: The learning rate.
+        weights: The initial weights: the state dict of a chunk of the engine's model.
     """
 
     def __init__(self, config: PreTrainedConfig, tp: int, lr: float, weights: dict[str, Tensor]) -> None:
@@ -95,39 +95,39 @@ class BareMegatron:
             settings.finalize_model_grads_func = lambda model, *args, **kwargs: finalize_model_grads(model, None)
 
     def step(self, batch: PackedBatch, total: float) -> float:
-        """One optimizer step on this rank's share; `total` supervised tokens over all ranks."""
+        """Make an optimizer step on this rank's shard and return the loss. `total` is the number of supervised tokens on all ranks."""
         with cuda_means_cpu():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
 
             def forward(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-                mine = next(batches)
-                chosen = mine.labels != IGNORE
+                micro_batch = next(batches)
+                supervised = micro_batch.labels != IGNORE
                 part = RankSlice(
-                    input_ids=mine.input_ids,
-                    position_ids=mine.position_ids,
-                    context=PackedContext(bounds=mine.bounds, cu_seqlens=mine.cu_seqlens),
-                    selected=chosen.nonzero()[:, 0],
-                    targets=mine.labels[chosen],
+                    input_ids=micro_batch.input_ids,
+                    position_ids=micro_batch.position_ids,
+                    context=PackedContext(bounds=micro_batch.bounds, cu_seqlens=micro_batch.cu_seqlens),
+                    selected=supervised.nonzero()[:, 0],
+                    targets=micro_batch.labels[supervised],
                     outputs=OutputRequest(log_probs=True),
                     expected=None,
-                    real_tokens=mine.num_tokens,
-                    mask=chosen,
+                    real_tokens=micro_batch.num_tokens,
+                    mask=supervised,
                 )
                 out = model(
-                    mine.input_ids[None],
-                    mine.position_ids[None],
+                    micro_batch.input_ids[None],
+                    micro_batch.position_ids[None],
                     None,
                     packed_seq_params=PackedParams(qkv_format="sbhd", part=part),
                 )
 
-                def loss(found: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                    value = found.sum() / total
+                def loss(token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                    value = token_losses.sum() / total
                     return value, torch.zeros((), dtype=torch.int), {"loss": value.detach()}
 
                 return out, loss
 
-            found = get_forward_backward_func()(
+            outputs = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter([batch]),
                 model=[self.model],
@@ -137,6 +137,6 @@ class BareMegatron:
                 forward_only=False,
             )
             self.optimizer.step()
-            loss = found[0]["loss"].clone()
+            loss = outputs[0]["loss"].clone()
             torch.distributed.all_reduce(loss, group=self.groups.dp)
             return float(loss)

@@ -1,10 +1,10 @@
-"""Checkpoints of a model of 1.2 GB (3.5 GB with its moments) by two processes: saved, beside torch's DCP; loaded, resharded,
-merged and imported, beside cp.
+"""Checkpoints of a model of 1.2 GB (3.5 GB with its moments) on two processes: saving, compared with torch's DCP; loading, resharding,
+merging and importing, compared with cp.
 
 torchrun --nproc-per-node 2 -m benchmarks.checkpoint
 
-Seconds are medians. Everything that writes ends with the data on the disk: cp is followed by sync. The commands' seconds include
-the start of Python and, but for plain merging, of torch.
+Seconds are medians. Every measurement of a write includes syncing the data to disk: cp is followed by sync. The seconds of the commands
+include the start-up of Python and, except for plain merging, of torch.
 """
 
 import json
@@ -35,30 +35,30 @@ TIMES = 3
 
 
 def timed(do: Callable[[], object]) -> float:
-    """Seconds of a call that all ranks make, by the slowest of them."""
+    """Return the seconds that a call on all ranks takes on the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     do()
-    taken = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    elapsed = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return float(elapsed)
 
 
 def forget_peak() -> float:
-    """Let the kernel count this process's largest size from now on; its size."""
+    """Reset the kernel's record of this process's peak memory and return its current size."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def row(case: str, **figures: Any) -> None:
-    """Print one line of the table, on the first rank."""
+    """Print one line of the table on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
         print(json.dumps({"case": case, **shown}), flush=True)
 
 
 def build(folder: Path, backend: str, **axes: Any) -> BaseEngine:
-    """An engine with random weights."""
+    """Build an engine with random weights."""
     model = ModelConfig(path=str(folder), init="random")
     parallel = ParallelConfig(**axes)
     return engine_class(backend)(
@@ -67,7 +67,7 @@ def build(folder: Path, backend: str, **axes: Any) -> BaseEngine:
 
 
 def copied(source: Path, to: Path) -> float:
-    """Seconds of cp and sync; the copy is deleted."""
+    """Return the seconds of cp and sync. The copy is deleted."""
     start = time.perf_counter()
     subprocess.run(["cp", "-r", source, to], check=True)
     for file in [p for p in to.rglob("*") if p.is_file()] if to.is_dir() else [to]:
@@ -78,7 +78,7 @@ def copied(source: Path, to: Path) -> float:
 
 
 def emptied(folder: Path) -> None:
-    """Delete a folder's contents, on all ranks' behalf, and let the disk come to rest: neither belongs to a save."""
+    """Delete a folder's contents on the first rank and wait for the disk, so that neither counts toward the next save."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -88,7 +88,7 @@ def emptied(folder: Path) -> None:
 
 
 def blocking_saves(engine: Any, root: Path, step_seconds: float) -> tuple[float, Path, Path]:
-    """Ours and DCP's in turns, of as many bytes; the size of a checkpoint, ours, and DCP's."""
+    """Alternate our saves and DCP's of equal size; return the size of a checkpoint and the folders of ours and of DCP's."""
     values = {name: p.detach() for name, p in engine._root.named_parameters()}
     state = {"model": values, **{k: {n: p.clone() for n, p in values.items()} for k in ("exp_avg", "exp_avg_sq")}}
     ours: list[float] = []
@@ -121,7 +121,7 @@ def blocking_saves(engine: Any, root: Path, step_seconds: float) -> tuple[float,
 
 
 def background_saves(engine: BaseEngine, root: Path, step_seconds: float, state: Any) -> None:
-    """How long training stops, ours and DCP's in turns."""
+    """Measure how long training pauses, alternating our saves and DCP's."""
     group = dist.new_group(backend="gloo")
     pauses: list[float] = []
     wholes: list[float] = []
@@ -135,12 +135,12 @@ def background_saves(engine: BaseEngine, root: Path, step_seconds: float, state:
             manager.wait()
             wholes.append(time.perf_counter() - start)
             emptied(root / "async")
-            found: list[Any] = []
+            futures: list[Any] = []
             where = root / "async" / f"{number}"
             theirs.append(
-                timed(lambda into=found, w=where: into.append(dcp.async_save(state, checkpoint_id=w, process_group=group)))  # type: ignore[misc]
+                timed(lambda into=futures, w=where: into.append(dcp.async_save(state, checkpoint_id=w, process_group=group)))  # type: ignore[misc]
             )
-            found[0].result()
+            futures[0].result()
     pause = statistics.median(pauses)
     row(
         "background save",
@@ -163,28 +163,28 @@ sys.exit(code)
 
 
 def tool(case: str, words: list[str], out: Path, to: Path) -> None:
-    """One of the commands, in a process of its own, beside cp of what it wrote."""
-    taken, copies, memory = [], [], 0
+    """Measure one of the commands in its own process, and cp of its output."""
+    elapsed, copies, memory = [], [], 0
     for _ in range(TIMES):
         shutil.rmtree(out, ignore_errors=True)
         subprocess.run(["sync"], check=True)
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", MEASURED, *words], check=True, capture_output=True, text=True)
-        taken.append(time.perf_counter() - start)
+        elapsed.append(time.perf_counter() - start)
         memory = max(memory, int(done.stdout.split()[-1]))
         copies.append(copied(out, to))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) / 1e9
-    seconds, copy = statistics.median(taken), statistics.median(copies)
+    seconds, copy = statistics.median(elapsed), statistics.median(copies)
     figures = {"gb": size, "seconds": seconds, "gb_per_s": size / seconds, "cp_seconds": copy, "of_cps_speed": copy / seconds}
     row(case, **figures, peak_resident_gb=memory / 1e6)
 
 
 def main() -> None:
-    """Print one line of JSON for each figure, on the first rank."""
+    """Print one line of JSON for each measurement on the first rank."""
     torch.set_num_threads(1)
     init_distributed()
-    with tempfile.TemporaryDirectory() as made:
-        shared = [made]
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = [temporary]
         dist.broadcast_object_list(shared)
         root = Path(shared[0])
         if dist.get_rank() == 0:

@@ -1,10 +1,10 @@
-"""Training speed on one GPU: tokens a second and MFU of Qwen3 shapes with random weights, 4096-token documents, packed, on both
+"""Training speed on one GPU: tokens per second and MFU of Qwen3 shapes with random weights and packed 4096-token documents, on both
 engines.
 
     python -m benchmarks.gpu [--model 0.6B 4B] [--steps 10]
 
-Float32 parameters, bfloat16 arithmetic, AdamW, fsdp with and without compilation, mcore; beside it what copies and matrix products reach on
-the same card in the same run. Skips itself without a GPU; `--model tiny` runs anywhere, to see that the benchmark does.
+Float32 parameters, bfloat16 arithmetic, AdamW; fsdp with and without compilation, and mcore. The rates of plain copies and matrix products on
+the same card are measured in the same run for comparison. Skipped without a GPU; `--model tiny` runs anywhere, to test the benchmark itself.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from drivetrain.engine.registry import engine_class, is_installed
 from drivetrain.workers.losses.sft import SFTLoss
 
 SHAPES = {
-    # name: hidden, intermediate, layers, heads, kv heads, head size, vocabulary, document, documents a micro-batch
+    # name: hidden, intermediate, layers, heads, kv heads, head size, vocabulary, tokens per document, documents per micro-batch
     "tiny": (64, 192, 2, 4, 2, 16, 512, 64, 2),
     "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, 4096, 4),
     "4B": (2560, 9728, 36, 32, 8, 128, 151936, 4096, 2),
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def config_of(name: str) -> Qwen3Config:
-    """A Qwen3 of these sizes, as its model card has them."""
+    """Return a Qwen3 config with the sizes from its model card."""
     hidden, intermediate, layers, heads, kv, size, vocabulary, document, _ = SHAPES[name]
     return Qwen3Config(
         vocab_size=vocabulary,
@@ -49,14 +49,14 @@ def config_of(name: str) -> Qwen3Config:
     )
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(name: str, backend: str, compiled: bool, steps: int, device: torch.device) -> dict[str, object]:
-    """Train some steps; the medians."""
+    """Train for some steps and return the medians."""
     document, per_micro_batch, vocabulary = SHAPES[name][7], SHAPES[name][8], SHAPES[name][6]
     with tempfile.TemporaryDirectory() as folder:
         config_of(name).save_pretrained(Path(folder))
@@ -78,20 +78,20 @@ def measure(name: str, backend: str, compiled: bool, steps: int, device: torch.d
                 torch.randint(0, vocabulary, (document,), generator=generator).tolist() for _ in range(2 * per_micro_batch)
             ]
             batch = from_lists(texts)
-            synchronise(device)
+            synchronize(device)
             start = time.perf_counter()
             result = engine.train_batch(batch, SFTLoss())
-            synchronise(device)
+            synchronize(device)
             if step >= 0:
                 seconds.append(time.perf_counter() - start)
     assert result is not None
     engine.close()
-    middle = statistics.median(seconds)
-    achieved = result.flops / middle / 1e12
+    median = statistics.median(seconds)
+    achieved = result.flops / median / 1e12
     peak = known_peak_tflops(torch.cuda.get_device_name(device), "bfloat16") if device.type == "cuda" else None
     return {
         "case": f"Qwen3 {name}, {document}-token documents, {backend}{', compiled' if compiled else ''}",
-        "tokens_per_s": round(result.tokens / middle),
+        "tokens_per_s": round(result.tokens / median),
         "tflops": round(achieved, 2),
         "mfu": "-" if peak is None else round(achieved / peak, 3),
         "peak_gib": round(result.peak_gib, 1),
@@ -99,32 +99,32 @@ def measure(name: str, backend: str, compiled: bool, steps: int, device: torch.d
 
 
 def ceilings(device: torch.device) -> dict[str, object]:
-    """What the card reaches by itself: bytes copied, and a large bfloat16 product."""
+    """Measure the peak rates of the card: bytes copied, and a large bfloat16 matrix product."""
     n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(2**31, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    found = []
+    medians = []
     for work in (lambda: torch.mm(a, b), lambda: target.copy_(source)):
         for _ in range(3):
             work()
         rounds = []
         for _ in range(10):
-            synchronise(device)
+            synchronize(device)
             start = time.perf_counter()
             work()
-            synchronise(device)
+            synchronize(device)
             rounds.append(time.perf_counter() - start)
-        found.append(statistics.median(rounds))
+        medians.append(statistics.median(rounds))
     return {
         "case": f"ceilings of {torch.cuda.get_device_name(device)}",
-        "matmul_tflops": round(2 * n**3 / found[0] / 1e12, 1),
-        "copy_gb_per_s": round(2 * source.numel() / found[1] / 1e9),
+        "matmul_tflops": round(2 * n**3 / medians[0] / 1e12, 1),
+        "copy_gb_per_s": round(2 * source.numel() / medians[1] / 1e9),
     }
 
 
 def main() -> None:
-    """Print one line of JSON a case."""
+    """Print one line of JSON for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", choices=sorted(SHAPES), default=["0.6B", "4B"])
     parser.add_argument("--steps", type=int, default=10)

@@ -1,9 +1,9 @@
-"""The language-model head against naive logits: seconds and peak memory, each in a process of its own.
+"""The language-model head against naive logits: seconds and peak memory, each kind in its own process.
 
-    python -m benchmarks.head                 all three, one line of JSON each
-    python -m benchmarks.head --kind naive    one
+    python -m benchmarks.head                 all three, one line of JSON for each
+    python -m benchmarks.head --kind naive    one of them
 
-`linear` is the head with a gradient that is known beforehand (SFT), `general` with any other.
+`linear` is the head with a gradient that is known in advance (SFT), `general` with any other gradient.
 """
 
 import argparse
@@ -22,13 +22,13 @@ KINDS = ("naive", "general", "linear")
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy by way of all logits."""
+    """Compute log-probabilities and entropy from all logits."""
     logp = torch.log_softmax(hidden @ weight.T, -1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, object]:
-    """Forward and backward once, in this process."""
+    """Measure one forward and backward pass in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, size, requires_grad=True)
@@ -41,9 +41,9 @@ def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, obj
         log_probs, entropy = naive(hidden, weight, targets)
         torch.autograd.backward([log_probs, entropy], [gradient, gradient * 0.01])
     elif kind == "general":
-        log_probs, some, _ = linear_head(hidden, weight, targets, entropy=True)
-        assert some is not None
-        torch.autograd.backward([log_probs, some], [gradient, gradient * 0.01])
+        log_probs, entropies, _ = linear_head(hidden, weight, targets, entropy=True)
+        assert entropies is not None
+        torch.autograd.backward([log_probs, entropies], [gradient, gradient * 0.01])
     else:
         log_probs, *_ = linear_head(hidden, weight, targets, expected={"log_probs": gradient})
         log_probs.backward(gradient)
@@ -57,7 +57,7 @@ def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, obj
 
 
 def main() -> None:
-    """Print a line of JSON a kind."""
+    """Print one line of JSON for each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--tokens", type=int, default=4096)

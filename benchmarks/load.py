@@ -1,4 +1,4 @@
-"""Peak memory of loading a model of at least 1 GB, per rank, against its size.
+"""Peak memory per rank while loading a model of at least 1 GB, relative to the size of the model.
 
 torchrun --nproc-per-node 4 -m benchmarks.load
 """
@@ -19,19 +19,19 @@ from drivetrain.engine.registry import engine_class
 
 
 def anonymous() -> float:
-    """This process's own memory in bytes; pages of mapped files, which the kernel can drop, left out."""
+    """Return this process's own memory in bytes, without the pages of mapped files, which the kernel can drop."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("RssAnon"))
 
 
 def peak() -> float:
-    """The largest resident size of this process so far, mapped files included."""
+    """Return the peak resident size of this process so far, including mapped files."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024.0 for line in file if line.startswith("VmHWM"))
 
 
 def write_config(folder: Path) -> Qwen3Config:
-    """The config of a model of 1.2 GB, of Qwen 3's type."""
+    """Write the config of a Qwen 3 model of 1.2 GB."""
     config = Qwen3Config(
         vocab_size=32000,
         hidden_size=1024,
@@ -47,7 +47,7 @@ def write_config(folder: Path) -> Qwen3Config:
 
 
 def write_model(folder: Path) -> float:
-    """Such a model with random weights; its bytes."""
+    """Write that model with random weights and return its size in bytes."""
     config = write_config(folder)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder, max_shard_size="400MB")
@@ -58,13 +58,13 @@ def main() -> None:
     """Print one line of JSON on the first rank."""
     torch.set_num_threads(1)
     init_distributed()
-    with tempfile.TemporaryDirectory() as made:
-        root = [made]
+    with tempfile.TemporaryDirectory() as temporary:
+        root = [temporary]
         dist.broadcast_object_list(root)
         folder = Path(root[0])
         size = 0.0
         if dist.get_rank() == 0:
-            # Written by a child, whose memory does not count here.
+            # Written by a child process, whose memory does not count here.
             import multiprocessing
 
             with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,9 +1,9 @@
 """The Megatron-core engine's step against a bare megatron loop and against fsdp, on the same packed batches.
 
     python -m benchmarks.mcore                                             one process
-    torchrun --nproc-per-node 2 -m benchmarks.mcore --layout tp | dp       two: megatron's tp or dp, fsdp's dp_shard
+    torchrun --nproc-per-node 2 -m benchmarks.mcore --layout tp | dp       two processes: megatron's tp or dp, fsdp's dp_shard
 
-Bare, engine, bare again and fsdp take turns on every batch; figures are medians over batches, of CPU seconds of all ranks.
+The bare loop, the engine, a second bare loop and fsdp run every batch in turn; results are medians over batches of the CPU seconds of all ranks.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from drivetrain.workers.losses.sft import SFTLoss
 
 
 def build(backend: str, path: str, parallel: ParallelConfig, lr: float) -> BaseEngine:
-    """An engine on the benchmark's model."""
+    """Build an engine for the benchmark's model."""
     settings = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=TOKENS))
     optim = OptimConfig(lr=lr, betas=(0.9, 0.999))
     return engine_class(backend)(model=ModelConfig(path=path), engine=settings, optim=optim).initialize()
 
 
 def main() -> None:
-    """Run and print one line of JSON on the first rank."""
+    """Run the benchmark and print one line of JSON on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", choices=("none", "tp", "dp"), default="none")
     parser.add_argument("--steps", type=int, default=16)
@@ -42,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Two, which tensor-parallel ranks can share.
+    # Two key/value heads, so that two tensor-parallel ranks can divide them.
     config, lr = model_config(kv_heads=2), 1e-4
     tp = world if args.layout == "tp" else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -55,16 +55,16 @@ def main() -> None:
         mcore = build("mcore", path[0], ParallelConfig(tp=tp), lr)
         fsdp = build("fsdp", path[0], ParallelConfig(), lr)
         dist.barrier()
-    # After the engine: its package quiets what megatron says of itself when it is imported.
+    # Imported after the engine, whose package silences megatron's import messages.
     from benchmarks.bare_mcore import BareMegatron
 
     weights = {k: v.clone() for k, v in mcore._chunks[0].module.state_dict().items() if v is not None}  # type: ignore[attr-defined]
     bare, again = BareMegatron(config, tp, lr, weights), BareMegatron(config, tp, lr, weights)
     loss, rows = SFTLoss(), []
-    mine, size = (0, 1) if args.layout == "tp" else (rank, world)
+    shard_rank, shards = (0, 1) if args.layout == "tp" else (rank, world)
     with mcore.train_mode(), fsdp.train_mode():
         for step in range(-2, args.steps):
-            batch, total = share(step + 2, mine, size)
+            batch, total = share(step + 2, shard_rank, shards)
             own, _ = share(step + 2, rank, world)
             seconds, losses = [], []
             for run in (

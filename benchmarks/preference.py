@@ -1,10 +1,10 @@
-"""A DPO or reward-model step against a bare loop on the same packed pairs: seconds of CPU, side by side in one run.
+"""A DPO or reward-model step against a bare loop on the same packed pairs: CPU seconds of both, measured in one run.
 
     python -m benchmarks.preference --task dpo | rm
 
-The documents of the step benchmark as 8 pairs. The engine's side is the trainer's own: data dealt, the frozen reference asked,
-the step made. Bare, engine and bare again take turns on every batch; the ratio is the median over batches of bare's time over the
-engine's, and the spread that of the two bare loops.
+The documents of the step benchmark form 8 pairs. The engine's time covers what the trainer does: distribute the data, run the frozen
+reference, make the step. The bare loop, the engine and a second bare loop run every batch in turn; the ratio is the median over batches of
+the bare loops' time divided by the engine's, and the spread is that of the two bare loops.
 """
 
 import argparse
@@ -39,23 +39,23 @@ LR, BETA = 1e-4, 0.1
 
 
 class BareDPO(BareLoop):
-    """DPO on packed pairs, a frozen copy beside the policy."""
+    """DPO on packed pairs, with a frozen copy of the policy as the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reference = copy.deepcopy(self.model).eval().requires_grad_(False)
 
     def gradient(self, batch: PackedBatch, total: float) -> Tensor:
-        """The loss of the pairs; its gradient in the parameters."""
+        """Return the loss of the pairs and leave its gradient in the parameters."""
         with torch.no_grad():
-            against = self.sums(self.reference, batch)
-        ratio = (self.sums(self.model, batch) - against).view(-1, 2)
+            reference = self.sums(self.reference, batch)
+        ratio = (self.sums(self.model, batch) - reference).view(-1, 2)
         loss = -F.logsigmoid(BETA * (ratio[:, 0] - ratio[:, 1])).sum() / total
         loss.backward()
         return loss
 
     def sums(self, model: Any, batch: PackedBatch) -> Tensor:
-        """Log-probability of each document's supervised tokens."""
+        """Return the log-probability of each document's supervised tokens."""
         sizes = [end - start for start, end in pairwise(batch.bounds)]
         mask = batch.labels != IGNORE
         hidden = model.model(
@@ -75,7 +75,7 @@ class BareRM(BareLoop):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
 
     def gradient(self, batch: PackedBatch, total: float) -> Tensor:
-        """The loss of the pairs; its gradient in the parameters."""
+        """Return the loss of the pairs and leave its gradient in the parameters."""
         sizes = [end - start for start, end in pairwise(batch.bounds)]
         hidden = self.model.model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, sizes=sizes
@@ -86,15 +86,15 @@ class BareRM(BareLoop):
         return loss
 
 
-def drawn(step: int) -> GlobalBatch:
-    """A step's documents as pairs."""
+def global_batch(step: int) -> GlobalBatch:
+    """Return a step's documents as pairs."""
     texts, supervised = documents(step)
     samples = [Sample(str(i), t, s, i % 2 == 0) for i, (t, s) in enumerate(zip(texts, supervised, strict=True))]
     return GlobalBatch(lengths=[len(t) for t in texts], read=lambda i: samples[i], width=2, compared=True)
 
 
 def method_of(task: str, folder: str) -> tuple[Method, Any]:
-    """The trainer's method, and its config."""
+    """Return the trainer's method and its config."""
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=TOKENS))
     optim = OptimConfig(lr=LR, betas=(0.9, 0.999))
     if task == "dpo":
@@ -105,7 +105,7 @@ def method_of(task: str, folder: str) -> tuple[Method, Any]:
 
 
 def write_models(folder: str, bare: BareLoop, task: str) -> None:
-    """The bare loop's weights, as the trainer reads them."""
+    """Write the bare loop's weights in the format that the trainer reads."""
     if task == "dpo":
         bare.model.save_pretrained(f"{folder}/lm")
         return
@@ -118,7 +118,7 @@ def write_models(folder: str, bare: BareLoop, task: str) -> None:
 
 
 def main() -> None:
-    """Run and print one line of JSON."""
+    """Run the benchmark and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=("dpo", "rm"), default="dpo")
     parser.add_argument("--steps", type=int, default=16)
@@ -131,11 +131,11 @@ def main() -> None:
         write_models(folder, bare, args.task)
         method, config = method_of(args.task, folder)
         engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
-        method.setup(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model asks for no samples
+        method.setup(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model needs no samples
         engine.initialize()
     rows, rounded = [], 0.0
     for step in range(-2, args.steps):
-        pairs = drawn(step + 2)
+        pairs = global_batch(step + 2)
         batch = pairs.shard(0, 1, 0.0).batch
         seconds, losses, norms = [], [], []
         for which in ("bare", "engine", "again"):

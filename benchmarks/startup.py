@@ -1,8 +1,8 @@
-"""From the start of the process to the first step, against importing torch and transformers alone; and `--help`.
+"""Time from the start of the process to the first step, and to `--help`, against importing only torch and transformers.
 
     python -m benchmarks.startup
 
-The three take turns; medians.
+The three run in turn; reported are the medians.
 """
 
 import json
@@ -24,18 +24,18 @@ TASK = (
 
 
 def until(words: list[str], line: str, environment: dict[str, str]) -> float:
-    """Seconds until a process has printed a line that begins so."""
+    """Return the seconds until a process prints a line with this beginning."""
     start = time.perf_counter()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        assert any(said.startswith(line) for said in process.stdout), process.communicate()[1]
+        assert any(printed.startswith(line) for printed in process.stdout), process.communicate()[1]
         seconds = time.perf_counter() - start
         process.kill()
     return seconds
 
 
 def main() -> None:
-    """Print one line of JSON a measure."""
+    """Print one line of JSON for each measurement."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
         subprocess.run([sys.executable, "-c", TASK, folder], check=True, env=environment, stderr=subprocess.DEVNULL)
@@ -49,12 +49,12 @@ def main() -> None:
             ),
             "sft --help": lambda: until([*SFT, "--help"], "  trainer.timeout_minutes", environment),
         }
-        # The first round fills caches: of the disk, and of tokenised data.
+        # The first round fills caches: the page cache and the token cache.
         rounds = [{case: run() for case, run in runs.items()} for _ in range(1 + ROUNDS)][1:]
-    middles = {case: statistics.median(r[case] for r in rounds) for case in runs}
-    alone = middles["torch and transformers imported"]
-    for case, middle in middles.items():
-        print(json.dumps({"case": case, "seconds": round(middle, 2), "to_imports_alone": round(middle / alone, 2)}))
+    medians = {case: statistics.median(r[case] for r in rounds) for case in runs}
+    imports = medians["torch and transformers imported"]
+    for case, median in medians.items():
+        print(json.dumps({"case": case, "seconds": round(median, 2), "to_imports_alone": round(median / imports, 2)}))
 
 
 if __name__ == "__main__":

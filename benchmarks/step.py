@@ -1,10 +1,10 @@
-"""The engine's step against a bare loop on the same packed batches: tokens per CPU second, side by side in one run.
+"""The engine's step against a bare loop on the same packed batches: tokens per CPU second of both, measured in one run.
 
     python -m benchmarks.step --layout none          one process
     torchrun --nproc-per-node 2 -m benchmarks.step --layout replicate | shard
 
-Bare, engine and bare again take turns on every batch; the ratio is the median over batches of engine's over bare's, and
-the spread that of the second bare loop over the first. The gradient norms of the first batch are compared with float64's.
+The bare loop, the engine and a second bare loop run every batch in turn; the ratio is the median over batches of the engine's rate divided
+by the bare loops', and the spread is that of the two bare loops. The gradient norms of the first batch are compared with float64.
 """
 
 import argparse
@@ -32,7 +32,7 @@ EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
 
 
 def model_config(kv_heads: int = 3) -> Qwen3Config:
-    """About 22 million parameters."""
+    """Return the config of a model with about 22 million parameters."""
     return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=384,
@@ -47,25 +47,25 @@ def model_config(kv_heads: int = 3) -> Qwen3Config:
 
 
 def documents(step: int) -> tuple[list[list[int]], list[list[bool]]]:
-    """16 documents of lognormal lengths from 16 to 1024, 2048 tokens in all; the first third of each is a prompt."""
+    """Return 16 documents of lognormal lengths from 16 to 1024, 2048 tokens in total; the first third of each is a prompt."""
     g = torch.Generator().manual_seed(step)
-    drawn = torch.exp(torch.randn(EXAMPLES, generator=g) * 0.9 + math.log(110)).clamp(16, 1024)
-    lengths = (drawn * (TOKENS / drawn.sum())).int().clamp(16, 1024).tolist()
+    values = torch.exp(torch.randn(EXAMPLES, generator=g) * 0.9 + math.log(110)).clamp(16, 1024)
+    lengths = (values * (TOKENS / values.sum())).int().clamp(16, 1024).tolist()
     lengths[lengths.index(max(lengths))] += TOKENS - sum(lengths)
     texts = [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
     return texts, [[i >= n // 3 for i in range(n)] for n in lengths]
 
 
 def share(step: int, rank: int, size: int) -> tuple[PackedBatch, float]:
-    """This rank's documents, and the supervised tokens of all ranks."""
+    """Return this rank's documents, and the number of supervised tokens on all ranks."""
     texts, supervised = documents(step)
-    mine = balance([len(t) for t in texts], size, ratio=1 / (12 * 384))[rank]
-    batch = from_lists([texts[i] for i in mine], supervised=[supervised[i] for i in mine])
+    indices = balance([len(t) for t in texts], size, ratio=1 / (12 * 384))[rank]
+    batch = from_lists([texts[i] for i in indices], supervised=[supervised[i] for i in indices])
     return batch, float(sum(sum(s[1:]) for s in supervised))
 
 
 def float64_norm(config: Qwen3Config) -> float:
-    """The gradient's norm on the first batch, in float64 and in one process."""
+    """Return the gradient norm of the first batch, computed in float64 in one process."""
     batch, total = share(0, 0, 1)
     exact = BareLoop(config, "none", 0.0, torch.float64)
     exact.gradient(batch, total)
@@ -73,7 +73,7 @@ def float64_norm(config: Qwen3Config) -> float:
 
 
 def main() -> None:
-    """Run and print one line of JSON on the first rank."""
+    """Run the benchmark and print one line of JSON on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", choices=("none", "replicate", "shard"), default="none")
     parser.add_argument("--steps", type=int, default=16)

@@ -4,7 +4,6 @@ This module imports torch only if numbers differ.
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 from ..engine.errors import CheckpointError
 from .sources import CheckpointSource, Source, is_hf_folder, open_source
-from .streaming import BlockBuffer, Progress, blocks_of
+from .streaming import Progress, ThreadBuffer, blocks_of
 
 
 @dataclass(kw_only=True)
@@ -87,14 +86,14 @@ def _kinds(manifest: Manifest) -> list[str]:
 
 
 def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int, progress: Progress | None) -> None:
-    local = threading.local()
+    first, second = ThreadBuffer(), ThreadBuffer()
 
     def compare_block(name: str, part: TensorSlice) -> tuple[int, float]:
         """Return the number of elements that differ in a block, and the largest absolute difference."""
-        if not hasattr(local, "rooms"):
-            local.buffers = BlockBuffer(), BlockBuffer()
         kinds = a.entries[name][0], b.entries[name][0]
-        arrays = [buffer.take("", kind, part.length) for buffer, kind in zip(local.buffers, kinds, strict=True)]
+        arrays = [
+            buffer.take("", kind, part.length) for buffer, kind in zip((first.buffer, second.buffer), kinds, strict=True)
+        ]
         for source, out in zip((a, b), arrays, strict=True):
             source.read(name, part, out)
         if progress is not None:
@@ -182,11 +181,9 @@ def verify(where: Path | str, *, workers: int | None = None, progress: Progress 
         name: CheckedFile(manifest.store, name, entry["bytes"], entry["xxh3"])
         for name, entry in manifest.data["files"].items()
     }
-    local = threading.local()
+    local = ThreadBuffer()
 
     def check_block(file: CheckedFile, start: int) -> int:
-        if not hasattr(local, "room"):
-            local.buffer = BlockBuffer()
         out = local.buffer.take("", "U8", (min(BLOCK_BYTES, file.size - start),))
         file.read_into(start, memoryview(out))
         if progress is not None:

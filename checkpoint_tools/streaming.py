@@ -41,6 +41,13 @@ class BlockBuffer:
         return self._arrays[use][:size].view(RAW[ITEMSIZE[dtype]]).reshape(shape)
 
 
+class ThreadBuffer(threading.local):
+    """A `BlockBuffer` for each thread that uses it."""
+
+    def __init__(self) -> None:
+        self.buffer = BlockBuffer()
+
+
 def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSlice, int]]:
     """Split the rows of a tensor into blocks; yield each with the byte at which it begins. An empty tensor has no blocks."""
     dtype, shape = entry
@@ -72,11 +79,9 @@ def copy_tensors(
         CheckpointError: The source cannot be read. The first error ends all threads.
         OSError: The disk cannot be written.
     """
-    local = threading.local()
+    local = ThreadBuffer()
 
     def copy_block(name: str, part: TensorSlice, start: int) -> None:
-        if not hasattr(local, "room"):
-            local.buffer = BlockBuffer()
         block = source.block(name, part, local.buffer)
         writer.write(name, start, memoryview(block.reshape(-1)).cast("B"))
         if progress is not None:

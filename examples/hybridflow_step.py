@@ -1,10 +1,10 @@
-"""One PPO step and one GRPO step on recorded rollouts, by a single controller: actor, critic, reference and reward.
+"""Make one PPO step and one GRPO step on recorded rollouts from a single controller: actor, critic, reference and reward.
 
     python examples/hybridflow_step.py                                   Ray, two processes, all roles on both
     python examples/hybridflow_step.py --backend mcore
     torchrun --nproc-per-node 2 examples/hybridflow_step.py --group local       the same numbers without Ray
 
-Without --model a tiny one is made. Prints one JSON object: losses and gradient norms of every optimizer step.
+Without --model, tiny models are created. Prints one JSON object: the losses and gradient norms of every optimizer step.
 """
 
 import argparse
@@ -40,10 +40,10 @@ GRPO = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-m
 
 
 def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, RoleSpec]:
-    """The four roles, all on one pool and in one layout."""
+    """Return the four roles, all on one pool and in one layout."""
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
-    # Which prompt an answer is to: our own business, no worker's.
+    # The prompt that an answer belongs to; only this program reads it.
     common: dict[str, Any] = {"engine": engine, "passengers": ("uids",)}
     policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
     return {
@@ -59,7 +59,7 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
 
 
 def read_rollouts(path: Path) -> dict[str, Tensor]:
-    """Recorded answers as RL frameworks hold them: prompts padded on the left, responses on the right."""
+    """Read recorded answers into the tensors of RL frameworks: prompts padded on the left, responses on the right."""
     rows = json.loads(path.read_text())
     p, r = max(len(row["prompt"]) for row in rows), max(len(row["response"]) for row in rows)
     ids, mask = torch.zeros(len(rows), p + r, dtype=torch.int64), torch.zeros(len(rows), p + r, dtype=torch.int64)
@@ -72,7 +72,7 @@ def read_rollouts(path: Path) -> dict[str, Tensor]:
 
 
 def ppo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """KL-penalised rewards, GAE, then mini-batches for actor and critic."""
+    """Compute KL-penalized rewards and GAE, then update actor and critic in mini-batches."""
     mask = data["attention_mask"][:, -data["responses"].shape[1] :]
     old = group["actor"].compute_log_probs(data)["log_probs"]
     reference = group["reference"].compute_log_probs(data)["reference_log_probs"]
@@ -87,7 +87,7 @@ def ppo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]
 
 
 def grpo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """Advantages within the answers to a prompt, the distance to the reference in the loss."""
+    """Compute advantages among the answers to each prompt, then update the actor with a KL term in the loss."""
     mask = data["attention_mask"][:, -data["responses"].shape[1] :]
     batch = {
         **data,
@@ -99,17 +99,17 @@ def grpo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any
 
 
 def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
-    """Both steps; of every optimizer step its loss and its gradient norm."""
+    """Make both steps; return the loss and the gradient norm of every optimizer step."""
     data = read_rollouts(rollouts)
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for name, step in (("ppo", ppo_step), ("grpo", grpo_step)):
         for role, results in step(group, data).items():
-            found[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
-    return found
+            records[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    return records
 
 
 def make_models(folder: Path) -> Path:
-    """Tiny models that know digits: a policy, a reference that differs from it, a reward model."""
+    """Create tiny models with a vocabulary of digits: a policy, a reference that differs from it, a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from drivetrain.trainers.tasks.addition import write_model
@@ -124,26 +124,31 @@ def make_models(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run, and print what came of it."""
+    """Run both steps and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp", help="fsdp or mcore")
     parser.add_argument("--group", choices=("ray", "local"), default="ray")
-    parser.add_argument("--processes", type=int, default=2, help="of Ray's pool; torchrun counts its own")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, on mcore")
-    parser.add_argument("--model", type=Path, default=None, help="folder with policy, reference and reward")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2,
+        help="number of processes of Ray's pool; under torchrun its --nproc-per-node counts",
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
+    parser.add_argument("--model", type=Path, default=None, help="folder with the models policy, reference and reward")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         roles = roles_on(args.backend, args.model or make_models(Path(folder)), ParallelConfig(tp=args.tp))
         group = LocalWorkerGroup(roles) if args.group == "local" else RayWorkerGroup(roles, pools={"main": args.processes})
         with group:
-            found = run(group)
+            records = run(group)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(records))
 
 
 if __name__ == "__main__":
     try:
         main()
     except Exception as e:
-        # At once: its peers under torchrun may be waiting for this process.
+        # End the process at once: its peers under torchrun may be waiting for it.
         exit_process(report_failure(e))

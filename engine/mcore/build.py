@@ -24,7 +24,8 @@ from .model import build_chunks
 from .moe import keep_scores
 from .optimizer import ShardedOptimizer
 from .options import MCoreOptions
-from .state import BroadcastItem, ModelState, ParamShard, add_adapters, param_shards_of
+from .param_shards import ParamShard, add_adapters, param_shards_of
+from .state import BroadcastItem, ModelState
 
 
 @dataclass(frozen=True, kw_only=True)

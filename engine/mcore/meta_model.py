@@ -18,7 +18,7 @@ from ..hf.names import PEFT_PREFIX, hf_name
 from ..hf.shape import model_shape
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
-from .state import ParamShard
+from .param_shards import ParamShard
 
 
 class MetaModel:

@@ -1,7 +1,7 @@
-"""This rank's parameters as local shards under Hugging Face names, and the stream of full tensors for an export."""
+"""The state of a rank's parameters as local shards under Hugging Face names, and the stream of full tensors for an export."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,158 +10,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ..bridge.decoder import Decoder
-from ..bridge.family import Family
-from ..bridge.rules import ColumnParallel, Part, Replicated, RowParallel, Rule
 from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
-from ..config import LoraConfig
-from ..hf.names import PEFT_PREFIX
 from ..parallel.topology import Topology
-from .lora import Adapted, adapted_layers, mark_factors
-from .model import PackedGPTModel
 from .optimizer import MOMENTS, Shard, ShardedOptimizer
+from .param_shards import ParamShard
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
-_EXPERT = ".mlp.experts."
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParamShard:
-    """A parameter of this rank, and the stored slices that it consists of.
-
-    Args:
-        name: The parameter's name in an unsharded model, with layers counted over all ranks.
-        parameter: This rank's part of the parameter; buffers are treated the same way.
-        stored_slices: The stored slices that the part consists of.
-        expert: Whether the parameter belongs to an expert.
-        unique: Whether this rank is responsible for these numbers, rather than a tensor-parallel peer or another pipeline
-            stage that has them too.
-        adapter: Whether the parameter belongs to an adapter.
-        layer: The layer whose weight this is, if it has adapters; None otherwise.
-    """
-
-    name: str
-    parameter: Tensor
-    stored_slices: Sequence[StoredSlice]
-    expert: bool
-    unique: bool
-    adapter: bool = False
-    layer: Any = None
-
-
-def param_shards_of(
-    chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
-) -> list[ParamShard]:
-    """Return every parameter of a rank's chunks, and mark the ones that are split over tensor-parallel ranks.
-
-    Megatron needs the marks to compute the gradient norm.
-    """
-    param_shards = []
-    for chunk in chunks:
-        layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
-        for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
-            name = _global_name(chunk, local_name)
-            expert = _EXPERT in name
-            part = Part(groups.tp.size(), groups.tp.rank())
-            if expert:
-                assert decoder.experts is not None
-                count = decoder.experts.count // groups.ep.size()
-                part = Part(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
-            if name == "output_layer.weight" and decoder.tied:
-                name = "embedding.word_embeddings.weight"
-            factor_match = _FACTOR.match(name)
-            if factor_match is not None:
-                rule, names = adapter_rule(family, *factor_match.groups())
-            else:
-                rule, names = family.rule(name)
-            split = rule.is_split(parameter.dim())
-            if not hasattr(parameter, "tensor_model_parallel"):
-                # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
-                # from the norm, and nothing else would reveal it.
-                parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
-            if expert:
-                # Megatron does this under expert parallelism only. But wherever tensor-parallel ranks hold complete experts,
-                # the ranks that hold the same expert are not the ranks that hold the same dense layer.
-                parameter.allreduce = False  # type: ignore[attr-defined]
-            param_shards.append(
-                ParamShard(
-                    name=name,
-                    parameter=parameter,
-                    stored_slices=rule.stored_slices(names, tuple(parameter.shape), part, decoder),
-                    expert=expert,
-                    unique=(split or part.rank == 0) and not getattr(parameter, "shared", False),
-                    adapter=factor_match is not None,
-                    layer=layers.get(local_name),
-                )
-            )
-    return param_shards
-
-
-def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule by which an adapter's factor is split, and the factor's name in peft's files.
-
-    Args:
-        family: The model's family.
-        module: The adapted layer's name in an unsharded model.
-        key: The last part of the Hugging Face module's name.
-        factor: The factor, either lora_A or lora_B.
-    """
-    base, names = family.rule(f"{module}.weight")
-    target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
-    split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
-    # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
-    is_split = (factor == "lora_A") == isinstance(base, RowParallel)
-    return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
-
-
-def add_adapters(
-    chunks: Sequence[PackedGPTModel],
-    family: Family,
-    decoder: Decoder,
-    groups: ProcessGroupCollection,
-    targets: Set[str],
-    lora: LoraConfig,
-) -> set[str]:
-    """Add adapters to every layer behind a target.
-
-    Args:
-        chunks: This rank's chunks.
-        family: The model's family.
-        decoder: The decoder's sizes.
-        groups: The process groups.
-        targets: The names of the Hugging Face modules to adapt.
-        lora: The LoRA settings.
-
-    Returns:
-        The targets that this rank's chunks contain.
-    """
-    part = Part(groups.tp.size(), groups.tp.rank())
-    adapted: set[str] = set()
-    for chunk in chunks:
-        for local_name, module in chunk.named_modules():
-            if not isinstance(module, Adapted) or _EXPERT in local_name:
-                continue
-            layer: Any = module
-            rule, names = family.rule(f"{_global_name(chunk, local_name)}.weight")
-            stored_slices = rule.stored_slices(names, tuple(layer.weight.shape), part, decoder)
-            target_names = [name for name in names if name.removesuffix(".weight") in targets]
-            if target_names:
-                module.adapt({n.split(".")[-2]: [s for s in stored_slices if s.name == n] for n in target_names}, lora)
-                mark_factors(layer)
-                adapted.update(name.removesuffix(".weight") for name in target_names)
-    return adapted
-
-
-def _buffers(chunk: PackedGPTModel) -> list[tuple[str, Any]]:
-    """Return the buffers that are stored with the weights and are not trained."""
-    stored_names = chunk.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in stored_names]
-
-
-def _global_name(chunk: PackedGPTModel, local_name: str) -> str:
-    return _LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", local_name)
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -192,7 +47,7 @@ class ModelState:
         groups: ProcessGroupCollection,
         stored: torch.dtype,
     ) -> None:
-        self.held, self._optimizer, self._topology, self._groups = param_shards, optimizer, topology, groups
+        self._param_shards, self._optimizer, self._topology, self._groups = param_shards, optimizer, topology, groups
         self._frozen = {
             param_shard.parameter: self._spread(param_shard, stored)
             for param_shard in param_shards
@@ -215,7 +70,7 @@ class ModelState:
         """Copy the current values of the shards and the stored copies to every rank's parameters. Collective."""
         if self._optimizer is not None:
             self._optimizer.sync_params()
-        for param_shard in self.held:
+        for param_shard in self._param_shards:
             if param_shard.parameter in self._frozen:
                 param_shard.parameter.copy_(self._stored(param_shard))
 
@@ -226,7 +81,7 @@ class ModelState:
         """
         yield from self.values(saved=True)
         shards = {} if self._optimizer is None else self._optimizer.shards
-        for param_shard in self.held:
+        for param_shard in self._param_shards:
             shard = shards.get(param_shard.parameter)
             if shard is not None:
                 for kind in MOMENTS:
@@ -238,8 +93,8 @@ class ModelState:
         Args:
             saved: Whether to yield only the values that a checkpoint contains.
         """
-        adapters = any(param_shard.adapter for param_shard in self.held)
-        for param_shard in self.held:
+        adapters = any(param_shard.adapter for param_shard in self._param_shards)
+        for param_shard in self._param_shards:
             if saved and adapters and not param_shard.adapter and param_shard.name != "score.weight":
                 continue
             shard = self._shards.get(param_shard.parameter)
@@ -261,7 +116,7 @@ class ModelState:
         shards = {} if self._optimizer is None else self._optimizer.shards
         local_counts = {
             stored_slice.name: float(shards[param_shard.parameter].state["step"])
-            for param_shard in self.held
+            for param_shard in self._param_shards
             if param_shard.parameter in shards
             for stored_slice in param_shard.stored_slices
         }
@@ -273,7 +128,7 @@ class ModelState:
     def restore_step_counts(self, counts: Mapping[str, float]) -> None:
         """Restore the counts from `step_counts`; a parameter made of several tensors gets the largest of their counts."""
         assert self._optimizer is not None
-        for param_shard in self.held:
+        for param_shard in self._param_shards:
             shard = self._optimizer.shards.get(param_shard.parameter)
             if shard is not None:
                 # A part that is only vocabulary padding belongs to no tensor and has no step count.
@@ -295,7 +150,7 @@ class ModelState:
                 tuple(param_shard.parameter.shape),
                 tuple(param_shard.stored_slices),
             )
-            for param_shard in self.held
+            for param_shard in self._param_shards
             if param_shard.adapter == adapters and param_shard.unique and self._data_group(param_shard).rank() == 0
         ]
         items = [item for rank_items in self._topology.all_gather_object(local_items) for item in rank_items]
@@ -315,7 +170,7 @@ class ModelState:
     @torch.no_grad()
     def stream(self, plan: "Sequence[BroadcastItem]") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under their names on disk, with those of one parameter in memory at a time. Collective."""
-        by_name = {param_shard.name: param_shard for param_shard in self.held}
+        by_name = {param_shard.name: param_shard for param_shard in self._param_shards}
         start = 0
         while start < len(plan):
             name = plan[start].name

@@ -1,0 +1,159 @@
+"""This rank's parameters, and the stored slices under Hugging Face names that they consist of."""
+
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from ..bridge.decoder import Decoder
+from ..bridge.family import Family
+from ..bridge.rules import ColumnParallel, Part, Replicated, RowParallel, Rule
+from ..checkpoint.tensor_slices import StoredSlice
+from ..config import LoraConfig
+from ..hf.names import PEFT_PREFIX
+from .lora import Adapted, adapted_layers, mark_factors
+from .model import PackedGPTModel
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FACTOR = re.compile(r"^(.*)\.adapters\.(\w+)\.(lora_[AB])$")
+_EXPERT = ".mlp.experts."
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParamShard:
+    """A parameter of this rank, and the stored slices that it consists of.
+
+    Args:
+        name: The parameter's name in an unsharded model, with layers counted over all ranks.
+        parameter: This rank's part of the parameter; buffers are treated the same way.
+        stored_slices: The stored slices that the part consists of.
+        expert: Whether the parameter belongs to an expert.
+        unique: Whether this rank is responsible for these numbers, rather than a tensor-parallel peer or another pipeline
+            stage that has them too.
+        adapter: Whether the parameter belongs to an adapter.
+        layer: The layer whose weight this is, if it has adapters; None otherwise.
+    """
+
+    name: str
+    parameter: Tensor
+    stored_slices: Sequence[StoredSlice]
+    expert: bool
+    unique: bool
+    adapter: bool = False
+    layer: Any = None
+
+
+def param_shards_of(
+    chunks: Sequence[PackedGPTModel], family: Family, decoder: Decoder, groups: ProcessGroupCollection
+) -> list[ParamShard]:
+    """Return every parameter of a rank's chunks, and mark the ones that are split over tensor-parallel ranks.
+
+    Megatron needs the marks to compute the gradient norm.
+    """
+    param_shards = []
+    for chunk in chunks:
+        layers = {f"{name}.weight": layer for name, layer in adapted_layers([chunk])}
+        for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
+            name = _global_name(chunk, local_name)
+            expert = _EXPERT in name
+            part = Part(groups.tp.size(), groups.tp.rank())
+            if expert:
+                assert decoder.experts is not None
+                count = decoder.experts.count // groups.ep.size()
+                part = Part(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
+            if name == "output_layer.weight" and decoder.tied:
+                name = "embedding.word_embeddings.weight"
+            factor_match = _FACTOR.match(name)
+            if factor_match is not None:
+                rule, names = adapter_rule(family, *factor_match.groups())
+            else:
+                rule, names = family.rule(name)
+            split = rule.is_split(parameter.dim())
+            if not hasattr(parameter, "tensor_model_parallel"):
+                # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
+                # from the norm, and nothing else would reveal it.
+                parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+            if expert:
+                # Megatron does this under expert parallelism only. But wherever tensor-parallel ranks hold complete experts,
+                # the ranks that hold the same expert are not the ranks that hold the same dense layer.
+                parameter.allreduce = False  # type: ignore[attr-defined]
+            param_shards.append(
+                ParamShard(
+                    name=name,
+                    parameter=parameter,
+                    stored_slices=rule.stored_slices(names, tuple(parameter.shape), part, decoder),
+                    expert=expert,
+                    unique=(split or part.rank == 0) and not getattr(parameter, "shared", False),
+                    adapter=factor_match is not None,
+                    layer=layers.get(local_name),
+                )
+            )
+    return param_shards
+
+
+def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Rule, tuple[str, ...]]:
+    """Return the rule by which an adapter's factor is split, and the factor's name in peft's files.
+
+    Args:
+        family: The model's family.
+        module: The adapted layer's name in an unsharded model.
+        key: The last part of the Hugging Face module's name.
+        factor: The factor, either lora_A or lora_B.
+    """
+    base, names = family.rule(f"{module}.weight")
+    target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
+    split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
+    # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
+    is_split = (factor == "lora_A") == isinstance(base, RowParallel)
+    return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)
+
+
+def add_adapters(
+    chunks: Sequence[PackedGPTModel],
+    family: Family,
+    decoder: Decoder,
+    groups: ProcessGroupCollection,
+    targets: Set[str],
+    lora: LoraConfig,
+) -> set[str]:
+    """Add adapters to every layer behind a target.
+
+    Args:
+        chunks: This rank's chunks.
+        family: The model's family.
+        decoder: The decoder's sizes.
+        groups: The process groups.
+        targets: The names of the Hugging Face modules to adapt.
+        lora: The LoRA settings.
+
+    Returns:
+        The targets that this rank's chunks contain.
+    """
+    part = Part(groups.tp.size(), groups.tp.rank())
+    adapted: set[str] = set()
+    for chunk in chunks:
+        for local_name, module in chunk.named_modules():
+            if not isinstance(module, Adapted) or _EXPERT in local_name:
+                continue
+            layer: Any = module
+            rule, names = family.rule(f"{_global_name(chunk, local_name)}.weight")
+            stored_slices = rule.stored_slices(names, tuple(layer.weight.shape), part, decoder)
+            target_names = [name for name in names if name.removesuffix(".weight") in targets]
+            if target_names:
+                module.adapt({n.split(".")[-2]: [s for s in stored_slices if s.name == n] for n in target_names}, lora)
+                mark_factors(layer)
+                adapted.update(name.removesuffix(".weight") for name in target_names)
+    return adapted
+
+
+def _buffers(chunk: PackedGPTModel) -> list[tuple[str, Any]]:
+    """Return the buffers that are stored with the weights and are not trained."""
+    stored_names = chunk.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in stored_names]
+
+
+def _global_name(chunk: PackedGPTModel, local_name: str) -> str:
+    return _LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", local_name)
