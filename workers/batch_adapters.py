@@ -1,7 +1,7 @@
 """Adapters between the batch formats of RL frameworks and `PackedBatch`.
 
-    padded                                   packed (T = 9, no padding)
-    prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2 B3 ...
+    padded                                   packed (T = 8, no padding)
+    prompts | responses                      a1 a2 A1 A2 A3 b1 B1 B2
     . a1 a2 | A1 A2 A3                       the values of a response token are stored where the token
     . . b1  | B1 B2 .                        is predicted: at the token before it
 

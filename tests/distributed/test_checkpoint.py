@@ -106,7 +106,7 @@ def rename_file(data: Any, name: str) -> None:
             r"model.norm.weight is \[64\] in the model and \[99\]",
         ),
         (lambda d: d["tensors"].pop("model.norm.weight"), "has no value of model.norm.weight"),
-        (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"]["boxes"].clear(), "covers 0 of the 64"),
+        (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"]["boxes"].clear(), "covers only 0 of the 64"),
         (lambda d: d["tensors"]["model.norm.weight"]["kinds"]["value"]["boxes"][0].update(file="x"), "does not list"),
     ],
 )

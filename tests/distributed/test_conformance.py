@@ -45,7 +45,8 @@ def test_fsdp_conforms(nproc: int, axes: dict[str, Any]) -> None:
     run_ranks(rank_checks, nproc, axes, list(CHECKS), "qwen3", timeout_s=200)
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=slow), "gemma2"])
+@slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
 def test_fsdp_conforms_with_other_families(family: str) -> None:
     run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
 

@@ -182,9 +182,9 @@ def rank_local(folder: str, axes: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("llama", {"pp": 2}),
-        ("qwen2", {"tp": 2}),
-        ("qwen3", {"tp": 2}),
+        pytest.param("llama", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
         ("qwen3_moe", {"ep": 2}),
     ],
 )

@@ -144,7 +144,7 @@ def test_spare_rows_are_used_before_embeddings_grow(tmp_path: Path) -> None:
         build(folder, model={"added_tokens": ("<a>",), "lora": LoraConfig(rank=2)})
     # Without asking, other rows than the config's are damage.
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"vocab_size": 17', '"vocab_size": 20'))
-    with pytest.raises(ModelError, match=r"is \[17, 64\] .* but \[20, 64\] by config.json"):
+    with pytest.raises(ModelError, match=r"is \[17, 64\] .* but \[20, 64\] according to config.json"):
         build(folder)
 
 
@@ -293,7 +293,7 @@ def test_a_reward_model_is_not_trained_as_a_language_model(
     folder = export_hf(reward, tmp_path / "reward")
     reward.close()
     with pytest.raises(
-        ModelError, match=r"is a reward model or another classifier \(it has score.weight\), and a language model"
+        ModelError, match=r"is a reward model or another classifier \(it has score.weight\); as a language model"
     ):
         build(folder, backend=backend)
     # Where its config does not tell, and no name was read before the weights were, as with a model of the Hub.

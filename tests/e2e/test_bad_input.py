@@ -71,7 +71,7 @@ def nothing(task: Path) -> None:
 BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("unknown key", nothing, ["trainer.max_step=3"], "unknown setting 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     ("wrong type", nothing, ["optim.lr=fast"], "optim.lr: Value 'fast'"),
-    ("no model", nothing, ["model.path=/nowhere"], "model.path=/nowhere is no folder"),
+    ("no model", nothing, ["model.path=/nowhere"], "model.path=/nowhere is not a folder"),
     ("no config", remove("model/config.json"), [], "has no config.json"),
     ("no tokenizer", no_tokenizer, [], "has no tokenizer"),
     ("family", family, [], "model family 'qwen3_next' cannot run on packed sequences"),
@@ -251,7 +251,11 @@ def test_heads_that_cp_does_not_divide_are_an_error_of_all_ranks(task: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "launcher", [["-m", "torch.distributed.run", "--standalone"], ["-m", "drivetrain.cli", "sft", "--nproc", "2"]]
+    "launcher",
+    [
+        pytest.param(["-m", "torch.distributed.run", "--standalone"], marks=pytest.mark.slow),
+        ["-m", "drivetrain.cli", "sft", "--nproc", "2"],
+    ],
 )
 def test_launchers_end_with_the_message(launcher: list[str], task: Path) -> None:
     rows(task, {"messages": [USER]})

@@ -265,31 +265,39 @@ def test_a_save_that_fails_meanwhile_ends_the_run_at_the_next_step(
     assert len(losses(tmp_path / "run")) == 6
 
 
+def pushed(task: Path, address: str, repo: str, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A run that pushes its export to a Hub that stands at an address."""
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(task / "home"), "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_TOKEN", None)
+    run = words(task, *more, "trainer.max_steps=1", "trainer.loggers=[jsonl]", f"trainer.push_to_hub={repo}")
+    command = [sys.executable, "-m", "drivetrain.trainers.sft", *run]
+    return subprocess.run(command, capture_output=True, text=True, env={**environment, **variables}, timeout=100, check=False)
+
+
 @pytest.mark.parametrize("model", [(), pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow)])
 def test_an_export_is_pushed_to_the_hub_when_asked(model: tuple[str, ...], tmp_path: Path) -> None:
     make_task(tmp_path)
     uploaded: dict[str, bytes] = {}
-    run = words(tmp_path, *model, "trainer.max_steps=1", "trainer.loggers=[jsonl]")
     with receive("org/mine", uploaded) as address:
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        environment.pop("HF_TOKEN", None)
-
-        def push(repo: str, **more: str) -> subprocess.CompletedProcess[str]:
-            words = [sys.executable, "-m", "drivetrain.trainers.sft", *run, f"trainer.push_to_hub={repo}"]
-            return subprocess.run(words, capture_output=True, text=True, env={**environment, **more}, timeout=100, check=False)
-
-        without = push("org/mine")
-        assert without.returncode == 1
-        assert "trainer.push_to_hub=org/mine needs a token for the Hub" in without.stderr
-        assert not (tmp_path / "run").exists()
-        refused = push("org/other", HF_TOKEN="hf_x")
-        assert refused.returncode == 1
-        assert "was exported, but could not be uploaded" in refused.stderr
-        done = push("org/mine", HF_TOKEN="hf_x")
+        done = pushed(tmp_path, address, "org/mine", *model, HF_TOKEN="hf_x")
         assert done.returncode == 0, done.stderr
     folder = tmp_path / "run" / ("adapter" if model else "hf")
     assert uploaded == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_push_that_is_refused_is_an_error(tmp_path: Path) -> None:
+    make_task(tmp_path)
+    with receive("org/mine", {}) as address:
+        without = pushed(tmp_path, address, "org/mine")
+        assert without.returncode == 1
+        assert "trainer.push_to_hub=org/mine needs a token for the Hub" in without.stderr
+        assert not (tmp_path / "run").exists()
+        refused = pushed(tmp_path, address, "org/other", HF_TOKEN="hf_x")
+    assert refused.returncode == 1
+    assert "was exported, but could not be uploaded" in refused.stderr
+    assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
 def test_a_run_goes_on_by_its_config_with_the_other_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -351,6 +351,13 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "held-out accuracy" in capfd.readouterr().out
 
 
+def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from drivetrain.trainers.demo.command import main
+
+    assert main(["dpo", "--output", str(tmp_path), "--nproc", "1", "--steps", "1"]) == 1
+    assert "after training; at least 0.9 was expected" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("trainer", "settings", "message"),
     [
@@ -372,7 +379,7 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         (
             dpo,
             ["reference.path=nowhere/at/all"],
-            "the reference cannot be built (reference.path=nowhere/at/all): model.path=nowhere/at/all is no folder",
+            "the reference cannot be built (reference.path=nowhere/at/all): model.path=nowhere/at/all is not a folder",
         ),
         (dpo, ["dpo.loss=kto", "reference.mode=cached"], "reference.mode=cached with dpo.loss=kto"),
         (dpo, ["dpo.loss=kto", "data.batch_size=1"], "data.batch_size=1: kto compares"),

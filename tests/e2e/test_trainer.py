@@ -69,7 +69,7 @@ def test_a_folder_of_an_earlier_run_is_not_mixed_up_with_this_one(task: Path, ca
     assert main(words(task, "trainer.max_steps=3", "trainer.save_every=1", "trainer.keep_last=null")) == 0
     for change in ("trainer.resume=none", f"trainer.resume={task}/run/checkpoints/step-00000002"):
         assert main(words(task, "trainer.max_steps=3", change)) == 1
-        assert "holds step-00000003 of an earlier run" in capfd.readouterr().err
+        assert "contains step-00000003 of an earlier run" in capfd.readouterr().err
     file = task / "data" / "train.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:30]))
     assert main(words(task, "trainer.max_steps=5")) == 1

@@ -28,7 +28,14 @@ def test_needs_one():
 """
 
 
-@pytest.mark.parametrize(("count", "before", "told"), [(1, "3", "1 passed"), (1, None, "1 passed"), (0, "3", "1 skipped")])
+@pytest.mark.parametrize(
+    ("count", "before", "told"),
+    [
+        (1, "3", "1 passed"),
+        pytest.param(1, None, "1 passed", marks=pytest.mark.slow),
+        pytest.param(0, "3", "1 skipped", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told: str, tmp_path: Path) -> None:
     (tmp_path / "helpers").mkdir()
     for name in ("conftest.py", "helpers/gpus.py"):
