@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test test-all test-unit durations mutants coverage coverage-all test-gpu wheels-gpu check bench soak docs clean
+.PHONY: setup demo test test-all test-unit durations mutants coverage test-gpu wheels-gpu check bench soak docs clean
 
 SHELL := bash
 
@@ -43,12 +43,16 @@ durations: $(SETUP)
 mutants: $(SETUP)
 	$(PY) tests/mutants.py $(if $(ALL),--all)
 
-# Of product code, by the fast tests and by all of them; every process that they start is counted.
-coverage coverage-all: $(SETUP)
+# Of product code, by the fast tests, then by all of them; every process that they start is counted. About an hour.
+coverage: $(SETUP)
 	$(PY) -m coverage erase
-	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile $(if $(filter coverage,$@),-m "not slow")
+	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow"
 	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report | tee /dev/stderr | grep TOTAL > .coverage.fast
+	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile -m slow
+	$(PY) -m coverage combine --quiet --append
 	$(PY) -m coverage report
+	@echo "fast: $$(cat .coverage.fast)"
 
 # What make wheels-gpu collected is used where it is missing.
 test-gpu: $(SETUP)
