@@ -55,6 +55,7 @@ def rank_same(folder: str, settings: list[dict[str, Any]], axes: dict[str, Any])
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [pytest.param({}, marks=pytest.mark.slow), {"cp": 2}])
 def test_memory_settings_change_no_number(axes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
@@ -127,7 +128,9 @@ def rank_random(folder: str, axes: dict[str, Any], model: dict[str, Any]) -> dic
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "gpt2"))]
+)
 def test_random_weights_depend_on_the_seed_alone(family: str, tmp_path: Path) -> None:
     config = tiny_model_config(family, tie_word_embeddings=False)
     config.save_pretrained(tmp_path)
@@ -463,7 +466,15 @@ def rank_clipped(folder: str, backend: str, parallel: dict[str, Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("backend", "parallel"), [("fsdp", {}), ("fsdp", {"cp": 2}), ("mcore", {}), ("mcore", {"tp": 2})])
+@pytest.mark.parametrize(
+    ("backend", "parallel"),
+    [
+        pytest.param("fsdp", {}, marks=pytest.mark.slow),
+        ("fsdp", {"cp": 2}),
+        pytest.param("mcore", {}, marks=pytest.mark.slow),
+        ("mcore", {"tp": 2}),
+    ],
+)
 def test_the_gradient_is_clipped_to_what_the_settings_say(backend: str, parallel: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     plain = {}

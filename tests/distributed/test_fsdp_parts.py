@@ -65,7 +65,7 @@ def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {}), (2, {"cp": 2})])
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), pytest.param(2, {}, marks=pytest.mark.slow), (2, {"cp": 2})])
 def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes)

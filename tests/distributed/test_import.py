@@ -68,7 +68,14 @@ def in_transformers(folder: Path, want: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("qwen2", (2,)), ("qwen3_moe", (2,)), ("llama", (2, 2))])
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("qwen2", (2,)),
+        pytest.param("qwen3_moe", (2,), marks=pytest.mark.slow),
+        pytest.param("llama", (2, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_a_dcp_folder_of_an_fsdp_run(family: str, mesh: tuple[int, ...], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", family, vocab_size=257, tie_word_embeddings=family == "qwen2")
     nproc = 4 if len(mesh) == 2 else 2
@@ -258,6 +265,7 @@ def train(engine: Any, numbers: range) -> list[tuple[float, float]]:
     return [(r.loss, r.grad_norm) for r in results]
 
 
+@pytest.mark.slow
 def test_megatrons_moments_come_too(tmp_path: Path) -> None:
     folder = str(save_tiny_model(tmp_path / "model", "llama"))
     source = tmp_path / "iter_0000002"

@@ -78,11 +78,13 @@ def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dic
     run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "deepseek_v3"])
 
 
+@pytest.mark.slow
 def test_mixtures_conform_without_expert_parallelism() -> None:
     # Whole experts on tensor-parallel ranks, which see different tokens of one sequence.
     run_ranks(rank_families, 2, {"tp": 2, "tp_sequence": True}, ["qwen3_moe", "mixtral"])
 
 
+@pytest.mark.slow
 def test_experts_shared_by_tensor_parallel_ranks_conform() -> None:
     run_ranks(rank_families, 2, {"tp": 2, "tp_sequence": True, "etp": 2}, ["qwen3_moe"])
 
@@ -212,12 +214,21 @@ def same(found: tuple[Any, ...], weight: float = 1e-5) -> None:
         assert (before[name] - after[name]).abs().max() <= weight, name
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"pp": 2}, {"cp": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        {"tp": 2, "tp_sequence": True},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_are_pefts(axes: dict[str, Any], folder: Path) -> None:
     lora = LoraConfig(rank=4, alpha=8.0)
     same(run_ranks(rank_like_fsdp, 2, str(folder), axes, {"model": {"lora": lora}}, 3)[0])
 
 
+@pytest.mark.slow
 def test_adapters_of_some_layers_alone(folder: Path) -> None:
     lora = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
     same(run_ranks(rank_like_fsdp, 2, str(folder), {"tp": 2}, {"model": {"lora": lora}}, 3)[0])
@@ -406,6 +417,7 @@ def rank_bfloat16(folder: str, axes: dict[str, Any]) -> tuple[Any, torch.dtype]:
         return steps(engine), next(iter(weights(engine).values())).dtype
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_the_format_allows(folder: Path) -> None:
     exact = engines.reference_steps(folder)
     rounded = Reference(folder, engines.OPTIM, compute=torch.bfloat16)
@@ -580,6 +592,7 @@ def test_adapters_of_a_16_bit_base_are_float32(folder: Path) -> None:
     assert run_ranks(rank_bfloat16_adapters, 2, str(folder))[0] == ({torch.bfloat16}, {torch.float32})
 
 
+@pytest.mark.slow
 def test_a_pipeline_stage_may_be_frozen_whole(folder: Path) -> None:
     last = ("model.norm*", "lm_head*", "model.layers.2.*", "model.layers.3.*")
     same(run_ranks(rank_like_fsdp, 2, str(folder), {"pp": 2}, {"model": {"freeze": last}}, 2)[0])

@@ -62,8 +62,8 @@ def log_probs(model: Any) -> Tensor:
         ("qwen3_moe", "fsdp", 2, {"ep": 2}, {}),
         ("llama", "fsdp", 2, {"cp": 2}, {"model": LORA}),
         ("qwen3", "mcore", 2, {"tp": 2, "tp_sequence": True}, {}),
-        ("qwen2", "mcore", 2, {"pp": 2}, {}),
-        ("qwen3_moe", "mcore", 4, {"pp": 2, "ep": 2}, {}),
+        pytest.param("qwen2", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "mcore", 4, {"pp": 2, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", "mcore", 2, {"tp": 2}, {"model": LORA}),
     ],
 )

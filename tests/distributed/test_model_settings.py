@@ -109,7 +109,9 @@ def rank_added(folder: str, out: str, axes: dict[str, Any]) -> tuple[float, floa
     return result.loss, result.grad_norm
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (4, {"dp_shard": 4}), (2, {"cp": 2})])
+@pytest.mark.parametrize(
+    ("nproc", "axes"), [(1, {}), pytest.param(4, {"dp_shard": 4}, marks=pytest.mark.slow), (2, {"cp": 2})]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_added_tokens_begin_as_the_mean_and_train(nproc: int, axes: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

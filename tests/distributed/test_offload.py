@@ -68,13 +68,20 @@ def local(tensor: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "nproc", "parallel"), [("fsdp", 2, {}), ("mcore", 2, {"tp": 2}), ("mcore", 2, {}), ("fsdp", 1, {})]
+    ("backend", "nproc", "parallel"),
+    [
+        ("fsdp", 2, {}),
+        ("mcore", 2, {"tp": 2}),
+        pytest.param("mcore", 2, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_rests_on_disk_and_loses_nothing(tmp_path: Path, backend: str, nproc: int, parallel: dict[str, Any]) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     run_ranks(rank_rest, nproc, str(folder), backend, parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_memory_is_given_back(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}

@@ -338,6 +338,7 @@ def resources_come_back(free: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page(models: Path) -> None:
     """docs/ray.md's first, as it stands there."""
     page = (EXAMPLES.parent / "docs" / "ray.md").read_text()

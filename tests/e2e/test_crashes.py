@@ -161,11 +161,17 @@ def flip(file: Path) -> None:
     ("damage", "message"),
     [
         (lambda c: flip(c / "rank-00000.safetensors"), "do not match their checksum"),
-        (lambda c: (c / "rank-00000.safetensors").unlink(), "is missing"),
+        pytest.param(lambda c: (c / "rank-00000.safetensors").unlink(), "is missing", marks=pytest.mark.slow),
         (lambda c: (c / MANIFEST).unlink(), "has no manifest.json"),
         (lambda c: flip(c / MANIFEST), "does not match manifest.xxh3"),
-        (lambda c: [p.unlink() for p in c.iterdir() if p.is_file()], "has no manifest.json"),
-        (lambda c: (c / "rank-00000.safetensors").write_bytes(b"short"), "5 bytes; the manifest says"),
+        pytest.param(
+            lambda c: [p.unlink() for p in c.iterdir() if p.is_file()], "has no manifest.json", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda c: (c / "rank-00000.safetensors").write_bytes(b"short"),
+            "5 bytes; the manifest says",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over(
@@ -185,7 +191,14 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert losses(tmp_path / "run") == want
 
 
-@pytest.mark.parametrize("damage", [flip, lambda f: f.write_bytes(b"x"), lambda f: (f.parent / MANIFEST).unlink()])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        pytest.param(lambda f: f.write_bytes(b"x"), marks=pytest.mark.slow),
+        pytest.param(lambda f: (f.parent / MANIFEST).unlink(), marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_but_damage_ends_a_run(damage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_task(tmp_path)
     run = words(tmp_path, "trainer.max_steps=2", "trainer.save_every=1", "trainer.loggers=[jsonl]")
@@ -300,6 +313,7 @@ def test_a_push_that_is_refused_is_an_error(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_its_config_with_the_other_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_task(tmp_path)
     assert main(words(tmp_path, "trainer.max_steps=2", "trainer.loggers=[jsonl]")) == 0

@@ -490,7 +490,7 @@ LAYOUTS: list[Any] = [
         "sigmoid", "fsdp", 4, {"cp": 2}, {"backend": "mcore", "parallel": {"tp": 2, "pp": 2}}, marks=pytest.mark.slow
     ),
     pytest.param("sigmoid", "mcore", 2, {"pp": 2}, {"mode": "cached"}, marks=pytest.mark.slow),
-    ("kto", "fsdp", 2, {}, {"backend": "mcore", "parallel": {"tp": 2}}),
+    pytest.param("kto", "fsdp", 2, {}, {"backend": "mcore", "parallel": {"tp": 2}}, marks=pytest.mark.slow),
     ("reward", "mcore", 2, {"tp": 2, "tp_sequence": True}, {}),
     pytest.param("reward", "fsdp", 2, {}, {}, marks=pytest.mark.slow),
 ]
