@@ -23,8 +23,10 @@ setup: .types/drivetrain
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
-# Files side by side: much of a test's time is a process starting up or waiting for another one.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
+# Files side by side, one more than there are cores: much of a test's time is a process waiting for another one.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
+PYTEST_OPTIONS := -n $(WORKERS) --dist loadfile
+PYTEST := $(PY) -m pytest $(PYTEST_OPTIONS)
 
 # Everything that is not slow: what a change is tested with.
 test: $(SETUP)
@@ -46,10 +48,10 @@ mutants: $(SETUP)
 # Of product code, by the fast tests, then by all of them; every process that they start is counted. About an hour.
 coverage: $(SETUP)
 	$(PY) -m coverage erase
-	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow"
+	-$(PY) -m coverage run -m pytest $(PYTEST_OPTIONS) -m "not slow"
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report | tee /dev/stderr | grep TOTAL > .coverage.fast
-	-$(PY) -m coverage run -m pytest -n logical --maxprocesses 4 --dist loadfile -m slow
+	-$(PY) -m coverage run -m pytest $(PYTEST_OPTIONS) -m slow
 	$(PY) -m coverage combine --quiet --append
 	$(PY) -m coverage report
 	@echo "fast: $$(cat .coverage.fast)"
