@@ -51,7 +51,7 @@ def load_mutants() -> list[Mutant]:
         count = (ROOT / mutant.file).read_text().count(mutant.old)
         if count != 1:
             raise ValueError(f"{mutant.name}: its code occurs {count} times in {mutant.file}; it must occur once")
-        if missing := [t for t in mutant.tests if not (ROOT / t.partition("::")[0]).is_file()]:
+        if missing := [t for t in mutant.tests if not (ROOT / t.partition("::")[0]).exists()]:
             raise ValueError(f"{mutant.name}: {missing[0]} does not exist")
     return mutants
 

@@ -43,6 +43,15 @@ def test_partition_holds_its_bounds(sizes: list[int], budget: int, at_least: int
             assert sum(any(groups[i] == group for i in part) for part in parts) == 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "budget", "count"), [([4, 4], 8, 1), ([5, 4], 8, 2), ([6, 3, 3, 3], 8, 3), ([6, 3, 3, 3], 9, 2), ([8, 8, 8], 8, 3)]
+)
+def test_a_budget_is_used_up_to_its_last_token_and_no_further(sizes: list[int], budget: int, count: int) -> None:
+    parts = partition(sizes, budget)
+    assert len(parts) == count
+    assert max(sum(sizes[i] for i in part) for part in parts) <= budget
+
+
 def test_partition_needs_about_as_few_parts_as_possible() -> None:
     for seed in range(20):
         drawn = [min(n, 4096) for n in lengths(200, seed)]
