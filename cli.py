@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name:12} {spec.engine}" for name, spec in backends().items()))
         return 0
     if command in ("demo", "parity"):
-        result: int = import_module(f"{PACKAGE}.trainers.{command}.command").main(rest)
+        result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)
         return result
     if command in ("merge", "inspect", "verify", "import"):
         from .checkpoint_tools.cli import main as tool

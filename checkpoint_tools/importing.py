@@ -290,7 +290,7 @@ def _write_checkpoint(
             "tensors": tensors,
         }
         write_manifest(folder, manifest)
-        return store.publish(folder, name).path
+        return store.commit(folder, name).path
     except BaseException:
         store.remove(folder.name)
         raise

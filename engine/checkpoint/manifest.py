@@ -16,7 +16,7 @@ from .storage import MANIFEST, MODEL_FOLDER, Store
 from .tensor_slices import TensorSlice, covers
 
 FORMAT = 1
-SEAL = "manifest.xxh3"
+CHECKSUM = "manifest.xxh3"
 MANIFEST_LIMIT = 2**31
 MODEL = f"{MODEL_FOLDER}/"
 TEMPLATES = "additional_chat_templates"
@@ -75,11 +75,11 @@ class Manifest:
         if size > MANIFEST_LIMIT:
             raise CheckpointError(f"{where} has {size} bytes, too many for a manifest")
         text = store.read(MANIFEST)
-        checksum = store.read(SEAL) if store.size(SEAL) == 16 else b""
+        checksum = store.read(CHECKSUM) if store.size(CHECKSUM) == 16 else b""
         if not checksum:
-            raise DamagedError(f"{store} is not a complete checkpoint: it has no {SEAL}")
-        if checksum != _seal(text):
-            raise DamagedError(f"{where} does not match {SEAL}: the checkpoint is damaged")
+            raise DamagedError(f"{store} is not a complete checkpoint: it has no {CHECKSUM}")
+        if checksum != _checksum(text):
+            raise DamagedError(f"{where} does not match {CHECKSUM}: the checkpoint is damaged")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as e:
@@ -221,11 +221,11 @@ class Manifest:
 def write_manifest(store: Store, data: Mapping[str, Any]) -> None:
     """Write the checksum of a manifest, then the manifest."""
     text = json.dumps(data).encode()
-    store.write(SEAL, _seal(text))
+    store.write(CHECKSUM, _checksum(text))
     store.write(MANIFEST, text)
 
 
-def _seal(text: bytes) -> bytes:
+def _checksum(text: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(text).encode()
 
 

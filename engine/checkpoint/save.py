@@ -155,7 +155,7 @@ def write_snapshot(
                     "tensors": merge_index([index for index, _, _ in parts]),
                 }
                 write_manifest(folder, manifest)
-                final = str(root.publish(folder, name))
+                final = str(root.commit(folder, name))
                 if after is not None:
                     after()
         return str(all_gather_object(final, group)[0])

@@ -75,7 +75,7 @@ class Store(ABC):
         """Return a location for writing what will become the folder `name`."""
 
     @abstractmethod
-    def publish(self, made: "Store", name: str) -> "Store":
+    def commit(self, made: "Store", name: str) -> "Store":
         """Atomically give the folder from `begin` its final name and return its final location.
 
         Everything has been written by then, the manifest last.
@@ -169,7 +169,7 @@ class LocalStore(Store):
         folder.mkdir(parents=True)
         return LocalStore(folder)
 
-    def publish(self, made: Store, name: str) -> "LocalStore":
+    def commit(self, made: Store, name: str) -> "LocalStore":
         """See `Store`."""
         assert isinstance(made, LocalStore)
         for folder in (*(p for p in made.path.iterdir() if p.is_dir()), made.path):
@@ -292,7 +292,7 @@ class RemoteStore(Store):
     def _attempts(self, name: str) -> list[str]:
         return [n for n in self.folders() if re.fullmatch(rf"{re.escape(name)}(\+\d+)?", n)]
 
-    def publish(self, made: Store, name: str) -> "RemoteStore":
+    def commit(self, made: Store, name: str) -> "RemoteStore":
         """See `Store`."""
         for older in self._attempts(name):
             if older != made.name:

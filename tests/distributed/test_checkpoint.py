@@ -157,7 +157,7 @@ def make(root: LocalStore, step: int) -> None:
     write_manifest(
         made, {"format": 1, "step": step, **state, "optim": None, "optimizer": None, "files": {}, "ranks": [], "tensors": {}}
     )
-    root.publish(made, folder_name(step))
+    root.commit(made, folder_name(step))
 
 
 def test_latest_passes_over_what_is_incomplete(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from soak import soak
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.checkpoint import save, storage
 from drivetrain.engine.checkpoint.manager import CheckpointManager
-from drivetrain.engine.checkpoint.manifest import SEAL, write_manifest
+from drivetrain.engine.checkpoint.manifest import CHECKSUM, write_manifest
 from drivetrain.engine.checkpoint.retention import latest, recover
 from drivetrain.engine.checkpoint.storage import MANIFEST, LocalStore, RemoteStore, open_store
 from drivetrain.engine.conformance.tiny import save_tiny_model
@@ -382,7 +382,7 @@ def test_files_and_folders_last_before_they_have_their_name(
     assert {Path(p).name for p in disk.forgotten(tmp_path / "c" / "step-00000002")} >= {"c", "model"}
 
 
-@pytest.mark.parametrize("fails", [SEAL, MANIFEST])
+@pytest.mark.parametrize("fails", [CHECKSUM, MANIFEST])
 def test_on_an_object_store_a_manifest_comes_after_its_checksum(
     engine: BaseEngine, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -399,7 +399,7 @@ def test_on_an_object_store_a_manifest_comes_after_its_checksum(
     with pytest.raises(CheckpointError, match="No space left"):
         engine.save_checkpoint(str(root), 2)
     assert root.child("step-00000002").size(MANIFEST) is None
-    assert (root.child("step-00000002").size(SEAL) is None) == (fails == SEAL)
+    assert (root.child("step-00000002").size(CHECKSUM) is None) == (fails == CHECKSUM)
     manifest, _ = latest(root)
     assert manifest is not None
     assert manifest.step == 1

@@ -343,7 +343,7 @@ def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: A
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.command import main
+    from drivetrain.trainers.demo.cli import main
 
     assert main(["rm", "--output", str(tmp_path), "--nproc", "1", "--steps", "60"]) == 0
     told = json.loads((tmp_path / "summary.json").read_text())
@@ -352,7 +352,7 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.command import main
+    from drivetrain.trainers.demo.cli import main
 
     assert main(["dpo", "--output", str(tmp_path), "--nproc", "1", "--steps", "1"]) == 1
     assert "after training; at least 0.9 was expected" in capfd.readouterr().err

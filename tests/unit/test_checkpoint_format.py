@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from drivetrain.engine.checkpoint.manifest import SEAL, Manifest, write_manifest
+from drivetrain.engine.checkpoint.manifest import CHECKSUM, Manifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.safetensors_io import (
     CHUNK_BYTES,
@@ -59,7 +59,7 @@ def write(store: Store, number: int = 3, **changes: Any) -> None:
         "tensors": {"w": {"shape": list(SHAPE), "kinds": {"value": {"dtype": "F32", "boxes": boxes}}}},
     }
     write_manifest(made, {**data, **changes})
-    store.publish(made, folder_name(number))
+    store.commit(made, folder_name(number))
 
 
 def value_of(manifest: Manifest) -> Any:
@@ -232,7 +232,7 @@ def test_links_lead_nowhere(place: str, tmp_path: Path) -> None:
         Manifest.read(LocalStore(tmp_path / "step-00000003"))
 
 
-@pytest.mark.parametrize("file", [MANIFEST, SEAL])
+@pytest.mark.parametrize("file", [MANIFEST, CHECKSUM])
 @pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: b"", lambda d: bytes([d[0] ^ 1]) + d[1:], None])
 def test_a_damaged_manifest_is_passed_over(file: str, change: Any, tmp_path: Path) -> None:
     root = LocalStore(tmp_path)

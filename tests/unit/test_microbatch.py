@@ -44,7 +44,8 @@ def test_partition_holds_its_bounds(sizes: list[int], budget: int, at_least: int
 
 
 @pytest.mark.parametrize(
-    ("sizes", "budget", "count"), [([4, 4], 8, 1), ([5, 4], 8, 2), ([6, 3, 3, 3], 8, 3), ([6, 3, 3, 3], 9, 2), ([8, 8, 8], 8, 3)]
+    ("sizes", "budget", "count"),
+    [([4, 4], 8, 1), ([5, 4], 8, 2), ([6, 3, 3, 3], 8, 3), ([6, 3, 3, 3], 9, 2), ([8, 8, 8], 8, 3)],
 )
 def test_a_budget_is_used_up_to_its_last_token_and_no_further(sizes: list[int], budget: int, count: int) -> None:
     parts = partition(sizes, budget)

@@ -28,7 +28,7 @@ from ..data.loader import Cursor, Loader, Sampler
 from ..methods.sft import SFTMethod
 from ..tasks.addition import DIGITS, make_tokenizer
 from ..validate import sample_budget
-from .command import Job, Row, relative
+from .cli import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 LAYERS = 4

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from ...engine.registry import is_installed
-from ..parity.command import SHORT
+from ..parity.cli import SHORT
 from .preferences import run_preference_demo
 from .processes import measured, python
 
