@@ -49,7 +49,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("output", help="folder to write")
         parser.add_argument(
             "--adapters",
-            choices=("merged", "only"),
+            metavar="{merged,only}",
             default="merged",
             help="LoRA adapters: merged into the base model (default), or written on their own",
         )

@@ -76,7 +76,8 @@ def plan_merge(
     """Return the plan that `merge` would carry out, reading headers but no tensors."""
     check_dtype(dtype)
     if adapters not in ("merged", "only"):
-        raise CheckpointError(f"adapters={adapters}; it must be merged or only")
+        hint = "; folded is called merged now" if str(adapters) == "folded" else ""
+        raise CheckpointError(f"adapters={adapters}; it must be merged or only{hint}")
     check_target(Path(output))
     manifest = find_checkpoint(checkpoint)
     stored = CheckpointSource(manifest, verify=verify)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .capabilities import Capabilities
 from .checkpoint.local_shards import LocalShard
 from .config import OptimConfig, ParallelConfig
+from .errors import ConfigError
 from .flops import ModelShape
 from .offload import Part
 from .parallel.topology import Topology
@@ -20,6 +21,17 @@ from .step_plan import MicroBatch
 
 Adapters = Literal["merged", "only"]
 """How an export treats adapters: `merged` into the weights that they adapt, or `only` the adapters without the base model."""
+
+
+def check_adapters(adapters: str) -> None:
+    """Check that a value is one of `Adapters`.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if adapters not in ("merged", "only"):
+        hint = "; 'folded' is called 'merged' now" if adapters == "folded" else ""
+        raise ConfigError(f"adapters={adapters!r}; it must be 'merged' or 'only'{hint}")
 
 
 class Backend(ABC):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .backend import Adapters
+from .backend import Adapters, check_adapters
 from .checkpointable import CheckpointableEngine, Mode
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from .errors import BatchError, ConfigError, NonFiniteError
@@ -373,6 +373,7 @@ class BaseEngine(CheckpointableEngine):
         Yields:
             An iterator over names and tensors.
         """
+        check_adapters(adapters)
         with self._offloader.on_device(("params",)) as moved:
             stream = self._stream_weights(adapters)
             try:

@@ -45,17 +45,21 @@ def export_hf(
     """
     final, only = Path(folder), adapters == "only"
     shapes = engine.weight_shapes(adapters=adapters)
-    # On an error, the stream is exited first, which exhausts it, because the other ranks wait in the next gather.
-    with engine.topology.collective_errors(), engine.named_weights(adapters=adapters) as stream:
+    error: Exception | None = None
+    with engine.named_weights(adapters=adapters) as stream:
         if engine.topology.is_main:
-            check_target(final)
-            if not shapes:
-                raise CheckpointError("the model has no adapters; export adapters='merged'")
-            plan = plan_folder({n: (DTYPES[dtype], shape) for n, (dtype, shape) in shapes.items()}, shard_bytes, adapters=only)
             try:
-                _write(engine, plan, stream, final, only=only)
+                check_target(final)
+                if not shapes:
+                    raise CheckpointError("the model has no adapters; export adapters='merged'")
+                entries = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in shapes.items()}
+                _write(engine, plan_folder(entries, shard_bytes, adapters=only), stream, final, only=only)
             except OSError as e:
-                raise disk_error(str(final), e) from e
+                error = disk_error(str(final), e)
+            except Exception as e:  # raised below: the other ranks wait in the stream's collectives, so it continues first
+                error = e
+    # Not a `collective_errors` block around it all: an error inside the stream itself must end this rank at once.
+    engine.topology.all_gather_object(None, error=error)
     return final
 
 

@@ -96,10 +96,22 @@ class LossAccumulator:
                 "they must match"
             )
         for name, value in sums.terms.items():
+            if value.dim():
+                raise BatchError(f"the loss returned {name} with the shape {list(value.shape)}; a term is a scalar sum")
+        for name, value in sums.terms.items():
             self._terms[name].append(value.detach())
         for name, pair in sums.metrics.items():
             self._metrics[name].append(pair)
         return combine(sums, self._plan.weights)
+
+    def _sums(self, topology: Topology) -> dict[str, Any]:
+        """Return this rank's sums, to be exchanged."""
+        return {
+            "terms": {name: _total(values) for name, values in self._terms.items()},
+            "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
+            "aux": _total(self._aux) if self._aux else None,
+            "peak": peak_bytes(topology.device),
+        }
 
     def finish(self, topology: Topology) -> StepResult:
         """Add up the sums over all ranks and return the step's result. Collective.
@@ -108,12 +120,12 @@ class LossAccumulator:
             Exception: The error that the loss raised on this rank.
             RemoteError: The loss raised an error on another rank.
         """
-        local = {
-            "terms": {name: _total(values) for name, values in self._terms.items()},
-            "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
-            "aux": _total(self._aux) if self._aux else None,
-            "peak": peak_bytes(topology.device),
-        }
+        local: dict[str, Any] | None = None
+        if self._error is None:
+            try:
+                local = self._sums(topology)
+            except Exception as e:  # a metric that is not a number
+                self._error = e
         gathered = topology.all_gather_object((topology.is_output_rank, local), error=self._error)
         counted = [part for counts, part in gathered if counts]
         terms = {

@@ -110,7 +110,6 @@ def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData,
     loader = Loader(data.train, sampler, batch_size=config.data.batch_size)
     evaluated = "" if data.held_out is None else data.held_out.digest
     early_stopping = EarlyStopping(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
-    summary = Summary(total_steps)
     with _manager(engine, config.trainer) as manager:
         manager.sweep()
         start = resume(engine, manager, config, method.name, loader, early_stopping)
@@ -118,6 +117,7 @@ def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData,
             write_config(engine.topology, config, resumed=start.step > 1)
             if config.trainer.save_every and start.step + config.trainer.save_every <= total_steps:
                 manager.prepare()
+        summary = Summary(total_steps)
         with _loggers(engine, config, total_steps, start.step - 1, summary) as loggers:
             run = Run(
                 engine=engine,

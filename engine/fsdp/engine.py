@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..backend import Adapters
+from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
 from ..capabilities import Capabilities
 from ..checkpoint.local_shards import LocalShard
@@ -204,6 +204,7 @@ class FSDPEngine(BaseEngine):
 
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
+        check_adapters(adapters)
         return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from ..backend import Adapters
+from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
 from ..bridge.family import find_family
 from ..capabilities import Capabilities
@@ -275,6 +275,7 @@ class MCoreEngine(BaseEngine):
 
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
+        check_adapters(adapters)
         return shapes_of(self._loaded.plans[adapters])
 
     def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:

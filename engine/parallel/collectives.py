@@ -6,12 +6,16 @@ raised on all ranks at their next exchange, whichever exchange that is.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import RemoteError
+
+_clock = count(1)
+"""Orders the beginnings of blocks and the exchanges of errors in this process."""
 
 
 def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: Exception | None = None) -> list[Any]:
@@ -33,11 +37,12 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (text, value), group=group)
     if error is None:
-        failed = next(((rank, text) for rank, (text, _) in enumerate(gathered) if text is not None), None)
+        failures = zip(dist.get_process_group_ranks(group), gathered, strict=True)
+        failed = next(((rank, text) for rank, (text, _) in failures if text is not None), None)
         if failed is None:
             return [value for _, value in gathered]
         error = RemoteError(f"rank {failed[0]} failed: {failed[1]}")
-    error.raised_on_ranks = known_to(error) | _ranks(group)  # type: ignore[attr-defined]
+    _record(error, group)
     raise error
 
 
@@ -45,9 +50,12 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
 def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise an error of one rank on all ranks when the block ends. Collective over the group.
 
-    Blocks may be nested over the same ranks. If a rank fails before it enters the inner block, its exchange pairs with the one
-    at the end of the other ranks' inner block; the error is then raised on all ranks and the outer blocks exchange nothing
-    more.
+    Blocks may be nested over the same process group. If a rank fails before it enters the inner block, its exchange pairs with
+    the one at the end of the other ranks' inner block; the error is then raised on all ranks and the outer blocks exchange
+    nothing more.
+
+    A rank that fails while the others are in a collective of tensors inside the block waits for them until the group's timeout,
+    and then raises its own error.
 
     Args:
         group: The ranks that take part; the default process group if None.
@@ -56,13 +64,25 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
         Exception: This rank's own error.
         RemoteError: Another rank's error.
     """
+    start = next(_clock)
     try:
         yield
     except Exception as error:
-        if not _ranks(group) <= known_to(error):
+        # An error that was exchanged before this block began is new to it: the same object may be raised twice.
+        if getattr(error, "raised_at", 0) > start and _ranks(group) <= known_to(error):
+            raise
+        try:
             all_gather_object(None, group, error=error)
+        except Exception as failure:
+            if failure is not error:
+                raise error from failure
         raise
     all_gather_object(None, group)
+
+
+def _record(error: Exception, group: ProcessGroup | None) -> None:
+    error.raised_on_ranks = known_to(error) | _ranks(group)  # type: ignore[attr-defined]
+    error.raised_at = next(_clock)  # type: ignore[attr-defined]
 
 
 def known_to(error: BaseException) -> frozenset[int]:

@@ -1,5 +1,7 @@
 """An error of one rank is raised on all, whatever each of them was doing."""
 
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import torch.distributed as dist
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, ParallelConfig
-from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import RemoteError
+from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.parallel.collectives import all_gather_object, collective_errors, known_to
 from drivetrain.engine.registry import engine_class
-from helpers.engines import OPTIM, build, steps
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.engines import OPTIM, build, share, steps
 from helpers.harness import run_ranks
 
 STEPS = ("_check_model", "_build_model", "_build_optimizer", "_finish_build")
@@ -62,6 +67,59 @@ def rank_blocks() -> list[str]:
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_blocks_may_be_nested(nproc: int) -> None:
     assert len(run_ranks(rank_blocks, nproc)[0]) == 10
+
+
+def rank_same_error() -> None:
+    """One object that is raised again, as a module's own error may be, is a new error to a new block."""
+    error = ValueError("planted")
+
+    def fail(failing: int) -> None:
+        with collective_errors():
+            if dist.get_rank() == failing:
+                raise error
+
+    for failing in (0, 1, 0):
+        got = outcome(lambda failing=failing: fail(failing))
+        assert got.startswith("ValueError" if dist.get_rank() == failing else "RemoteError")
+
+
+def test_an_error_may_be_raised_twice() -> None:
+    run_ranks(rank_same_error, 2)
+
+
+@dataclass(frozen=True)
+class Shapeless:
+    """A loss whose term, or whose metric, is not a number on one rank."""
+
+    wrong: str
+    request = OutputRequest(log_probs=True)
+    linear = False
+    tokens, weights = SFTLoss().tokens, SFTLoss().weights
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        sums = SFTLoss()(outputs, batch)
+        if dist.get_rank() == 0:
+            return sums
+        assert outputs.log_probs is not None
+        if self.wrong == "term":
+            return LossSums(terms={"nll": outputs.log_probs})
+        return LossSums(terms=sums.terms, metrics={"nll": (outputs.log_probs, 1.0)})
+
+
+def rank_loss(folder: str, wrong: str) -> str:
+    with contextlib.closing(build(folder)) as engine:
+        batch = share(engine, tiny_documents(8, seed=0))
+        got = outcome(lambda: engine.train_batch(batch, Shapeless(wrong)))
+        # Nothing of it is left.
+        assert engine.train_batch(batch, SFTLoss()).loss > 0
+        return got
+
+
+@pytest.mark.parametrize("wrong", ["term", "metric"])
+def test_a_loss_of_a_wrong_shape_is_one_error_on_all_ranks(wrong: str, tmp_path: Path) -> None:
+    one, other = run_ranks(rank_loss, 2, str(save_tiny_model(tmp_path / "model", "llama")), wrong)
+    assert one == f"RemoteError: rank 1 failed: {other}"
+    assert ("a term is a scalar sum" in other) == (wrong == "term")
 
 
 def rank_subgroup() -> None:

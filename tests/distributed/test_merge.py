@@ -180,6 +180,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(trained: tuple[Base
         ({"adapters": "only"}, "has no adapters: it was trained without LoRA"),
         ({"base": "x"}, "has no adapters to merge into the base model x"),
         ({"adapters": "both"}, "adapters=both; it must be merged or only"),
+        ({"adapters": "folded"}, "folded is called merged now"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge(saved, out, **bad)  # type: ignore[arg-type]

@@ -50,6 +50,9 @@ def test_overrides_win_over_recipe_and_defaults(tmp_path: Path) -> None:
         (["recipe=sft_lorra"], "did you mean 'sft_lora'"),
         (["recipe=sft", "recipe=sft_lora"], "given 2 times"),
         (["--lr"], "'--lr' is not a setting; write key=value"),
+        (["data.turns=apart"], "data.turns=apart is now called per_turn; write data.turns=per_turn"),
+        (["data.turns=together"], "write data.turns=single"),
+        (["data.turns=[apart]"], "data.turns: "),
     ],
 )
 def test_bad_settings_say_what_to_do(words: list[str], message: str) -> None:

@@ -229,7 +229,7 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
 def _check_renamed(layer: DictConfig) -> None:
     for name, values in RENAMED_VALUES.items():
         value = OmegaConf.select(layer, name)
-        if value in values:
+        if isinstance(value, str) and value in values:
             raise ConfigError(f"{name}={value} is now called {values[value]}; write {name}={values[value]}")
 
 

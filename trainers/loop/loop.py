@@ -104,8 +104,11 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
             save(run, step, cursor, start)
         while step < run.total_steps and not run.early_stopping.stop:
             step += 1
-            batch, cursor = next(batches)
-            result, seconds = _step(run, batch)
+            began = time.perf_counter()
+            global_batch, cursor = next(batches)
+            batch = run.method.batch(run.engine, global_batch, training=True)
+            result = run.engine.train_batch(batch, run.method.loss)
+            seconds = time.perf_counter() - began
             error = _log(run.loggers, _record(run, step, cursor, result, seconds))
             best = interrupted = False
             if run.evaluation is not None and _is_due(step, run.config.eval_every, run.total_steps):
@@ -125,12 +128,6 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
 
 def _is_due(step: int, every: int | None, total_steps: int) -> bool:
     return step == total_steps or bool(every and step % every == 0)
-
-
-def _step(run: Run, samples: Any) -> tuple[StepResult, float]:
-    start = time.perf_counter()
-    result = run.engine.train_batch(run.method.batch(run.engine, samples, training=True), run.method.loss)
-    return result, time.perf_counter() - start
 
 
 def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: float) -> dict[str, Any]:
