@@ -1,10 +1,11 @@
-"""What may be tracked: no binary and nothing large."""
+"""What a checkout must be: no tracked binary and nothing large, hooks that run the linters, deliberate defects that fit the code."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import yaml
+from mutants import load_mutants
 
 from helpers.files import module_of
 
@@ -38,3 +39,9 @@ def test_hooks_run_what_make_check_runs() -> None:
         assert hook["language"] == "system"
         words = hook["entry"].removeprefix(".venv/bin/python ").removesuffix(" --force-exclude")
         assert words == "make check" or words in makefile
+
+
+def test_every_deliberate_defect_fits_the_code() -> None:
+    mutants = load_mutants()
+    assert len(mutants) >= 40
+    assert all(mutant.old != mutant.new for mutant in mutants)
