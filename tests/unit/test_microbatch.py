@@ -53,6 +53,14 @@ def test_a_budget_is_used_up_to_its_last_token_and_no_further(sizes: list[int], 
     assert max(sum(sizes[i] for i in part) for part in parts) <= budget
 
 
+def test_attention_costs_the_square_of_a_length() -> None:
+    assert cost(100, 0.01) == 200.0
+    assert cost(0, 0.01) == 0.0
+    # A long document is worth ten short ones, or more: it gets a rank of its own.
+    assert balance([1000, *[500] * 2], 2, ratio=1.0) == [[0], [1, 2]]
+    assert sorted(map(len, balance([1000, *[100] * 10], 2, ratio=1.0))) == [1, 10]
+
+
 def test_partition_needs_about_as_few_parts_as_possible() -> None:
     for seed in range(20):
         drawn = [min(n, 4096) for n in lengths(200, seed)]
