@@ -93,4 +93,4 @@ docs: $(SETUP)
 	@echo "open site/index.html"
 
 clean:
-	rm -rf .venv .types .wheels build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	rm -rf .venv .types .wheels build dist site runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

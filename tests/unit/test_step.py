@@ -1,0 +1,77 @@
+"""A step's sums: added up over micro-batches and over the ranks that count, divided once."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.loss import TokenOutputs, loss_mask
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.step import LossAccumulator
+from drivetrain.engine.step_plan import StepPlan
+from drivetrain.workers.losses.sft import SFTLoss
+
+DEVICE = torch.device("cpu")
+
+
+@dataclass
+class Ranks:
+    """Stands for a topology: what further ranks send is given."""
+
+    others: list[tuple[bool, dict[str, Any]]] = field(default_factory=list)
+    device = DEVICE
+    is_output_rank = True
+
+    def all_gather_object(self, value: Any, *, error: Exception | None = None) -> list[Any]:
+        if error is not None:
+            raise error
+        return [value, *self.others]
+
+
+def accumulated(plan: StepPlan, batch: Any, aux_coef: float = 0.0, aux: float | None = None) -> tuple[LossAccumulator, float]:
+    accumulator = LossAccumulator(SFTLoss(), plan, aux_coef, backward=True)
+    total = 0.0
+    for micro_batch in plan.micro_batches(batch, DEVICE):
+        log_probs = torch.full((micro_batch.batch.num_tokens,), -2.0, requires_grad=True)
+        outputs = TokenOutputs(mask=loss_mask(micro_batch.batch), log_probs=log_probs * loss_mask(micro_batch.batch))
+        given = None if aux is None else torch.tensor(aux)
+        total += float(accumulator(micro_batch, outputs, given).detach())
+    return accumulator, total
+
+
+def plan_of(parts: list[list[int]], weight: float, real: int) -> StepPlan:
+    return StepPlan(parts=parts, weights={"nll": weight}, tokens=7, sequences=2, flops=0.0, real_micro_batches=real, longest=4)
+
+
+def test_metrics_are_sums_over_counts_of_all_ranks_that_count() -> None:
+    batch = from_lists([[1, 2, 3], [4, 5, 6, 7]])
+    accumulator, total = accumulated(plan_of([[0], [1]], 15.0, 2), batch)
+    # Five supervised tokens here at 2 nats, ten on another data-parallel rank at 1 nat, and a peer that repeats that rank's.
+    other = {"terms": {"nll": 10.0}, "metrics": {"nll": (10.0, 10)}, "aux": None, "peak": 0}
+    result = accumulator.finish(Ranks([(True, other), (False, other)]))  # type: ignore[arg-type]
+    assert total == pytest.approx(10.0 / 15)
+    assert result.loss == pytest.approx(20.0 / 15)
+    assert result.metrics["nll"] == pytest.approx(20.0 / 15)
+    assert result.counts["nll"] == 15
+    assert result.micro_batches == 2
+
+
+def test_a_dummy_micro_batch_adds_nothing_to_loss_or_balancing_loss() -> None:
+    batch = from_lists([[1, 2, 3]])
+    real, alone = accumulated(plan_of([[0]], 2.0, 1), batch, aux_coef=0.5, aux=3.0)
+    assert alone == pytest.approx(2.0 + 0.5 * 3.0)
+    both, total = accumulated(plan_of([[0], []], 2.0, 1), batch, aux_coef=0.5, aux=3.0)
+    assert total == pytest.approx(alone)
+    for accumulator in (real, both):
+        assert accumulator.finish(Ranks()).terms["router_aux"] == pytest.approx(3.0)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_loss_is_raised_at_the_end() -> None:
+    batch = from_lists([[1, 2, 3]])
+    accumulator = LossAccumulator(SFTLoss(), plan_of([[0]], 2.0, 1), 0.0, backward=True)
+    (micro_batch,) = plan_of([[0]], 2.0, 1).micro_batches(batch, DEVICE)
+    outputs = TokenOutputs(mask=loss_mask(batch), values=torch.zeros(3, requires_grad=True))
+    assert float(accumulator(micro_batch, outputs)) == 0.0
+    with pytest.raises(AssertionError):
+        accumulator.finish(Ranks())  # type: ignore[arg-type]
