@@ -15,6 +15,7 @@ from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, reinfo
 from drivetrain.workers.losses.policy import (
     POLICY_LOSSES,
     PolicyLoss,
+    aggregation_weight,
     clipped_objective,
     importance_weights,
     kl_estimate,
@@ -509,3 +510,9 @@ def test_answers_of_no_tokens_none_at_all_and_lists() -> None:
 def test_numbers_that_are_not_finite_are_named_with_their_answer(call: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         call(float("nan"))
+
+
+def test_a_sequence_without_a_response_has_no_weight() -> None:
+    batch = from_lists([[1, 2, 3], [4]])
+    assert aggregation_weight(batch, "seq-mean-token-mean") == 1.0
+    assert aggregation_weight(batch, "token-mean") == 2.0
