@@ -253,6 +253,8 @@ def test_watch_decides() -> None:
     watch = EarlyStopping("accuracy", 2, "x", SFTMethod.lower_is_better)
     assert [watch.update(i, {"accuracy": a}) for i, a in enumerate((0.1, 0.3, 0.3), 1)] == [True, True, False]
     assert not watch.stop
+    first = EarlyStopping("loss", None, "x", SFTMethod.lower_is_better)
+    assert [first.update(i, {"loss": loss}) for i, loss in enumerate((float("nan"), 2.0), 1)] == [False, True]
     again = EarlyStopping("accuracy", 2, "x", SFTMethod.lower_is_better)
     again.restore(json.loads(json.dumps(watch.state())))
     assert not again.update(4, {"accuracy": float("nan")})

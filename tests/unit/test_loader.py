@@ -43,6 +43,13 @@ def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
     return drawn.shard(rank, ranks, 1e-4).batch.names or ()
 
 
+def test_an_epoch_that_batches_divide_ends_with_its_last_batch(many: list[Dataset]) -> None:
+    batches = loader(many[3], 2).batches(Cursor())
+    drawn = [next(batches) for _ in range(3)]
+    assert [len(batch) for batch, _ in drawn] == [2, 2, 2]
+    assert [(c.epoch, c.position) for _, c in drawn] == [(0, 2), (1, 0), (1, 2)]
+
+
 @settings(deadline=None, max_examples=50)
 @given(count=st.integers(1, 23), size=st.integers(1, 9), ranks=st.integers(1, 5), steps=st.integers(1, 12))
 def test_order_depends_on_the_seed_alone(many: list[Dataset], count: int, size: int, ranks: int, steps: int) -> None:

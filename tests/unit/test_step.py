@@ -67,6 +67,13 @@ def test_a_dummy_micro_batch_adds_nothing_to_loss_or_balancing_loss() -> None:
         assert accumulator.finish(Ranks()).terms["router_aux"] == pytest.approx(3.0)  # type: ignore[arg-type]
 
 
+def test_the_weight_of_sft_is_that_of_its_tokens() -> None:
+    # The weight of a token is where it is predicted, and the last token of a document predicts nothing.
+    batch = from_lists([[1, 2, 3], [4, 5]], token_fields={"loss_weights": [[0.5, 2.0, 7.0], [0.25, 9.0]]})
+    assert SFTLoss().weights(batch) == {"nll": 2.75}
+    assert SFTLoss().weights(from_lists([[1, 2, 3], [4, 5]])) == {"nll": 3.0}
+
+
 def test_an_error_of_the_loss_is_raised_at_the_end() -> None:
     batch = from_lists([[1, 2, 3]])
     accumulator = LossAccumulator(SFTLoss(), plan_of([[0]], 2.0, 1), 0.0, backward=True)
