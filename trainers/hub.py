@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..engine.errors import ConfigError
+from ..engine.parallel.collectives import call_on_first
 from ..engine.parallel.topology import Topology
 
 
@@ -38,17 +39,17 @@ def push(topology: Topology, folder: Path, repo: str) -> str:
     Raises:
         ConfigError: The upload failed. The folder is kept.
     """
-    address = ""
-    with topology.collective_errors():
-        if topology.is_main:
-            from huggingface_hub import HfApi
-            from huggingface_hub.errors import HfHubHTTPError
 
-            try:
-                api = HfApi()
-                repository = api.create_repo(repo, private=True, exist_ok=True)
-                api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
-                address = str(repository)
-            except (HfHubHTTPError, OSError) as e:
-                raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
-    return str(topology.all_gather_object(address)[0])
+    def upload() -> str:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            api = HfApi()
+            repository = api.create_repo(repo, private=True, exist_ok=True)
+            api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
+        except (HfHubHTTPError, OSError) as e:
+            raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
+        return str(repository)
+
+    return call_on_first(upload, topology.host)

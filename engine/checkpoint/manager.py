@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..errors import CheckpointError, DrivetrainError
+from ..parallel.collectives import call_on_first
 from .load import RestoredState
 from .manifest import Manifest
 from .retention import find_checkpoint, newest_first, recover, rotate, step_of, steps
@@ -197,18 +198,16 @@ class CheckpointManager:
 
         The other ranks do not read themselves, because they may see changes of a shared file system later.
         """
-        topology = self._engine.topology
-        result: T | None = None
-        with topology.collective_errors():
-            if topology.is_main:
-                try:
-                    result = read()
-                except CheckpointError:
-                    raise
-                except Exception as e:  # of many types: disk errors, or errors of a store's own library
-                    raise CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}") from e
-        shared: T = topology.all_gather_object(result)[0]
-        return shared
+
+        def read_store() -> T:
+            try:
+                return read()
+            except CheckpointError:
+                raise
+            except Exception as e:  # of many types: disk errors, or errors of a store's own library
+                raise CheckpointError(f"{self.root} cannot be read: {type(e).__name__} {e}") from e
+
+        return call_on_first(read_store, self._engine.topology.host)
 
     def restore_last(self) -> tuple[str, RestoredState] | None:
         """Load the last complete and undamaged checkpoint, and log why later ones were skipped.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError, disk_error
-from ..parallel.collectives import all_gather_object, collective_errors
+from ..parallel.collectives import all_gather_object, call_on_first, collective_errors
 from ..parallel.topology import Topology
 from .local_shards import DTYPES, LocalShard, host_bytes
 from .manifest import FORMAT, MODEL, merge_index, write_manifest
@@ -126,11 +126,12 @@ def write_snapshot(
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.
     """
     name, main = folder_name(snapshot.step), topology.is_main
-    temporary = ""
-    with collective_errors(group), _disk_errors(root):
-        if main:
-            temporary = root.begin(name).name
-    folder = root.child(str(all_gather_object(temporary, group)[0]))
+
+    def begin() -> str:
+        with _disk_errors(root):
+            return root.begin(name).name
+
+    folder = root.child(call_on_first(begin, group))
     file = f"rank-{topology.rank:05d}.safetensors"
     files: dict[str, Any] = {}
     try:

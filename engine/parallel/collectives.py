@@ -4,15 +4,17 @@ Every exchange transmits each rank's error along with its value, so an error tha
 raised on all ranks at their next exchange, whichever exchange that is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import RemoteError
+
+T = TypeVar("T")
 
 _clock = count(1)
 """Orders the beginnings of blocks and the exchanges of errors in this process."""
@@ -44,6 +46,28 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
         error = RemoteError(f"rank {failed[0]} failed: {failed[1]}")
     _record(error, group)
     raise error
+
+
+def call_on_first(run: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """Call a function on the group's first rank and return its result on all ranks, in one exchange. Collective over the group.
+
+    Args:
+        run: The function; its result must be picklable.
+        group: The ranks that take part; the default process group if None.
+
+    Raises:
+        Exception: The function's error, on the first rank.
+        RemoteError: The same, on all other ranks.
+    """
+    result: Any = None
+    error: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            result = run()
+        except Exception as e:  # raised on all ranks by the exchange
+            error = e
+    first: T = all_gather_object(result, group, error=error)[0]
+    return first
 
 
 @contextmanager

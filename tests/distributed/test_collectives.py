@@ -14,7 +14,7 @@ from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import RemoteError
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
-from drivetrain.engine.parallel.collectives import all_gather_object, collective_errors, known_to
+from drivetrain.engine.parallel.collectives import all_gather_object, call_on_first, collective_errors, known_to
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, share, steps
@@ -120,6 +120,24 @@ def test_a_loss_of_a_wrong_shape_is_one_error_on_all_ranks(wrong: str, tmp_path:
     one, other = run_ranks(rank_loss, 2, str(save_tiny_model(tmp_path / "model", "llama")), wrong)
     assert one == f"RemoteError: rank 1 failed: {other}"
     assert ("a term is a scalar sum" in other) == (wrong == "term")
+
+
+def rank_first() -> None:
+    groups = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
+    rank, calls = dist.get_rank(), []
+
+    def run() -> int:
+        calls.append(rank)
+        return rank
+
+    assert call_on_first(run, groups[rank // 2]) == rank // 2 * 2
+    assert calls == ([rank] if rank % 2 == 0 else [])
+    got = outcome(lambda: call_on_first(lambda: {}["planted"]))
+    assert got == ("KeyError: 'planted'" if rank == 0 else "RemoteError: rank 0 failed: KeyError: 'planted'")
+
+
+def test_the_first_rank_of_a_group_is_called() -> None:
+    run_ranks(rank_first, 4)
 
 
 def rank_subgroup() -> None:

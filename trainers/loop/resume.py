@@ -11,6 +11,7 @@ from ...engine.checkpoint.load import RestoredState
 from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.checkpoint.retention import step_of
 from ...engine.errors import CheckpointError, ConfigError
+from ...engine.parallel.collectives import call_on_first
 from ..config.runs import RunConfig
 from ..data.loader import Cursor, Loader
 from .early_stopping import EarlyStopping
@@ -91,7 +92,7 @@ def _check_same_run(engine: BaseEngine, config: RunConfig, method: str, checkpoi
             "trainer.output_dir, and set model.path to the model that the other run exported"
         )
     # Compare the fingerprint of the first rank only; the copies of the model on other machines are not checked.
-    fingerprint = engine.topology.all_gather_object(engine.model_fingerprint)[0]
+    fingerprint = call_on_first(lambda: engine.model_fingerprint, engine.topology.host)
     if state.fingerprint is not None and state.fingerprint != fingerprint:
         raise CheckpointError(
             f"{checkpoint} was trained from model.path={state.model}, but it is now {config.model.path}, a different model, "

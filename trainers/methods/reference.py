@@ -24,7 +24,7 @@ from ...engine.hf.config import read_config
 from ...engine.hf.model_path import fingerprint, resolve_folder
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.loss import OutputRequest
-from ...engine.parallel.collectives import all_gather_object, collective_errors
+from ...engine.parallel.collectives import all_gather_object, call_on_first, collective_errors
 from ...engine.registry import engine_class, options_class
 from ...workers.losses.sequences import sequence_sums
 from ..config.runs import DPOConfig
@@ -229,22 +229,22 @@ def _identity(config: DPOConfig, engine: BaseEngine) -> str:
 
     Only rank 0 computes the hash; another machine's copy of the model is not checked.
     """
-    digest = ""
-    with collective_errors():
-        if os.environ.get("RANK", "0") == "0":
-            # A Hub name refers to the repository's latest commit, whichever that is.
-            folder = resolve_folder(engine.model_config.path)
-            inputs = {
-                "format": FORMAT,
-                "transformers": transformers.__version__,
-                "weights": fingerprint(str(folder)),
-                "config": (folder / "config.json").read_text(),
-                "model": {**asdict(engine.model_config), "path": None},
-                "precision": asdict(engine.config.precision),
-                "seed": engine.config.seed if config.model.init == "random" else None,
-            }
-            digest = xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True).encode())
-    return str(all_gather_object(digest)[0])
+
+    def compute() -> str:
+        # A Hub name refers to the repository's latest commit, whichever that is.
+        folder = resolve_folder(engine.model_config.path)
+        inputs = {
+            "format": FORMAT,
+            "transformers": transformers.__version__,
+            "weights": fingerprint(str(folder)),
+            "config": (folder / "config.json").read_text(),
+            "model": {**asdict(engine.model_config), "path": None},
+            "precision": asdict(engine.config.precision),
+            "seed": engine.config.seed if config.model.init == "random" else None,
+        }
+        return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True).encode())
+
+    return call_on_first(compute)
 
 
 def _cached_reference(config: DPOConfig, datasets: Sequence[Dataset]) -> CachedReference:
