@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "check a checkpoint against its checksums, or compare two checkpoints tensor by tensor",
     "import": "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
+    "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     "backends": "list the engines that engine.backend accepts",
 }
 MODULES = {
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)
         return result
+    if command == "worker":
+        from .workers.model_worker.cli import main as worker
+
+        return worker(rest)
     if command in ("merge", "inspect", "verify", "import"):
         from .checkpoint_tools.cli import main as tool
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from . import progress
 from .capabilities import Capabilities
 from .checkpoint.local_shards import LocalShard
 from .config import OptimConfig, ParallelConfig
@@ -93,6 +94,7 @@ class Backend(ABC):
             scalar = scalar_of(output)
             if backward:
                 self._backward(scalar, micro_batch)
+            progress.advance()
 
     def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of one micro-batch."""

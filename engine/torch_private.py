@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 _NAMES: tuple[tuple[str, bool], ...] = (
     ("distributed_c10d._get_default_store", hasattr(c10d, "_get_default_store")),
     ("distributed_c10d._world.pg_names", hasattr(c10d._world, "pg_names")),
+    ("distributed_c10d._abort_process_group", hasattr(c10d, "_abort_process_group")),
     ("FSDPModule._get_fsdp_state", hasattr(FSDPModule, "_get_fsdp_state")),
     ("FSDPState._fsdp_param_group", hasattr(FSDPState, "_fsdp_param_group")),
     ("FSDPParam._unsharded_param", "_unsharded_param" in FSDPParam.__annotations__),
@@ -33,6 +34,11 @@ if _missing:
         f"torch {torch.__version__} has no {', '.join(_missing)}, which Drivetrain needs; install a version of torch that "
         "Drivetrain's pyproject.toml allows"
     )
+
+
+def abort_process_groups() -> None:
+    """Abort all process groups, so that no rank waits in a collective of NCCL. Does not wait for other ranks."""
+    c10d._abort_process_group()
 
 
 def default_store() -> torch.distributed.Store:

@@ -1,8 +1,9 @@
 """Make one PPO step and one GRPO step on recorded rollouts from a single controller: actor, critic, reference and reward.
 
-    python examples/hybridflow_step.py                                   Ray, two processes, all roles on both
+    python examples/hybridflow_step.py                          two processes of this machine, all roles on both
     python examples/hybridflow_step.py --backend mcore
-    torchrun --nproc-per-node 2 examples/hybridflow_step.py --group local       the same numbers without Ray
+    python examples/hybridflow_step.py --group ray              the same numbers on Ray
+    torchrun --nproc-per-node 2 examples/hybridflow_step.py --group local       and without a controller
 
 Without --model, tiny models are created. Prints one JSON object: the losses and gradient norms of every optimizer step.
 """
@@ -22,10 +23,11 @@ from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_
 from drivetrain.workers.dispatch import MiniBatches
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.losses.policy import PolicyLoss, kl_estimate
 from drivetrain.workers.losses.value import ValueLoss
+from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.base import WorkerConfig
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
@@ -123,24 +125,32 @@ def make_models(folder: Path) -> Path:
     return folder
 
 
+def start_group(kind: str, roles: dict[str, RoleSpec], processes: int) -> WorkerGroup:
+    """Return a group of this kind; the steps are the same on all of them."""
+    if kind == "local":
+        return LocalWorkerGroup(roles)
+    if kind == "process":
+        return ProcessWorkerGroup(roles, pools={"main": processes})
+    return RayWorkerGroup(roles, pools={"main": processes})
+
+
 def main() -> None:
     """Run both steps and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp", help="fsdp or mcore")
-    parser.add_argument("--group", choices=("ray", "local"), default="ray")
+    parser.add_argument("--group", choices=("process", "ray", "local"), default="process")
     parser.add_argument(
         "--processes",
         type=int,
         default=2,
-        help="number of processes of Ray's pool; under torchrun its --nproc-per-node counts",
+        help="number of processes of the pool; under torchrun its --nproc-per-node counts",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
     parser.add_argument("--model", type=Path, default=None, help="folder with the models policy, reference and reward")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         roles = roles_on(args.backend, args.model or make_models(Path(folder)), ParallelConfig(tp=args.tp))
-        group = LocalWorkerGroup(roles) if args.group == "local" else RayWorkerGroup(roles, pools={"main": args.processes})
-        with group:
+        with start_group(args.group, roles, args.processes) as group:
             records = run(group)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(json.dumps(records))

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from .dispatch import MiniBatches as MiniBatches
     from .groups.base import WorkerGroup as WorkerGroup
     from .groups.local import LocalWorkerGroup as LocalWorkerGroup
+    from .groups.process import ProcessWorkerGroup as ProcessWorkerGroup
     from .groups.ray import RayWorkerGroup as RayWorkerGroup
-    from .groups.worker_process import RoleSpec as RoleSpec
     from .losses.policy import PolicyLoss as PolicyLoss
     from .losses.value import ValueLoss as ValueLoss
+    from .model_worker.role_host import RoleSpec as RoleSpec
     from .roles.actor import ActorConfig as ActorConfig
     from .roles.actor import ActorWorker as ActorWorker
     from .roles.base import WorkerConfig as WorkerConfig
@@ -43,11 +44,12 @@ __getattr__, __dir__ = lazy_exports(
         "LocalWorkerGroup": "groups.local",
         "MiniBatches": "dispatch",
         "PolicyLoss": "losses.policy",
+        "ProcessWorkerGroup": "groups.process",
         "RayWorkerGroup": "groups.ray",
         "ReferenceConfig": "roles.reference",
         "ReferenceWorker": "roles.reference",
         "RewardWorker": "roles.reward",
-        "RoleSpec": "groups.worker_process",
+        "RoleSpec": "model_worker.role_host",
         "RolloutConfig": "rollout.engine",
         "RolloutWorker": "rollout.worker",
         "SamplingOptions": "rollout.engine",

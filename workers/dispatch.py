@@ -34,18 +34,22 @@ class Dispatch:
             per row (`objects`).
         columns: The name of the option of a `dp` method that maps column names to one object per row and is split with the
             rows.
+        changes_weights: Whether the method changes the weights of the role.
     """
 
     split: Split
     returns: Returns = "tokens"
     columns: str | None = None
+    changes_weights: bool = False
 
 
-def register(split: Split, returns: Returns = "tokens", *, columns: str | None = None) -> Callable[[Method], Method]:
+def register(
+    split: Split, returns: Returns = "tokens", *, columns: str | None = None, changes_weights: bool = False
+) -> Callable[[Method], Method]:
     """Mark a worker's method as one that a group can call; see `Dispatch`."""
 
     def mark(method: Method) -> Method:
-        method.dispatch = Dispatch(split, returns, columns)  # type: ignore[attr-defined]
+        method.dispatch = Dispatch(split, returns, columns, changes_weights)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -69,7 +73,7 @@ def check_columns(columns: Mapping[str, Sequence[Any]], rows: int) -> None:
 
 
 def dispatch_of(worker: type, method: str) -> Dispatch:
-    """Return how a group calls a worker's method.
+    """Return how a group calls a method of a worker class.
 
     Raises:
         ConfigError: The worker has no such method, or groups cannot call it.

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from .. import progress
 from ..backend import Adapters, check_adapters
 from ..base import BaseEngine
 from ..bridge.family import find_family
@@ -158,6 +159,7 @@ class MCoreEngine(BaseEngine):
     def _run_schedule(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         def forward_step(data: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Any]:
             output, scalar_of = self.forward_step(next(data), consumer, chunk)
+            progress.advance()
             # The token count serves megatron's own normalization, which ours replaces.
             return output, lambda last: (scalar_of(last), torch.zeros((), dtype=torch.int), {})
 

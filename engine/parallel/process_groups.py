@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, ProcessGroup
+from torch.distributed import HashStore, ProcessGroup, Store
 
 from .. import torch_private
 from ..errors import TopologyError
@@ -17,11 +17,16 @@ _timeout = DEFAULT_TIMEOUT
 """The timeout of the default process group, and of an engine's groups unless the engine sets another."""
 
 
-def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
+def init_distributed(
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT, *, store: Store | None = None, rank: int = 0, world_size: int = 1
+) -> torch.device:
     """Initialize the default process group from torchrun's environment variables, or with a single process if they are unset.
 
     Args:
         timeout: The timeout of collectives.
+        store: The store through which the ranks find each other, instead of the environment variables.
+        rank: With `store`, this process's rank.
+        world_size: With `store`, the number of ranks.
 
     Returns:
         This process's device.
@@ -46,7 +51,9 @@ def init_distributed(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.dev
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     # The group is not bound to the device: NCCL would create subgroups by splitting a bound group, in which all ranks of the
     # job have to participate, and an engine on a subset of the ranks would wait forever.
-    if "RANK" in os.environ:
+    if store is not None:
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
@@ -57,6 +64,12 @@ def close_distributed() -> None:
     """Destroy all process groups, including the default one."""
     _POOL.clear()
     dist.destroy_process_group()
+
+
+def abort_distributed() -> None:
+    """Abort all process groups before the process exits, so that peers on GPUs do not wait for it. Does not wait for them."""
+    if dist.is_initialized():
+        torch_private.abort_process_groups()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups import ray as ray_group
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.groups.worker_process import RoleSpec
+from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions

@@ -17,7 +17,7 @@ from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.batch_adapters import adapt_batch
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.groups.worker_process import RoleSpec
+from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions, to_padded
 from drivetrain.workers.rollout.worker import RolloutWorker

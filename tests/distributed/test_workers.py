@@ -17,9 +17,9 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.batch_adapters import adapt_batch
 from drivetrain.workers.dispatch import MiniBatches, assign_batch, assign_mini_batches, gather
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.groups.worker_process import RoleSpec
 from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.base import WorkerConfig
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker

@@ -1,11 +1,12 @@
 """Groups of workers: a controller calls a role's method once with the global batch and gets the global result.
 
 The batch is distributed over the data-parallel ranks, balanced by cost. The results of the output ranks are put back in order
-and returned in the caller's format. This module holds what all groups have in common; `local` and `ray` implement it.
+and returned in the caller's format. This module holds what all groups have in common; `local`, `process` and `ray` differ in how
+requests reach the workers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,12 +16,13 @@ from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ..batch_adapters import adapt_batch
-from ..dispatch import Assignment, MiniBatches, assign_batch, assign_mini_batches, check_columns, dispatch_of, gather
+from ..dispatch import Assignment, MiniBatches, assign_batch, assign_mini_batches, check_columns, gather
+from ..model_worker.protocol import Call
+from ..model_worker.role_host import RankInfo, RoleSpec
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
 from ..roles.reference import ReferenceConfig
 from ..rollout.engine import SamplingOptions, check_prompts
-from .worker_process import RankInfo, RemoteCall, RoleSpec
 
 
 class RoleHandle:
@@ -37,7 +39,7 @@ class RoleHandle:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        dispatch_of(self._group.roles[self._name].worker, method)
+        self._group.roles[self._name].dispatch(method)
         return lambda *args, **options: self._group.call(self._name, method, *args, **options)
 
 
@@ -48,12 +50,21 @@ class WorkerGroup(ABC):
         roles: The roles by name.
 
     Raises:
-        ConfigError: There are no roles, or they compute log-probabilities at different temperatures.
+        ConfigError: There are no roles, one is not a RoleSpec or has a configuration of another role, or they compute
+            log-probabilities at different temperatures.
     """
 
     def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
-        if not roles:
-            raise ConfigError("a worker group needs at least one role")
+        if not isinstance(roles, Mapping) or not roles:
+            raise ConfigError(
+                "a worker group needs at least one role; give a mapping from names to RoleSpec(worker=..., config=...)"
+            )
+        for name, role in roles.items():
+            if not isinstance(role, RoleSpec):
+                raise ConfigError(
+                    f"role {name!r} is a {type(role).__name__} ({role!r:.60}); give RoleSpec(worker=..., config=...)"
+                )
+            role.check(name)
         self.roles = dict(roles)
         temperatures = {
             name: role.config.temperature
@@ -107,13 +118,16 @@ class WorkerGroup(ABC):
         Raises:
             WorkerError: A process failed.
         """
-        dispatch = dispatch_of(self._role(role).worker, method)
+        spec = self._role(role)
+        dispatch = spec.dispatch(method)
         if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
             raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
         if mini_batches is not None and dispatch.split != "minibatches":
             raise ConfigError(f"mini_batches applies to updates only; {role}.{method} is not an update")
+        infos = self._rank_infos(role)
         if dispatch.split == "all":
-            return self._run(RemoteCall(role=role, method=method, args=args, options=options), None)[0]
+            same = Call(role=role, method=method, args=list(args), options=options)
+            return self._run(role, lambda dp_rank: same, infos, gather=False)[0]
         if not args:
             raise ConfigError(f"{role}.{method} needs a batch")
         if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
@@ -122,9 +136,11 @@ class WorkerGroup(ABC):
         self._check_temperature(f"{role}.{method}", (*args, *options.values()))
         # The passengers of one role are accepted by all, because the same batch goes from role to role.
         declared = {name for other in self.roles.values() for name in getattr(other.config, "passengers", ())}
-        every = not issubclass(self._role(role).worker, Worker)
-        adapter = adapt_batch(args[0], declared, every=every)
-        batch, infos = adapter.batch, self._rank_infos(role)
+        adapter = adapt_batch(args[0], declared, every=not issubclass(spec.owner(method), Worker))
+        batch = adapter.batch
+        if spec.generates(method):
+            # Generators work independently of each other, whatever the layout of the role's engine.
+            infos = [RankInfo(dp_rank=rank, dp_size=len(infos), answers=True, ratio=0.0) for rank in range(len(infos))]
         if batch.names is None:
             # A sequence's index in a shard differs from the index that the caller knows, so errors name it by the latter.
             batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
@@ -137,12 +153,19 @@ class WorkerGroup(ABC):
             assignment = assign_batch(batch, dp_size, ratio)
         else:
             assignment = assign_mini_batches(batch, dp_size, ratio, mini_batches or MiniBatches())
-        columns = dispatch.columns
-        if columns is not None and options.get(columns) is not None:
-            check_columns(options[columns], batch.num_sequences)
-        replies = self._run(
-            RemoteCall(role=role, method=method, assignment=assignment, args=args[1:], options=options, columns=columns), batch
-        )
+        columns = None if dispatch.columns is None else options.get(dispatch.columns)
+        if columns is not None:
+            check_columns(columns, batch.num_sequences)
+
+        def shard(dp_rank: int) -> Call:
+            rows, own = assignment.rows[dp_rank], dict(options)
+            if assignment.steps is not None:
+                own["steps"] = assignment.steps[dp_rank]
+            if columns is not None:
+                own[str(dispatch.columns)] = {name: [values[row] for row in rows] for name, values in columns.items()}
+            return Call(role=role, method=method, args=[batch.select(rows), *args[1:]], options=own)
+
+        replies = self._run(role, shard, infos, gather=dispatch.split == "dp")
         if dispatch.split == "minibatches":
             return replies[0]
         shard_results: list[Any] = [None] * dp_size
@@ -181,8 +204,18 @@ class WorkerGroup(ABC):
         """Return the info of each process of the role's pool, in rank order."""
 
     @abstractmethod
-    def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
-        """Run a call on every process of the role's pool; return the results in rank order, None from ranks that have none."""
+    def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
+        """Send a call to every process of the role's pool.
+
+        Args:
+            role: The role.
+            make: Returns the call for a data-parallel shard.
+            infos: The info of each process for this call, in rank order.
+            gather: Whether to return the results of all output ranks; otherwise only the first process's.
+
+        Returns:
+            The results in rank order, None from ranks that have none; or a list of the first process's alone.
+        """
 
     @abstractmethod
     def sync_weights(self, source: str, target: str) -> None:

@@ -1,17 +1,18 @@
 """A group in which every process is a controller: SPMD under torchrun, or a single process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
-from ...engine.errors import ConfigError
-from ...engine.packing.batch import PackedBatch
+from ...engine.errors import ConfigError, WorkerLostError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.parallel.process_groups import init_distributed
+from ..model_worker.protocol import Call, CallOk
+from ..model_worker.role_host import RankInfo, RoleSpec
+from ..model_worker.worker import ModelWorker, WorkerSettings
 from .base import WorkerGroup
-from .worker_process import RankInfo, RemoteCall, RoleSpec, WorkerProcess
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -29,37 +30,50 @@ class LocalWorkerGroup(WorkerGroup):
         pools = sorted({role.pool for role in roles.values()})
         if len(pools) > 1:
             raise ConfigError(
-                f"a local group has one pool, its own processes, but the roles are on {', '.join(pools)}; use RayWorkerGroup"
+                f"a local group has one pool, its own processes, but the roles are on {', '.join(pools)}; use "
+                "ProcessWorkerGroup or RayWorkerGroup"
             )
         init_distributed()
-        self._process = WorkerProcess()
+        self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=dist.get_world_size()))
+        self._host = self._worker.host
         self._infos: dict[str, list[RankInfo]] = {}
+        self._closed = False
         try:
             for name, role in roles.items():
-                self._infos[name] = all_gather_object(self._process.build(name, role))
+                info = self._host.build(name, role.worker, role.config, role.generator)
+                self._infos[name] = all_gather_object(info)
         except BaseException:
-            self._process.close()
+            self._host.close()
             raise
 
     def _rank_infos(self, role: str) -> Sequence[RankInfo]:
+        self._check_open()
         return self._infos[role]
 
-    def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
-        infos = self._infos[call.role][dist.get_rank()]
+    def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
+        self._check_open()
+        info = infos[dist.get_rank()]
+        request = make(info.dp_rank)
         # An engine raises its own errors on all ranks. After any other error its peers are inside a collective that no message
         # can end: this process must exit, so that its launcher ends them.
-        with nullcontext() if self._process.collective(call.role) else collective_errors():
-            result = self._process.call(call, infos, batch)
-        shared = call.assignment is not None and call.assignment.steps is None
+        with nullcontext() if self._host.collective(role, request.method) else collective_errors():
+            reply = self._worker.execute(request)
+        assert isinstance(reply, CallOk)
         # The result of an update, or of a call with the same arguments on all ranks, is the same everywhere or local to a
         # rank.
-        return all_gather_object(result if infos.answers else None) if shared else [result]
+        return all_gather_object(reply.result if info.answers else None) if gather else [reply.result]
 
     def sync_weights(self, source: str, target: str) -> None:
         """Copy the weights within each process."""
+        self._check_open()
         self._check_sync(source, target)
-        self._process.copy_weights(source, target)
+        self._host.copy_weights(source, target)
 
     def close(self) -> None:
         """Free all workers."""
-        self._process.close()
+        self._closed = True
+        self._worker.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerLostError("this group was closed; make a new one")

@@ -1,104 +1,102 @@
 """A group whose processes are Ray actors and whose controller is a single program, as in HybridFlow.
 
-There is one actor for each rank of a pool; roles of one pool share its actors. A global batch is put into Ray's object store
-once, and every rank reads its own rows from there.
+There is one actor for each rank of a pool; roles of one pool share its actors. An actor holds a model worker, and Ray carries the
+frames of its protocol. A shard of a batch is put into Ray's object store once for all ranks that work on it.
 """
 
 import logging
 import os
-import socket
-import time
-import warnings
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from datetime import timedelta
+from concurrent.futures import Future
+from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
-from ...engine.errors import ConfigError, RemoteError, WorkerError, WorkerLostError
-from ...engine.packing.batch import MediaField, PackedBatch
-from ..dispatch import dispatch_of
-from .base import WorkerGroup
-from .worker_process import RankInfo, RemoteCall, RoleSpec, WorkerProcess, report
+from ...engine.errors import ConfigError, WorkerLostError
+from ..model_worker import comm_id
+from ..model_worker.codec import Codec, Part
+from ..model_worker.loop import RequestLoop
+from ..model_worker.names import Names, name_of, references
+from ..model_worker.protocol import Registry, Reply, Request
+from ..model_worker.role_host import RoleSpec
+from ..model_worker.transports.memory import MemoryTransport
+from ..model_worker.values import load
+from ..model_worker.worker import ModelWorker, WorkerSettings
+from .remote import Channel, RemoteWorkerGroup
 
-PART_BYTES = 256 * 2**20
-"""Size of one part of the weights on their way from one pool to another."""
 PLACEMENT_TIMEOUT_S = 15.0
 """How long to wait for resources that other Ray jobs occupy."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The reply of a process that failed.
+class _Actor:
+    """One rank of a pool: a model worker whose requests come through Ray."""
 
-    Args:
-        text: The traceback.
-        echo: Whether another process failed, and this one only reports it.
-    """
+    def __init__(self, settings: WorkerSettings, objects: Mapping[str, Any]) -> None:
+        # Each process sees only the GPUs that Ray assigned to it, so its own is always the first.
+        settings.export()
+        self._worker = ModelWorker(settings)
+        self._worker.names = Names(objects=objects)
+        self._transport = MemoryTransport()
+        threading.Thread(target=RequestLoop(self._worker, self._transport).run, daemon=True).start()
 
-    text: str
-    echo: bool
-
-
-class _Process:
-    """One rank of a pool, as a Ray actor."""
-
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._process = WorkerProcess()
-
-    def address(self) -> str:
-        """Return an address at which the pool's first rank can be reached."""
+    def comm_id(self) -> str:
+        """Return an id with the address of this process, which listens there already."""
         import ray
 
-        with socket.socket() as server:
-            server.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
+        found, self._worker.listener = comm_id.mint(ray.util.get_node_ip_address())
+        return found.hex()
 
-    def join(self, address: str) -> Any:
-        """Start the pool's process group."""
-        return self._guarded(self._join, address)
+    def exchange(self, header: bytes, parts: Sequence[Any]) -> list[Any]:
+        """Serve a request: its header and parts; return those of the reply."""
+        reply = self._transport.exchange([header, *(memoryview(part) for part in parts)])
+        return [bytes(reply[0]), *(_array(part) for part in reply[1:])]
 
-    def _join(self, address: str) -> None:
-        from ...engine.parallel.process_groups import init_distributed
 
-        host, _, port = address.rpartition(":")
-        # Each process sees only the GPUs that Ray assigned to it, so its own is always the first.
-        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._size), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
-        if torch.cuda.device_count() == 0:
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        init_distributed(timedelta(seconds=self._timeout_s))
+class _RayReply:
+    """A reply that comes through Ray."""
 
-    def build(self, name: str, role: RoleSpec) -> Any:
-        """Build a role's worker."""
-        return self._guarded(self._process.build, name, role)
+    def __init__(self, ref: Any, codec: Codec, names: Names) -> None:
+        self._future: Future[Any] = ref.future()
+        self._codec, self._names = codec, names
 
-    def call(self, call: RemoteCall, infos: RankInfo, batch: Any) -> Any:
-        """Run a method; return the result from the processes that have one."""
-        result = self._guarded(self._process.call, call, infos, None if batch is None else _unpacked(batch))
-        by_shard = call.assignment is not None and call.assignment.steps is None
-        return result if isinstance(result, _Failure) or (infos.answers if by_shard else self._rank == 0) else None
+    @property
+    def future(self) -> Future[Any]:
+        """The future of Ray's result."""
+        return self._future
 
-    def send(self, source: str, max_bytes: int) -> tuple[Any, Any]:
-        """Return whether more parts of the stream of weights follow, and the tensors of the next part."""
-        tensors = self._guarded(self._process.next_weights, source, max_bytes)
-        return (tensors, []) if isinstance(tensors, _Failure) else (self._process.more_weights(source), tensors)
+    def reply(self) -> Reply:
+        """Return the reply; see `PendingReply`."""
+        import ray
 
-    def host(self, method: str, *args: Any) -> Any:
-        """Run a method of the worker process."""
-        return self._guarded(getattr(self._process, method), *args)
-
-    def _guarded(self, run: Any, *args: Any) -> Any:
         try:
-            return run(*args)
-        except Exception as e:  # sent as text: the controller may lack the exception's class or the classes it refers to
-            return _Failure(report(e), isinstance(e, RemoteError))
+            header, *parts = self._future.result()
+        except ray.exceptions.RayActorError as e:
+            raise WorkerLostError(str(e).strip().splitlines()[0]) from None
+        return load(self._codec.decode_reply(header), [memoryview(part) for part in parts], self._names)
 
 
-class RayWorkerGroup(WorkerGroup):
+class _RayChannel:
+    """A connection to one actor."""
+
+    def __init__(self, group: "RayWorkerGroup", actor: Any) -> None:
+        self.actor = actor
+        self._group = group
+
+    def send_plain(self, request: Request, parts: Sequence[Part]) -> _RayReply:
+        """Send a request; see `Channel`."""
+        own = msgspec.structs.replace(request, id=next(self._group.ids))
+        ref = self.actor.exchange.remote(self._group.codec.encode(own), self._group.put(parts))
+        return _RayReply(ref, self._group.codec, self._group.names)
+
+    def silence_s(self) -> float:
+        """Return 0: Ray itself watches over its processes."""
+        return 0.0
+
+
+class RayWorkerGroup(RemoteWorkerGroup):
     """Roles on pools of Ray actors.
 
     Args:
@@ -108,12 +106,14 @@ class RayWorkerGroup(WorkerGroup):
         gpus: The number of GPUs per process; None uses one if the cluster has any.
         timeout_s: The time after which a process that waits for its peers fails.
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
+        watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
         environment: Additional environment variables of the processes.
+        names: Classes and functions, beside those of the roles, that arguments and results may hold.
 
     Raises:
         ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small; the message names both
             numbers.
-        WorkerError: A role cannot be built.
+        WorkerError: A role cannot be built; the cause is the original error.
     """
 
     def __init__(
@@ -125,48 +125,47 @@ class RayWorkerGroup(WorkerGroup):
         gpus: float | None = None,
         timeout_s: float = 1800.0,
         grace_s: float = 10.0,
+        watchdog_s: float = 1800.0,
         environment: Mapping[str, str] | None = None,
+        names: Sequence[Any] = (),
     ) -> None:
-        super().__init__(roles)
+        super().__init__(
+            roles, pools=pools, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=float("inf")
+        )
         if not cpus > 0 or (gpus is not None and gpus < 0):
             raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs and at least 0 GPUs")
         try:
             import ray
         except ImportError as e:
             raise ConfigError("RayWorkerGroup needs Ray; install it with: pip install 'drivetrain[ray]'") from e
-        for name, role in roles.items():
-            if role.pool not in pools:
-                raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
-        if empty := [name for name, size in pools.items() if size < 1]:
-            raise ConfigError(f"pool {empty[0]!r} has {pools[empty[0]]} processes; it needs at least 1")
-        self._ray, self._sizes = ray, dict(pools)
+        self._ray = ray
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         if gpus is None:
             gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         self._each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        self._timeout_s, self._grace_s = timeout_s, grace_s
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
-        self._pools: dict[str, list[Any]] = {}
+        self._actors: list[Any] = []
         self._placements: list[Any] = []
-        self._infos: dict[str, list[RankInfo]] = {}
-        self._broken: str | None = None
+        self._first: dict[str, Any] = {}
+        self._objects = _objects([[r.worker, r.config, r.generator] for r in roles.values()], names)
+        self.names = Names(objects=self._objects)
+        self.codec, self.ids = Codec(Registry(), binary=True), count(1)
+        self._last_put: tuple[Sequence[Part], Any] = ((), None)
+        self._check_room()
         self._start()
 
-    # ---- lifetime ----------------------------------------------------------------------------------------------------
+    @property
+    def _names(self) -> Names:
+        return self.names
 
-    def _start(self) -> None:
-        self._check_room()
-        try:
-            self._place()
-            for name, role in self.roles.items():
-                replies = self._wait(
-                    role.pool, f"building {name}", [p.build.remote(name, role) for p in self._pools[role.pool]]
-                )
-                self._infos[name] = replies
-        except BaseException:
-            self.close()
-            raise
+    def put(self, parts: Sequence[Part]) -> Any:
+        """Put parts into the object store, once for all processes to which they are sent one after the other."""
+        if not parts:
+            return []
+        if self._last_put[0] is not parts:
+            self._last_put = (parts, self._ray.put([_array(part) for part in parts]))
+        return self._last_put[1]
 
     def _check_room(self) -> None:
         """Check that the cluster is large enough; otherwise Ray would wait for resources forever."""
@@ -180,16 +179,16 @@ class RayWorkerGroup(WorkerGroup):
                     f"{kind.lower()}s"
                 )
 
-    def _place(self) -> None:
-        ray = self._ray
+    def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        channels: dict[str, list[Channel]] = {}
         for pool, size in self._sizes.items():
             placement = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
             self._placements.append(placement)
             if not placement.wait(PLACEMENT_TIMEOUT_S):
-                free = ray.available_resources()
+                free = self._ray.available_resources()
                 needs = ", ".join(
                     f"{size * each:g} {kind}s ({free.get(kind, 0):g} are free)" for kind, each in self._each.items()
                 )
@@ -197,174 +196,64 @@ class RayWorkerGroup(WorkerGroup):
                     f"pool {pool!r} needs {needs}, which are in use by others in the Ray cluster; free them, or make the pool "
                     "smaller"
                 )
-            actor = ray.remote(_Process)
-            self._pools[pool] = [
-                actor.options(
+            actors = [
+                self._ray.remote(_Actor)
+                .options(
                     num_cpus=self._each["CPU"],
                     num_gpus=self._each.get("GPU", 0),
                     runtime_env={"env_vars": self._environment},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-                ).remote(rank, size, self._timeout_s)
+                )
+                .remote(
+                    WorkerSettings(
+                        rank=rank,
+                        world_size=size,
+                        local_rank=0,
+                        timeout_s=self._timeout_s,
+                        watchdog_s=self._watchdog_s,
+                        watchdog={"init": 0.0},
+                    ),
+                    self._objects,
+                )
                 for rank in range(size)
             ]
-        for pool, processes in self._pools.items():
-            (address,) = self._wait(pool, "starting", [processes[0].address.remote()])
-            self._wait(pool, "starting", [p.join.remote(address) for p in processes])
+            self._actors += actors
+            self._first[pool] = actors[0]
+            channels[pool] = [_RayChannel(self, actor) for actor in actors]
+        return channels
 
-    def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
-        """Restart all processes, including any that were lost, and resume from checkpoints.
+    def _comm_id(self, pool: str) -> str:
+        try:
+            return str(self._ray.get(self._first[pool].comm_id.remote()))
+        except self._ray.exceptions.RayActorError as e:
+            raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {str(e).strip().splitlines()[0]}") from None
 
-        Args:
-            checkpoints: The folder returned by `save_checkpoint`, by role; other roles start from their model's weights.
-        """
-        for role in checkpoints or {}:
-            dispatch_of(self._role(role).worker, "load_checkpoint")
-        self.close()
-        self._broken = None
-        self._start()
-        for role, folder in (checkpoints or {}).items():
-            self.call(role, "load_checkpoint", folder)
-
-    def close(self) -> None:
-        """End all processes and release their resources."""
+    def _end_processes(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        for processes in self._pools.values():
-            for process in processes:
-                self._ray.kill(process)
+        for actor in self._actors:
+            self._ray.kill(actor)
         for placement in self._placements:
             remove_placement_group(placement)
-        self._pools, self._placements, self._infos = {}, [], {}
-        self._broken = self._broken or "it was closed"
+        self._actors, self._placements, self._first = [], [], {}
+        self._last_put = ((), None)
 
-    # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
-        self._check_whole()
-        return self._infos[role]
+def _objects(roles: Sequence[Any], names: Sequence[Any]) -> dict[str, Any]:
+    """Return all classes and functions that the roles refer to, by name.
 
-    def _run(self, call: RemoteCall, batch: PackedBatch | None) -> list[Any]:
-        self._check_whole()
-        pool = self.roles[call.role].pool
-        # Put it once; passed by value, it would be put again for every process.
-        batch_ref = None if batch is None else self._ray.put(_packed(batch))
-        call_ref = self._ray.put(call)
-        refs = [
-            process.call.remote(call_ref, infos, batch_ref)
-            for process, infos in zip(self._pools[pool], self._infos[call.role], strict=True)
-        ]
-        return self._wait(pool, f"{call.role}.{call.method}", refs)
-
-    def sync_weights(self, source: str, target: str) -> None:
-        """Copy the weights within each process if both roles share a pool; otherwise send them through the object store."""
-        self._check_whole()
-        what = f"weights of {source} to {target}"
-        self._check_sync(source, target)
-        source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
-        if source_pool == target_pool:
-            self._wait(source_pool, what, [p.host.remote("copy_weights", source, target) for p in self._pools[source_pool]])
-            return
+    Ray brings them to its processes, so that they need not be importable there: lambdas, and functions of the driver's program.
+    """
+    found: dict[str, Any] = {}
+    for target in [*references(list(roles)), *names]:
         try:
-            self._stream(source, target)
-        except WorkerError as e:
-            # Streams are partly read and weights partly loaded, so the group cannot be used any further.
-            self._end(self._broken or str(e).splitlines()[0])
-            raise
-
-    def _stream(self, source: str, target: str) -> None:
-        what = f"weights of {source} to {target}"
-        senders, receivers = (self._pools[self.roles[name].pool] for name in (source, target))
-        pools = self.roles[source].pool, self.roles[target].pool
-        self._wait(pools[1], what, [p.host.remote("begin_weights", target) for p in receivers])
-        pending: list[Any] = []
-        more = True
-        while more:
-            # The reply on a part is separate from its tensors, which stay in the object store.
-            parts = [p.send.options(num_returns=2).remote(source, PART_BYTES) for p in senders]
-            more = self._wait(pools[0], what, [reply for reply, _ in parts])[0]
-            self._wait(pools[1], what, pending)
-            pending = [p.host.remote("receive_weights", parts[0][1]) for p in receivers]
-        self._wait(pools[1], what, pending)
-        self._wait(pools[1], what, [p.host.remote("finish_weights") for p in receivers])
-
-    def _end(self, reason: str) -> None:
-        self.close()
-        self._broken = reason
-
-    def _check_whole(self) -> None:
-        if self._broken is not None:
-            raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
-
-    def _wait(self, pool: str, what: str, refs: Sequence[Any]) -> list[Any]:
-        """Return the replies in order.
-
-        Raises:
-            WorkerError: A process failed; the message has its traceback. The group remains usable if all processes replied.
-            WorkerLostError: A process died, or hung after another one failed.
-        """
-        replies: dict[Any, Any] = {}
-        failed: dict[int, str] = {}
-        lost: dict[int, str] = {}
-        pending, deadline = list(refs), float("inf")
-        while pending and time.monotonic() < deadline:
-            ready, pending = self._ray.wait(pending, num_returns=1, timeout=min(1.0, max(0.05, deadline - time.monotonic())))
-            for ref in ready:
-                rank = refs.index(ref)
-                try:
-                    replies[ref] = self._ray.get(ref)
-                except self._ray.exceptions.RayActorError as e:
-                    lost[rank] = str(e).strip().splitlines()[0]
-                except self._ray.exceptions.RayTaskError as e:
-                    failed[rank] = str(e)
-                else:
-                    if isinstance(replies[ref], _Failure) and not replies[ref].echo:
-                        failed[rank] = replies[ref].text
-                if (failed or lost) and deadline == float("inf"):
-                    # The others may be waiting for it in a collective.
-                    deadline = time.monotonic() + self._grace_s
-        echoes = [reply.text for reply in replies.values() if isinstance(reply, _Failure)]
-        if not (failed or lost or pending or echoes):
-            return [replies[ref] for ref in refs]
-        messages = [f"rank {rank} of pool {pool!r} died during {what}: {text}" for rank, text in sorted(lost.items())]
-        if lost:
-            # Its peers failed only because their connections to it broke.
-            messages += [f"rank {rank} then failed too: {text.splitlines()[-1]}" for rank, text in sorted(failed.items())]
-        for text in [] if lost else dict.fromkeys(failed[rank] for rank in sorted(failed)):
-            ranks = ", ".join(str(rank) for rank in sorted(failed) if failed[rank] == text)
-            messages.append(f"rank {ranks} of pool {pool!r} failed in {what}:\n{text}")
-        messages = messages or [f"{what} failed:\n{echoes[0]}"]
-        if not (lost or pending):
-            raise WorkerError("\n".join(messages))
-        hung = [refs.index(ref) for ref in pending]
-        if hung:
-            messages.append(f"ranks {hung} waited for it and were killed after {self._grace_s:g} s")
-        self._end(messages[0].splitlines()[0])
-        raise (WorkerLostError if lost else WorkerError)("\n".join(messages) + "\nrebuild() restarts the group")
+            name = name_of(target)
+        except ConfigError:
+            name = f"object:{id(target)}"
+        found[name] = target
+    return found
 
 
-def _packed(batch: PackedBatch) -> dict[str, Any]:
-    """Convert a batch to arrays, which the processes map from Ray's object store without a copy."""
-
-    def array(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            # NumPy has no bfloat16, so such a field is sent as a tensor.
-            return value if value.dtype == torch.bfloat16 else np.from_dlpack(value.detach().cpu().contiguous())
-        if isinstance(value, MediaField):
-            return ("media", array(value.values), array(value.counts))
-        return {k: array(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-    return {f.name: array(getattr(batch, f.name)) for f in fields(batch) if f.init}
-
-
-def _unpacked(arrays: dict[str, Any]) -> PackedBatch:
-    def tensor(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            with warnings.catch_warnings():
-                # The store's memory is read-only; a shard is copied out of it.
-                warnings.simplefilter("ignore", UserWarning)
-                return torch.from_numpy(value)
-        if isinstance(value, tuple) and value and value[0] == "media":
-            return MediaField(values=tensor(value[1]), counts=tensor(value[2]))
-        return {k: tensor(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-    return PackedBatch(**{name: tensor(value) for name, value in arrays.items()})
+def _array(part: Part) -> Any:
+    """Return a part as an array, which processes map from Ray's object store without a copy."""
+    return np.frombuffer(part, dtype=np.uint8)

@@ -93,7 +93,7 @@ class Worker:
         """Write the checkpoint `root/step-XXXXXXXX` and return its folder. See `BaseEngine.save_checkpoint`."""
         return self.engine.save_checkpoint(root, step, extra)
 
-    @register("all")
+    @register("all", changes_weights=True)
     def load_checkpoint(self, folder: Path | str) -> int:
         """Load a checkpoint written by any engine and parallel layout, and return its step."""
         return self.engine.load_checkpoint(folder).step

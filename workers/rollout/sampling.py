@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+from ...engine import progress
 from .engine import SamplingOptions
 
 
@@ -61,6 +62,7 @@ class TokenSampler(LogitsProcessor):
         # step, since every check waits for the device.
         self._broken |= ~torch.isfinite(log_probs).all()
         self.log_probs.append(log_probs)
+        progress.advance()
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def _sample(self, input_ids: Any, scaled: Any) -> Tensor:

@@ -1,0 +1,52 @@
+"""Errors of workers, as their controller raises them: the reason first, the original class as the cause."""
+
+import builtins
+from importlib import import_module
+from typing import NoReturn
+
+from ...engine import errors
+from ...engine.errors import WorkerError
+from .protocol import Error
+
+
+class RemoteWorkerError(Exception):
+    """An error of a class that only the worker knows; the message names it."""
+
+
+def cause_of(error: Error) -> Exception:
+    """Return an exception like the one that a worker raised: of its class, if that is Drivetrain's, torch's or built in."""
+    module, _, name = error.error_type.partition(":")
+    found: object = None
+    if module == errors.__name__:
+        found = getattr(errors, name, None)
+    elif module == "builtins":
+        found = getattr(builtins, name, None)
+    elif name == "OutOfMemoryError":
+        found = getattr(import_module("torch"), name)
+    message = error.message.removeprefix(f"{name}: ")
+    if isinstance(found, type) and issubclass(found, Exception):
+        try:
+            return found(message)
+        except TypeError:  # a class that needs more than a message, such as UnicodeDecodeError
+            return RemoteWorkerError(error.message)
+    return RemoteWorkerError(error.message)
+
+
+def describe(error: Error, where: str) -> str:
+    """Return the message of an error: the reason, where it happened, and the worker's traceback if it is not a user's error."""
+    name = error.error_type.rpartition(":")[2].rpartition(".")[2]
+    reason = error.message if not name or error.message.startswith(f"{name}: ") else f"{name}: {error.message}"
+    return f"{reason} [{where}]" + (f"\n{error.traceback}" if error.traceback else "")
+
+
+def raise_error(error: Error, where: str) -> NoReturn:
+    """Raise a worker's error.
+
+    Args:
+        error: The worker's reply.
+        where: What it was doing, and which worker.
+
+    Raises:
+        WorkerError: Always; its cause is of the original class.
+    """
+    raise WorkerError(describe(error, where)) from cause_of(error)

@@ -1,0 +1,181 @@
+"""The functions that serve the operations of a model worker."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from . import comm_id as comm_ids
+from . import protocol as p
+from .worker import ModelWorker, OpError
+
+
+def hello(worker: ModelWorker, request: p.Hello) -> p.Welcome:
+    """Check the version of the protocol and the number of ranks."""
+    settings = worker.settings
+    if request.protocol != p.PROTOCOL:
+        raise OpError(
+            "bad_request",
+            f"the controller speaks version {request.protocol} of the protocol, this worker version {p.PROTOCOL}; install the same "
+            "version of drivetrain on both sides",
+        )
+    if request.world_size not in (None, settings.world_size):
+        raise OpError(
+            "bad_request",
+            f"the controller expects {request.world_size} ranks, but this worker was started with --world-size "
+            f"{settings.world_size}",
+        )
+    return p.Welcome(protocol=p.PROTOCOL, rank=settings.rank, world_size=settings.world_size, pid=os.getpid())
+
+
+def ping(worker: ModelWorker, request: p.Ping) -> p.Pong:
+    """Say who is here."""
+    settings = worker.settings
+    return p.Pong(rank=settings.rank, world_size=settings.world_size, cuda_device=settings.device)
+
+
+def cancel(worker: ModelWorker, request: p.Cancel) -> p.CancelOk:
+    """Take a request out of the queue."""
+    return p.CancelOk(found=worker.cancel_waiting(request.request))
+
+
+def shutdown(worker: ModelWorker, request: p.Shutdown) -> p.Bye:
+    """Free all roles; the request loop then ends."""
+    worker.close()
+    return p.Bye()
+
+
+# ---- the communicator ---------------------------------------------------------------------------------------------------
+
+
+def init(worker: ModelWorker, request: p.Init) -> p.InitOk:
+    """Meet the other ranks at the address in the id."""
+    settings = worker.settings
+    try:
+        comm_id = comm_ids.parse(request.comm_id)
+    except comm_ids.CommIdError as e:
+        raise OpError("bad_request", str(e)) from None
+    if worker.joined is not None:
+        other = "" if worker.joined == comm_id else ", by another comm_id: are there two leaders?"
+        raise OpError("nccl_init_failed", f"rank {settings.rank} has its communicator already{other}")
+    settings.export()
+    import torch
+
+    from .rendezvous import join
+
+    if torch.cuda.is_available() and settings.device >= torch.cuda.device_count():
+        raise OpError(
+            "cuda_unavailable",
+            f"rank {settings.rank} has --local-rank {settings.device}, but there are {torch.cuda.device_count()} GPUs; start one "
+            "worker for each, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
+        )
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    listener, worker.listener = worker.listener, None
+    join(
+        comm_id,
+        settings.rank,
+        settings.world_size,
+        wait_s=settings.init_s,
+        timeout=timedelta(seconds=settings.timeout_s),
+        listener=listener,
+    )
+    worker.joined = comm_id
+    return p.InitOk()
+
+
+def nccl_sanity_check(worker: ModelWorker, request: p.NcclSanityCheck) -> p.NcclSanityResult:
+    """Add up one number over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    _check_joined()
+    device = torch.device("cuda", worker.settings.device) if torch.cuda.is_available() else torch.device("cpu")
+    # Neither NCCL nor gloo adds uint32; a sum of at most 2^31 ranks is the same in int32.
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    dist.all_reduce(one)
+    observed = int(one.item())
+    if observed != worker.settings.world_size:
+        raise OpError("nccl_sanity_failed", f"the ranks add up to {observed}, but there are {worker.settings.world_size}")
+    return p.NcclSanityResult(observed_sum=observed)
+
+
+def _check_joined() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
+
+
+# ---- generation steps ---------------------------------------------------------------------------------------------------
+
+
+def load_dense_shard(worker: ModelWorker, request: p.LoadDenseShard) -> p.LoadDenseShardOk:
+    """Refuse; this version has no tensor-parallel generation."""
+    raise OpError("unsupported_arch", f"{request.model_id}: this version cannot load shards for generation steps")
+
+
+def model_step(worker: ModelWorker, request: Any) -> p.GenerateStepOk:
+    """Refuse; no model can be loaded."""
+    raise OpError("model_not_loaded", f"there is no model {request.model_id!r}; send load_dense_shard first")
+
+
+# ---- roles --------------------------------------------------------------------------------------------------------------
+
+
+def initialize(worker: ModelWorker, request: p.Initialize) -> p.InitializeOk:
+    """Build the worker of a role."""
+    _check_joined()
+    if request.role in worker.host:
+        raise OpError("already_loaded", f"there is a role {request.role!r} already; choose another name")
+    if not callable(request.worker):
+        raise OpError("bad_request", f"worker={request.worker!r:.60}; give the name of a worker class")
+    info = worker.host.build(request.role, request.worker, request.config, request.generator)
+    return p.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
+
+
+def call(worker: ModelWorker, request: p.Call) -> p.CallOk:
+    """Run a method of a role."""
+    _check_role(worker, request.role)
+    result = worker.host.call(request.role, request.method, request.args, request.options)
+    return p.CallOk(result=result if request.wants_result else None)
+
+
+def copy_weights(worker: ModelWorker, request: p.CopyWeights) -> p.WeightsOk:
+    """Copy weights within this process."""
+    _check_role(worker, request.source)
+    _check_role(worker, request.target)
+    worker.host.copy_weights(request.source, request.target)
+    return p.WeightsOk()
+
+
+def next_weights(worker: ModelWorker, request: p.NextWeights) -> p.WeightsPart:
+    """Read the next tensors of a role."""
+    _check_role(worker, request.role)
+    tensors = worker.host.next_weights(request.role, request.max_bytes)
+    return p.WeightsPart(tensors=tensors, more=worker.host.more_weights(request.role))
+
+
+def begin_weights(worker: ModelWorker, request: p.BeginWeights) -> p.WeightsOk:
+    """Start to load weights."""
+    _check_role(worker, request.role)
+    worker.host.begin_weights(request.role)
+    return p.WeightsOk()
+
+
+def receive_weights(worker: ModelWorker, request: p.ReceiveWeights) -> p.WeightsOk:
+    """Load some tensors."""
+    _check_role(worker, request.role)
+    worker.host.receive_weights(request.role, request.tensors or ())
+    return p.WeightsOk()
+
+
+def finish_weights(worker: ModelWorker, request: p.FinishWeights) -> p.WeightsOk:
+    """Wait until all tensors are loaded."""
+    _check_role(worker, request.role)
+    worker.host.finish_weights(request.role)
+    return p.WeightsOk()
+
+
+def _check_role(worker: ModelWorker, role: str) -> None:
+    if role not in worker.host:
+        raise OpError("model_not_loaded", f"there is no role {role!r}; send initialize first")

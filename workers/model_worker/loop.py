@@ -1,0 +1,255 @@
+"""The request loop of a model worker process: an I/O thread, and the executor on the main thread.
+
+The I/O thread reads frames, answers immediate operations, beats, and watches the executor. The executor alone owns the device and
+takes part in collectives. Frames without an id are answered strictly in order; only frames with an id may overtake.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from ...engine import progress
+from ...engine.parallel.process import exit_process
+from . import metrics
+from .codec import Codec, FrameError, text
+from .protocol import Beat, Bye, Error, Reply, Request
+from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
+from .watchdog import Watchdog
+from .worker import ModelWorker
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+"""How often the I/O thread looks at the executor and at the parent process."""
+
+
+class _Waiting:
+    """A request in the queue, or a reply that has to wait for its turn.
+
+    Args:
+        reply: The reply, if nothing is to be executed.
+        request: The request.
+        parts: The parts that came with it.
+    """
+
+    def __init__(self, reply: Reply | None, request: Request | None = None, parts: Frame = ()) -> None:
+        self.reply, self.request, self.parts = reply, request, parts
+
+
+class RequestLoop:
+    """Serves the requests of one leader.
+
+    Args:
+        worker: The worker.
+        transport: The connection to the leader.
+        parent: The process whose end ends this one; None to not watch any.
+    """
+
+    def __init__(self, worker: ModelWorker, transport: Transport, parent: int | None = None) -> None:
+        self._worker, self._transport, self._parent = worker, transport, parent
+        self._codec = Codec(worker.registry, binary=transport.binary)
+        self._queue: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._held: deque[_Waiting] = deque()
+        self._outstanding = 0
+        self._ended = self._done = False
+        self._next_beat = time.monotonic()
+        self._watchdog = Watchdog(worker)
+        worker.cancel_waiting = self._cancel
+
+    def run(self) -> int:
+        """Serve until the leader sends `shutdown` or closes its end; return the exit code.
+
+        The calling thread, the main one of a worker program, becomes the executor.
+        """
+        self._watchdog.executor = threading.get_ident()
+        io_thread = threading.Thread(target=self._serve_io, name="model-worker-io", daemon=True)
+        io_thread.start()
+        self._execute_all()
+        self._done = True
+        self._transport.wake()
+        io_thread.join()
+        self._transport.close()
+        return 0
+
+    # ---- the executor ------------------------------------------------------------------------------------------------
+
+    def _execute_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._ended)
+                if not self._queue:
+                    self._worker.close()
+                    return
+                waiting = self._queue.popleft()
+            # There is room again.
+            if self._held:
+                self._transport.wake()
+            reply = waiting.reply or self._execute(waiting)
+            if reply is None:
+                # The watchdog has answered, and ends the process.
+                threading.Event().wait()
+            else:
+                self._send(reply)
+            with self._changed:
+                self._outstanding -= 1
+            if isinstance(reply, Bye):
+                self._refuse_rest("the worker has been shut down")
+                return
+
+    def _execute(self, waiting: _Waiting) -> Reply | None:
+        request = waiting.request
+        assert request is not None
+
+        def load(plain: Any) -> Any:
+            from .values import load as load_values
+
+            return load_values(plain, waiting.parts, self._worker.names)
+
+        reply = self._worker.answer(request, load if request.values else None)
+        metrics.add("requests")
+        return reply
+
+    def _refuse_rest(self, reason: str) -> None:
+        with self._changed:
+            rest = [*self._queue, *self._held]
+            self._queue.clear()
+            self._held.clear()
+        for waiting in rest:
+            reply = waiting.reply
+            if reply is None:
+                assert waiting.request is not None
+                reply = Error(id=waiting.request.id, kind="cancelled", message=reason)
+            self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self._transport.send(self._encode(reply))
+        except LeaderLostError as e:
+            self._lose_leader(e)
+
+    def _encode(self, reply: Reply) -> Frame:
+        parts: Any = []
+        if reply.values:
+            from .values import dump
+
+            try:
+                reply, parts = dump(reply, self._worker.names, inline=not self._codec.binary)
+            except Exception as e:  # a result of any type
+                reply = Error(id=reply.id, kind="forward_failed", message=text(f"the result cannot be sent: {e}"))
+        return [self._codec.encode(reply), *parts]
+
+    # ---- the I/O thread ----------------------------------------------------------------------------------------------
+
+    def _serve_io(self) -> None:
+        try:
+            if self._transport.greets:
+                self._beat()
+            while not self._done:
+                frames = self._transport.receive(TICK_S, reading=not self._held)
+                if frames is None:
+                    with self._changed:
+                        self._ended = True
+                        self._changed.notify()
+                for frame in frames or ():
+                    self._accept(frame)
+                self._admit()
+                self._tick()
+        except LeaderLostError as e:
+            if not self._done:
+                self._lose_leader(e)
+        except BaseException:
+            # Nobody would answer or end this process any more.
+            traceback.print_exc()
+            exit_process(1)
+
+    def _accept(self, frame: Frame | FrameTooLargeError) -> None:
+        if isinstance(frame, FrameTooLargeError):
+            self._answer_in_order(Error(kind="bad_request", message=str(frame)))
+            return
+        try:
+            request = self._codec.decode_request(frame[0])
+        except FrameError as e:
+            self._answer_in_order(e.reply)
+            return
+        op = self._worker.registry.of(request)
+        if op.lane == "immediate" and (request.id is not None or self._idle()):
+            reply = self._worker.answer(request)
+            assert reply is not None
+            self._send(reply)
+            return
+        with self._changed:
+            full = len(self._queue) >= self._worker.settings.queue_size
+        if full and request.id is not None:
+            limit = self._worker.settings.queue_size
+            self._send(Error(id=request.id, kind="queue_full", message=f"{limit} requests are waiting; send it again later"))
+            return
+        self._enqueue(_Waiting(None, request, frame[1:]))
+
+    def _answer_in_order(self, reply: Error) -> None:
+        if reply.id is not None or self._idle():
+            self._send(reply)
+        else:
+            self._enqueue(_Waiting(reply))
+
+    def _idle(self) -> bool:
+        with self._changed:
+            return self._outstanding == 0
+
+    def _enqueue(self, waiting: _Waiting) -> None:
+        with self._changed:
+            self._outstanding += 1
+            # Without an id, a refusal could not be told from the reply to an earlier request, so the leader is held back.
+            if self._held or len(self._queue) >= self._worker.settings.queue_size:
+                self._held.append(waiting)
+                return
+            self._queue.append(waiting)
+            self._changed.notify()
+
+    def _admit(self) -> None:
+        with self._changed:
+            while self._held and len(self._queue) < self._worker.settings.queue_size:
+                self._queue.append(self._held.popleft())
+                self._changed.notify()
+
+    def _cancel(self, request_id: Any) -> bool:
+        with self._changed:
+            for waiting in [*self._queue, *self._held]:
+                if waiting.request is not None and waiting.request.id == request_id:
+                    # In its place, so that the order of replies stays.
+                    waiting.reply = Error(id=request_id, kind="cancelled", message="the request was cancelled while it waited")
+                    waiting.request, waiting.parts = None, ()
+                    return True
+        return False
+
+    def _tick(self) -> None:
+        if self._parent is not None and os.getppid() != self._parent:
+            self._lose_leader(LeaderLostError("the parent process has ended"))
+        error = self._watchdog.check()
+        if error is not None:
+            logger.error(error.message)
+            self._send(error)
+            self._refuse_rest(error.message)
+            self._watchdog.end_process(self._transport)
+        beat_s = self._worker.settings.beat_s
+        now = time.monotonic()
+        if beat_s and now >= self._next_beat:
+            self._next_beat = now + beat_s
+            self._beat()
+
+    def _beat(self) -> None:
+        running = self._worker.running()
+        beat = Beat(rank=self._worker.settings.rank, progress=progress.finished(), metrics=metrics.snapshot())
+        if running is not None:
+            beat.running, beat.running_s = running.op.name, round(time.monotonic() - running.since, 3)
+        self._send(beat)
+
+    def _lose_leader(self, error: LeaderLostError) -> None:
+        """End at once: the main thread may be in a collective that never ends."""
+        print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr)
+        exit_process(1)

@@ -1,0 +1,159 @@
+"""A model worker as a child process of its controller: starting it, its output, its end. Imports no torch."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from .names import main_file
+from .transports.zeromq import CurveKeys
+
+TERMINATE_S = 5.0
+"""For how long a worker may take to end after SIGTERM, before SIGKILL."""
+LAST_LINES = 20
+_MODULE = __name__.rpartition(".")[0]
+_RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
+
+
+class ChildProcess:
+    """A model worker that this process has started.
+
+    Its log records come back through this process's logging, with its name; anything else that it prints goes to this process's
+    standard error.
+
+    Args:
+        name: The name of the worker, for messages.
+        address: The controller's address.
+        arguments: Arguments of `drivetrain worker run`, beside those that follow from the others.
+        allow: The names that requests may refer to.
+        environment: Additional environment variables.
+        keys: The keys with which it connects.
+        listener: The socket at which rank 0 listens; it is passed on, and closed here.
+        on_exit: Called with this object when the process has ended, in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        arguments: Sequence[str] = (),
+        allow: Iterable[str] = (),
+        environment: Mapping[str, str] | None = None,
+        keys: CurveKeys | None = None,
+        listener: socket.socket | None = None,
+        on_exit: Callable[["ChildProcess"], None] = lambda process: None,
+    ) -> None:
+        self.name = name
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._log = logging.getLogger(f"{_MODULE}.{name}")
+        self._on_exit = on_exit
+        words = [sys.executable, "-m", _MODULE, "--transport", address, "--identity", name, "--parent", str(os.getpid())]
+        words += ["--log-level", _level(self._log), *arguments]
+        words += [part for allowed in sorted(allow) for part in ("--allow", allowed)]
+        if (main := main_file()) is not None:
+            words += ["--main", str(main)]
+        inherited = []
+        if keys is not None:
+            inherited.append(keys.pass_on())
+            words += ["--keys-fd", str(inherited[-1])]
+        if listener is not None:
+            inherited.append(listener.detach())
+            words += ["--listen-fd", str(inherited[-1])]
+        # As with multiprocessing, a child finds the modules that its parent finds.
+        search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+        ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=inherited,
+                env={**ours, "PYTHONPATH": search, **(environment or {})},
+                # Ctrl-C is for the controller, which ends its workers itself; and all that a worker starts can be ended with it.
+                start_new_session=True,
+            )
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
+        self._reader = threading.Thread(target=self._read, name=f"{name}-output", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait, name=f"{name}-exit", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative for a signal; None while the process runs."""
+        return self._process.poll()
+
+    def ending(self) -> str:
+        """Return how the process ended, for messages."""
+        code = self.exit_code
+        if code is None:
+            return "is still running"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code == -signal.SIGKILL:
+            how += ", either from outside or because memory ran out"
+        return how
+
+    def last_words(self) -> str:
+        """Return the last lines that the process printed."""
+        # What it printed just before its end is still in the pipe. A process that it started may keep the pipe open.
+        self._reader.join(1.0 if self.exit_code is not None else 0.0)
+        return "\n".join(self._lines)
+
+    def terminate(self, patience_s: float = TERMINATE_S) -> None:
+        """End the process: SIGTERM, and SIGKILL if that does not help; with everything that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            self._process.terminate()
+        if not self.wait(patience_s):
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(TERMINATE_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _wait(self) -> None:
+        self._process.wait()
+        self._on_exit(self)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._lines.append(line)
+                record = _RECORD.fullmatch(line)
+                if record is None:
+                    print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
+                else:
+                    level, logger, message = record.groups()
+                    self._log.log(getattr(logging, level), "[%s] %s: %s", self.name, logger, message)
+
+
+def _level(log: logging.Logger) -> str:
+    """Return the level at which a child should log: that of its logger here."""
+    level = log.getEffectiveLevel()
+    return next((name for name, number in (("debug", 10), ("info", 20), ("warning", 30)) if level <= number), "error")

@@ -1,0 +1,1 @@
+"""How frames reach a model worker: standard input and output, or sockets."""

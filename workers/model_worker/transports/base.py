@@ -1,0 +1,93 @@
+"""What the request loop needs of a transport. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from ..codec import Part
+
+
+class FrameTooLargeError(ValueError):
+    """A frame is larger than the transport accepts; it was skipped."""
+
+
+class LeaderLostError(ConnectionError):
+    """Nobody reads the replies of this worker any longer."""
+
+
+Frame = Sequence[Part]
+"""A message: its header, and the parts that hold tensors."""
+
+
+class Transport(Protocol):
+    """One end of a connection between a leader and a worker. Only the I/O thread receives; any thread may send.
+
+    Args:
+        binary: Whether frames are msgpack with parts, instead of lines of JSON.
+        greets: Whether the leader waits to hear of the worker before it sends anything.
+    """
+
+    binary: bool
+    greets: bool
+
+    def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
+        """Return the frames that have arrived; an empty list after the timeout.
+
+        Args:
+            timeout_s: For how long to wait, in seconds.
+            reading: Whether to read; otherwise frames stay where they are, and their sender is held back.
+
+        Returns:
+            The frames; None at the end of the input. After the end it only waits.
+
+        Raises:
+            LeaderLostError: The leader is gone.
+        """
+        ...
+
+    def send(self, frame: Frame) -> None:
+        """Send a message.
+
+        Raises:
+            LeaderLostError: The leader is gone.
+        """
+        ...
+
+    def wake(self) -> None:
+        """End the wait of `receive` in the I/O thread."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still waiting, and close the connection. Only after the I/O thread has ended."""
+        ...
+
+
+class Wakeup:
+    """Ends the wait of another thread that polls `fileno`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll for input."""
+        return self._read
+
+    def set(self) -> None:
+        """Wake the other thread."""
+        # The pipe is full: the other thread is about to wake anyway.
+        with suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """Forget past calls of `set`."""
+        with suppress(BlockingIOError):
+            while os.read(self._read, 4096):
+                pass
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self._read)
+        os.close(self._write)

@@ -1,0 +1,114 @@
+"""Lines of JSON on standard input and output. Imports no torch."""
+
+import os
+import select
+import sys
+import threading
+from typing import Self
+
+from .base import Frame, FrameTooLargeError, LeaderLostError, Wakeup
+
+MAX_LINE_BYTES = 256 * 2**20
+_CHUNK = 2**18
+
+
+class StdioTransport:
+    """Reads requests from one descriptor and writes replies to another, one JSON object per line.
+
+    Args:
+        read: The descriptor to read from.
+        write: The descriptor to write to.
+        max_line_bytes: The length of the longest line that is accepted.
+    """
+
+    binary = False
+    greets = False
+
+    def __init__(self, read: int, write: int, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self._read, self._write, self._max = read, write, max_line_bytes
+        self._buffer = bytearray()
+        self._scanned = 0
+        self._skipping = self._ended = False
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._wakeup = Wakeup()
+        # Without events to wait for, poll still tells when the reader of the output is gone.
+        self._poll.register(write, 0)
+        self._poll.register(self._wakeup.fileno(), select.POLLIN)
+
+    @classmethod
+    def take(cls, max_line_bytes: int = MAX_LINE_BYTES) -> Self:
+        """Take over the standard input and output of this process.
+
+        Whatever prints afterward, in Python or in a C library, prints to standard error; whatever reads finds an empty file.
+        """
+        sys.stdout.flush()
+        read, write = os.dup(0), os.dup(1)
+        with open(os.devnull, "rb") as empty:
+            os.dup2(empty.fileno(), 0)
+        os.dup2(2, 1)
+        return cls(read, write, max_line_bytes)
+
+    def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
+        """Return the lines that have arrived; see `Transport.receive`."""
+        if reading and not self._ended:
+            self._poll.register(self._read, select.POLLIN)
+        ready = dict(self._poll.poll(timeout_s * 1000))
+        if reading and not self._ended:
+            self._poll.unregister(self._read)
+        if ready.get(self._write, 0) & (select.POLLERR | select.POLLNVAL):
+            raise LeaderLostError("the reader of the replies has closed its end")
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        if self._read not in ready:
+            return []
+        data = os.read(self._read, _CHUNK)
+        if not data:
+            rest = bytes(self._buffer)
+            self._buffer.clear()
+            if rest.strip() and not self._skipping:
+                return [[rest]]
+            self._ended = True
+            return None
+        self._buffer += data
+        return self._lines()
+
+    def _lines(self) -> list[Frame | FrameTooLargeError]:
+        lines: list[Frame | FrameTooLargeError] = []
+        begin = 0
+        # Searched only once: a line of many megabytes arrives in thousands of pieces.
+        while (end := self._buffer.find(b"\n", max(begin, self._scanned))) >= 0:
+            line = bytes(self._buffer[begin:end])
+            begin = self._scanned = end + 1
+            if self._skipping:
+                self._skipping = False
+            elif line.strip():
+                lines.append([line])
+        del self._buffer[:begin]
+        self._scanned = len(self._buffer)
+        if len(self._buffer) > self._max:
+            if not self._skipping:
+                lines.append(FrameTooLargeError(f"a line is longer than {self._max} bytes"))
+            self._skipping = True
+            self._buffer.clear()
+            self._scanned = 0
+        return lines
+
+    def wake(self) -> None:
+        """End the wait of `receive`."""
+        self._wakeup.set()
+
+    def send(self, frame: Frame) -> None:
+        """Write a line, whole."""
+        data = memoryview(bytes(frame[0]) + b"\n")
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._write, data) :]
+            except OSError as e:
+                raise LeaderLostError(f"the replies cannot be written ({e.strerror})") from e
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        os.close(self._write)
+        os.close(self._read)

@@ -1,0 +1,170 @@
+"""The worker's end of a ZeroMQ connection. Imports no torch.
+
+`zmq:///folder/name.sock` is a socket in a folder of this machine that only its owner can enter; `zmq://host:port` is encrypted and
+authenticated by CURVE, with keys that the worker inherits.
+"""
+
+import json
+import os
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ....engine.errors import ConfigError
+from .base import Frame, FrameTooLargeError, LeaderLostError, Wakeup
+
+SCHEME = "zmq://"
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 30_000
+LINGER_MS = 5_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveKeys:
+    """The keys with which a worker and its controller recognize each other, in Z85.
+
+    Args:
+        server: The controller's public key.
+        public: The worker's public key.
+        secret: The worker's secret key.
+    """
+
+    server: str
+    public: str
+    secret: str
+
+    @classmethod
+    def read(cls, descriptor: int) -> Self:
+        """Read the keys from an inherited file descriptor, which is closed.
+
+        Raises:
+            ConfigError: The descriptor does not hold keys.
+        """
+        try:
+            with open(descriptor, "rb") as file:
+                content = json.loads(file.read())
+            return cls(**{name: str(content[name]) for name in ("server", "public", "secret")})
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"--keys-fd {descriptor} does not hold CURVE keys ({type(e).__name__}: {e})") from None
+
+    def pass_on(self) -> int:
+        """Return a file descriptor from which a child can read the keys."""
+        read, write = os.pipe()
+        with open(write, "w") as file:
+            json.dump(asdict(self), file)
+        return read
+
+
+def endpoint_of(address: str) -> tuple[str, bool]:
+    """Return ZeroMQ's name of an address, and whether it is on this machine.
+
+    Raises:
+        ConfigError: The address is not of the form zmq:///path or zmq://host:port.
+    """
+    rest = address.removeprefix(SCHEME)
+    if rest == address or not rest:
+        raise ConfigError(f"the address {address!r} is not of the form zmq:///path or zmq://host:port")
+    if rest.startswith("/"):
+        if len(os.fsencode(rest)) > 107:
+            raise ConfigError(
+                f"{rest} is too long for a socket ({len(os.fsencode(rest))} of 107 bytes); set TMPDIR to a short path"
+            )
+        return f"ipc://{rest}", True
+    host, _, port = rest.rpartition(":")
+    if not host or not (port.isdigit() or port == "*"):
+        raise ConfigError(f"the address {address!r} has no port; give zmq://host:port")
+    return f"tcp://{rest}", False
+
+
+class ZmqTransport:
+    """Connects a worker to its controller.
+
+    Args:
+        address: The controller's address.
+        identity: The name by which the controller knows this worker.
+        keys: The keys; None for a socket in a folder.
+
+    Raises:
+        ConfigError: The address is malformed, or needs keys.
+    """
+
+    binary = True
+    greets = True
+
+    def __init__(self, address: str, identity: bytes, keys: CurveKeys | None = None) -> None:
+        endpoint, local = endpoint_of(address)
+        if keys is None and not local:
+            raise ConfigError(f"{address} can be reached by other machines, so it needs keys; give --keys-fd")
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # The queue of requests has its limit in the loop.
+        self._socket.set_hwm(0)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.server.encode()
+            self._socket.curve_publickey = keys.public.encode()
+            self._socket.curve_secretkey = keys.secret.encode()
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        lost = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        self._events: Any = self._socket.get_monitor_socket(int(lost))
+        self._outgoing: deque[Frame] = deque()
+        self._wakeup = Wakeup()
+        self._thread: int | None = None
+        self._poller = zmq.Poller()
+        for source in (self._events, self._wakeup.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self._socket.connect(endpoint)
+        self._address = address
+
+    def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
+        """Return the messages that have arrived; see `Transport.receive`."""
+        self._thread = threading.get_ident()
+        self._flush()
+        self._poller.register(self._socket, zmq.POLLIN if reading else 0)
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        self._flush()
+        frames: list[Frame | FrameTooLargeError] = []
+        while self._socket in ready:
+            try:
+                received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            frames.append([received[0].bytes, *(part.buffer for part in received[1:])])
+        if not frames and self._events in ready:
+            event = zmq.Event(recv_monitor_message(self._events)["event"])
+            why = "closed the connection" if event == zmq.Event.DISCONNECTED else "does not accept this worker's keys"
+            raise LeaderLostError(f"the controller at {self._address} {why}")
+        return frames
+
+    def send(self, frame: Frame) -> None:
+        """Send a message: at once in the I/O thread, which owns the socket, otherwise by that thread."""
+        self._outgoing.append(frame)
+        if threading.get_ident() == self._thread:
+            self._flush()
+        else:
+            self._wakeup.set()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            self._socket.send_multipart(self._outgoing.popleft(), copy=False)
+
+    def wake(self) -> None:
+        """End the wait of `receive`."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Send what is still waiting, and close the socket."""
+        self._flush()
+        self._socket.disable_monitor()
+        self._socket.close()
+        # Waits for the messages to leave, no longer than LINGER.
+        self._context.term()
+        self._wakeup.close()

@@ -1,0 +1,236 @@
+"""A model worker: one rank of a pool, which holds roles and serves requests. Imports torch only when a request needs it."""
+
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...engine import progress
+from ...engine.errors import ConfigError, DrivetrainError, RemoteError
+from .codec import text
+from .comm_id import CommId
+from .names import Names
+from .protocol import COMMON_ERRORS, ComputeRequest, Error, ErrorKind, Op, Registry, Reply, Request
+
+if TYPE_CHECKING:
+    from .role_host import RoleHost
+
+
+class OpError(Exception):
+    """An error with a kind of the protocol.
+
+    Args:
+        kind: The kind.
+        message: The reason.
+    """
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """The settings of a model worker.
+
+    Args:
+        rank: Its rank in its pool.
+        world_size: The number of ranks of the pool.
+        local_rank: The index of its device; None is the rank.
+        init_s: For how many seconds `init` waits for the other ranks.
+        timeout_s: The timeout of collectives, in seconds.
+        watchdog_s: For how many seconds an operation may make no progress; 0 is without limit.
+        watchdog: The same for single operations, by name.
+        beat_s: The interval of `beat` messages in seconds; 0 sends none.
+        queue_size: The number of requests that may wait.
+        names: The names that messages may refer to, beside Drivetrain's own; see `names`.
+        main: The program that names of `__main__` refer to.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    init_s: float = 120.0
+    timeout_s: float = 1800.0
+    watchdog_s: float = 1800.0
+    watchdog: Mapping[str, float] = field(default_factory=dict)
+    beat_s: float = 0.0
+    queue_size: int = 1024
+    names: tuple[str, ...] = ()
+    main: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank={self.rank}, world_size={self.world_size}; the rank must be at least 0 and below world_size"
+            )
+        for name in ("init_s", "timeout_s", "queue_size"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0")
+        for name in ("watchdog_s", "beat_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 0")
+
+    @property
+    def device(self) -> int:
+        """The index of the worker's device; the local rank where there is no CUDA."""
+        return self.rank if self.local_rank is None else self.local_rank
+
+    def export(self) -> None:
+        """Set the environment variables that torchrun would set."""
+        rank, size = str(self.rank), str(self.world_size)
+        os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=str(self.device))
+
+
+@dataclass
+class Running:
+    """The request that a worker is executing.
+
+    Args:
+        request: The request.
+        op: Its operation.
+        since: The time at which it began, as `time.monotonic`.
+        seen: The progress that was last seen.
+        seen_at: The time at which the progress last changed.
+    """
+
+    request: Request
+    op: Op
+    since: float
+    seen: int
+    seen_at: float
+
+
+class ModelWorker:
+    """Executes requests, one after the other, on the thread that calls it.
+
+    Args:
+        settings: The settings.
+        registry: The operations.
+    """
+
+    def __init__(self, settings: WorkerSettings, registry: Registry | None = None) -> None:
+        self.settings = settings
+        self.registry = registry or Registry()
+        self.names = Names(settings.names, settings.main)
+        self.joined: CommId | None = None
+        self.listener: socket.socket | None = None
+        """The socket at which rank 0 lets the others meet, if it was opened beforehand."""
+        self.cancel_waiting: Callable[[Any], bool] = lambda request_id: False
+        self._host: RoleHost | None = None
+        self._handlers: dict[str, Callable[[ModelWorker, Any], Reply]] = {}
+        self._running: Running | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def host(self) -> "RoleHost":
+        """The roles of this worker."""
+        if self._host is None:
+            from .role_host import RoleHost
+
+            self._host = RoleHost()
+        return self._host
+
+    def execute(self, request: Request) -> Reply:
+        """Execute a request whose values are loaded.
+
+        Raises:
+            OpError: The operation is not served, or carries a hook that it may not carry.
+            Exception: Whatever the operation raises.
+        """
+        op = self.registry.of(request)
+        if isinstance(request, ComputeRequest) and (request.pre_hooks or request.post_hooks):
+            raise OpError("bad_request", f"{op.name} carries hooks, which this version does not serve; leave them out")
+        if not op.handler:
+            raise OpError("unknown_op", f"{op.name} is not served by this version; use call{{role, method, ...}}")
+        if op.name not in self._handlers:
+            module, _, attribute = op.handler.partition(":")
+            self._handlers[op.name] = getattr(import_module(module), attribute)
+        return self._handlers[op.name](self, request)
+
+    def answer(self, request: Request, load: Callable[[Any], Any] | None = None) -> Reply | None:
+        """Execute a request and return the reply, which is an `Error` if it failed. Never raises an exception.
+
+        Args:
+            request: The request.
+            load: Loads the request's values, if they are still plain data.
+
+        Returns:
+            The reply; None if `abandon` has taken the request away meanwhile.
+        """
+        op = self.registry.of(request)
+        now = time.monotonic()
+        running = Running(request, op, now, progress.finished(), now)
+        if op.lane == "queued":
+            self._running = running
+        try:
+            try:
+                loaded = request if load is None else load(request)
+            except Exception as e:  # of many types: the frame comes from outside
+                raise OpError("bad_request", f"{op.name}: {e}") from e
+            reply = self.execute(loaded)
+        except Exception as e:  # sent to the leader
+            reply = error_of(op, e)
+        if op.lane == "queued":
+            with self._lock:
+                if self._running is not running:
+                    return None
+                self._running = None
+        reply.id = request.id
+        return reply
+
+    def running(self) -> Running | None:
+        """Return the queued request that is being executed."""
+        return self._running
+
+    def abandon(self, running: Running) -> bool:
+        """Take a request away from the thread that executes it. Returns whether it was still running."""
+        with self._lock:
+            taken = self._running is running
+            if taken:
+                self._running = None
+            return taken
+
+    def close(self) -> None:
+        """Free all roles."""
+        if self._host is not None:
+            self._host.close()
+        if self.listener is not None:
+            self.listener.close()
+
+
+def error_of(op: Op, error: Exception) -> Error:
+    """Return the reply to a request that raised an error."""
+    kind: str = op.failure
+    if isinstance(error, OpError):
+        kind = error.kind
+        assert kind in op.errors | COMMON_ERRORS | {op.failure}, f"{op.name} does not declare the error {kind}"
+        return Error(kind=kind, message=text(str(error)), **_origin(error.__cause__ or error))
+    if is_out_of_memory(error):
+        kind = "out_of_memory"
+    message = str(error) if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
+    return Error(kind=kind, message=text(message), echo=isinstance(error, RemoteError), **_origin(error))
+
+
+def _origin(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, OpError):
+        return {}
+    origin: dict[str, Any] = {"error_type": f"{type(error).__module__}:{type(error).__qualname__}"}
+    if not isinstance(error, DrivetrainError):
+        origin["traceback"] = text("".join(traceback.format_exception(error)).rstrip())
+    return origin
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on the device or on the host."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
