@@ -521,7 +521,7 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
             group["reward"].compute_rewards(padded_data(), mini_batches=MiniBatches())
     with pytest.raises(ConfigError, match="at least one role"):
         LocalWorkerGroup({})
-    with pytest.raises(ConfigError, match="use RayWorkerGroup"):
+    with pytest.raises(ConfigError, match="use ProcessWorkerGroup or RayWorkerGroup"):
         LocalWorkerGroup({"a": role, "b": replace(role, pool="other")})
 
 

@@ -103,9 +103,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 if self._gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
                     device += 1
-                elif not torch.cuda.is_available():
-                    # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
-                    environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
+                # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
+                environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
                 self._processes.append(
                     ChildProcess(
                         identity,

@@ -74,7 +74,7 @@ class _RayReply:
         try:
             header, *parts = self._future.result()
         except ray.exceptions.RayActorError as e:
-            raise WorkerLostError(str(e).strip().splitlines()[0]) from None
+            raise WorkerLostError(_why(e)) from None
         return load(self._codec.decode_reply(header), [memoryview(part) for part in parts], self._names)
 
 
@@ -226,7 +226,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         try:
             return str(self._ray.get(self._first[pool].comm_id.remote()))
         except self._ray.exceptions.RayActorError as e:
-            raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {str(e).strip().splitlines()[0]}") from None
+            raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {_why(e)}") from None
 
     def _end_processes(self) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -252,6 +252,12 @@ def _objects(roles: Sequence[Any], names: Sequence[Any]) -> dict[str, Any]:
             name = f"object:{id(target)}"
         found[name] = target
     return found
+
+
+def _why(error: Exception) -> str:
+    """Return why an actor died: the first line, and if it could not be created, the error in the last."""
+    lines = str(error).strip().splitlines()
+    return f"{lines[-1]} ({lines[0]})" if "creation task" in lines[0] else lines[0]
 
 
 def _array(part: Part) -> Any:

@@ -166,7 +166,9 @@ class Controller:
             self._socket.bind(endpoint)
         except zmq.ZMQError as e:
             self._release()
-            raise ConfigError(f"the controller cannot listen at {address} ({e.strerror}); choose another address") from e
+            raise ConfigError(
+                f"the controller cannot listen at {address} ({zmq.strerror(e.errno or 0)}); choose another address"
+            ) from e
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.address = SCHEME + bound.partition("://")[2]
         self._thread = threading.Thread(target=self._serve, name="controller-io", daemon=True)

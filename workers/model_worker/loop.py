@@ -6,11 +6,13 @@ takes part in collectives. Frames without an id are answered strictly in order; 
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from ...engine import progress
@@ -165,7 +167,8 @@ class RequestLoop:
                 self._lose_leader(e)
         except BaseException:
             # Nobody would answer or end this process any more.
-            traceback.print_exc()
+            with suppress(OSError):
+                traceback.print_exc()
             exit_process(1)
 
     def _accept(self, frame: Frame | FrameTooLargeError) -> None:
@@ -251,5 +254,10 @@ class RequestLoop:
 
     def _lose_leader(self, error: LeaderLostError) -> None:
         """End at once: the main thread may be in a collective that never ends."""
-        print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr)
+        # The reader of standard error has often gone with the leader.
+        with suppress(OSError):
+            print(f"model worker {self._worker.settings.rank} ends: {error}", file=sys.stderr, flush=True)
+        if self._parent is not None and os.getsid(0) == os.getpid():
+            # With everything that this worker has started.
+            os.killpg(0, signal.SIGKILL)
         exit_process(1)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from .names import main_file
 from .transports.zeromq import CurveKeys
 
+logger = logging.getLogger(__name__)
+
 TERMINATE_S = 5.0
 """For how long a worker may take to end after SIGTERM, before SIGKILL."""
 LAST_LINES = 20
@@ -53,10 +55,9 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._log = logging.getLogger(f"{_MODULE}.{name}")
         self._on_exit = on_exit
         words = [sys.executable, "-m", _MODULE, "--transport", address, "--identity", name, "--parent", str(os.getpid())]
-        words += ["--log-level", _level(self._log), *arguments]
+        words += ["--log-level", _level(), *arguments]
         words += [part for allowed in sorted(allow) for part in ("--allow", allowed)]
         if (main := main_file()) is not None:
             words += ["--main", str(main)]
@@ -149,11 +150,11 @@ class ChildProcess:
                 if record is None:
                     print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
                 else:
-                    level, logger, message = record.groups()
-                    self._log.log(getattr(logging, level), "[%s] %s: %s", self.name, logger, message)
+                    level, source, message = record.groups()
+                    logger.log(getattr(logging, level), "[%s] %s: %s", self.name, source, message)
 
 
-def _level(log: logging.Logger) -> str:
-    """Return the level at which a child should log: that of its logger here."""
-    level = log.getEffectiveLevel()
+def _level() -> str:
+    """Return the level at which a child should log: that of this module."""
+    level = logger.getEffectiveLevel()
     return next((name for name, number in (("debug", 10), ("info", 20), ("warning", 30)) if level <= number), "error")

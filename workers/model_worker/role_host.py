@@ -85,7 +85,7 @@ def _config_class(worker: type) -> type | None:
             hint = get_type_hints(declared).get("config")
         except NameError:  # annotations that only a type checker can resolve
             continue
-        if isinstance(hint, type):
+        if isinstance(hint, type) and hint is not Any:
             return hint
     return None
 

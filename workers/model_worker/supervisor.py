@@ -21,6 +21,7 @@ from .process import TERMINATE_S, ChildProcess
 logger = logging.getLogger(__name__)
 
 ROLE = "model"
+LAST_WORDS = "; its last words:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +123,17 @@ class SupervisedWorker:
             self._lock.wait_for(lambda: self.control.is_started() or self._failure or self._closing)
             if self._failure is not None or self._channel is None or self._closing:
                 raise self._failure or WorkerLostError(f"{self._settings.name} was closed")
-            sent = self._channel.send(protocol.Call(role=ROLE, method=method, args=list(args), options=options))
+            channel = self._channel
+            sent = channel.send(protocol.Call(role=ROLE, method=method, args=list(args), options=options))
         found: Future[Any] = Future()
 
         def arrive(done: Any) -> None:
             try:
                 reply = done.reply()
                 if isinstance(reply, protocol.Error):
+                    if reply.kind == "watchdog":
+                        # The worker is ending: nothing more is sent to it.
+                        self._note_end(channel)
                     raise_error(reply, f"{method} of {self._settings.name}")
                 found.set_result(reply.result)
             except Exception as e:  # the future's
@@ -249,15 +254,18 @@ class SupervisedWorker:
             self.control.set_started()
             self._lock.notify_all()
 
-    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
+    def _note_end(self, channel: Channel) -> None:
         with self._lock:
             if channel is self._channel:
                 self.control.set_started(False)
+
+    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
+        self._note_end(channel)
         channel.fail(self._lost(process))
 
     def _lost(self, process: ChildProcess) -> WorkerLostError:
         words = process.last_words()
-        return WorkerLostError(f"{self._settings.name} {process.ending()}" + (f"; its last words:\n{words}" if words else ""))
+        return WorkerLostError(f"{self._settings.name} {process.ending()}" + (f"{LAST_WORDS}\n{words}" if words else ""))
 
     def _watch(self) -> None:
         settings = self._settings
@@ -287,7 +295,11 @@ class SupervisedWorker:
             pause = min(settings.pause_s * 2**self.control.restarts, settings.max_pause_s)
             self.control.restarts += 1
             logger.warning(
-                "%s; restart %d of %d in %.1f s", str(lost).splitlines()[0], self.control.restarts, settings.restarts, pause
+                "%s; restart %d of %d in %.1f s",
+                str(lost).splitlines()[0].removesuffix(LAST_WORDS),
+                self.control.restarts,
+                settings.restarts,
+                pause,
             )
             with self._lock:
                 if self._lock.wait_for(lambda: self._closing, timeout=pause):

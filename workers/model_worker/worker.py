@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .role_host import RoleHost
 
 
+_FOLDER = Path(__file__).parent
+
+
 class OpError(Exception):
     """An error with a kind of the protocol.
 
@@ -223,7 +226,11 @@ def _origin(error: BaseException) -> dict[str, Any]:
         return {}
     origin: dict[str, Any] = {"error_type": f"{type(error).__module__}:{type(error).__qualname__}"}
     if not isinstance(error, DrivetrainError):
-        origin["traceback"] = text("".join(traceback.format_exception(error)).rstrip())
+        # Without the frames of the worker itself, which say nothing about the error.
+        trace = error.__traceback__
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _FOLDER:
+            trace = trace.tb_next
+        origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())
     return origin
 
 

@@ -164,6 +164,7 @@ class ZmqTransport:
         """Send what is still waiting, and close the socket."""
         self._flush()
         self._socket.disable_monitor()
+        self._events.close()
         self._socket.close()
         # Waits for the messages to leave, no longer than LINGER.
         self._context.term()

@@ -1,0 +1,462 @@
+"""What holds for groups of processes, whatever carries their requests: numbers, failures, deaths, hangs, weights, messages."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.errors import BatchError, ConfigError, ModelError, WorkerError, WorkerLostError
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.groups import remote
+from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.groups.ray import RayWorkerGroup
+from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker.comm_id import mint
+from drivetrain.workers.model_worker.errors import RemoteWorkerError
+from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
+from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.worker import RolloutWorker
+from helpers.hybridflow import EXAMPLES, example, expected
+from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, Trouble, Troubled, fails_on_nine
+
+EXAMPLE = example()
+ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
+TESTS = str(Path(__file__).parents[1])
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    # Two processes whatever the machine, and functions of the helpers found by the processes.
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.slow)])
+def start(request: pytest.FixtureRequest) -> Start:
+    """Starts a group of one kind."""
+    if request.param == "process":
+        return lambda roles, pools, **options: ProcessWorkerGroup(roles, pools=pools, **options)
+    request.getfixturevalue("cluster")
+    return lambda roles, pools, **options: RayWorkerGroup(roles, pools=pools, cpus=2 / sum(pools.values()), **options)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = EXAMPLE.make_models(tmp_path_factory.mktemp("models"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def float64(models: Path) -> dict[str, list[tuple[float, float]]]:
+    return expected(models, ROWS, EXAMPLE.STEPS.steps(list(range(len(ROWS)))))
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """A bound that tells a wait for a timeout of minutes from none; no measurement."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def troubled(trouble: Trouble | None = None, pool: str = "main", worker: Any = Troubled) -> RoleSpec:
+    return RoleSpec(worker=worker, config=trouble or Trouble(), pool=pool)
+
+
+def actor_role(models: Path, pool: str = "main", **options: Any) -> RoleSpec:
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
+    model = ModelConfig(path=str(models / "policy"))
+    config = ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3), passengers=("uids",))
+    return RoleSpec(worker=ActorWorker, config=config, pool=pool, **options)
+
+
+def batch_of(group: WorkerGroup) -> dict[str, Any]:
+    data: dict[str, Any] = EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json")
+    old = group["actor"].compute_log_probs(data)["log_probs"]
+    return {**data, "old_log_probs": old, "advantages": torch.linspace(-1, 1, old.numel()).view_as(old)}
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "parallel"), [pytest.param("fsdp", {}, marks=pytest.mark.slow), ("mcore", {"tp": 2})])
+def test_all_roles_on_two_processes_give_the_numbers_of_plain_float64(
+    start: Start, models: Path, float64: dict[str, Any], backend: str, parallel: dict[str, Any]
+) -> None:
+    with start(EXAMPLE.roles_on(backend, models, ParallelConfig(**parallel)), {"main": 2}) as group:
+        got = EXAMPLE.run(group)
+    for name, steps in float64.items():
+        for record, (loss, norm) in zip(got[name], steps, strict=True):
+            assert record["loss"] == pytest.approx(loss, rel=5e-6, abs=1e-6), name
+            assert record["grad_norm"] == pytest.approx(norm, rel=5e-5), name
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_the_reason_first_and_leaves_no_reply_behind(start: Start) -> None:
+    roles = {
+        "troubled": troubled(),
+        "reward": RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_nine)),
+    }
+    with start(roles, {"main": 2}, grace_s=5) as group:
+        for kind, cause, message in (
+            ("value", ValueError, r"ValueError: not me \[rank 1 of pool 'main' in troubled.fail\]\nTraceback(?s:.*)in fail\n"),
+            ("batch", BatchError, r"BatchError: not me \[rank 1 of pool 'main' in troubled.fail\]"),
+            ("odd", RemoteWorkerError, r"OddError: not me \[rank 1 (?s:.*)OddError: not me"),
+            ("memory", torch.OutOfMemoryError, r"OutOfMemoryError: not me \[rank 1 "),
+        ):
+            with pytest.raises(WorkerError) as found:
+                group["troubled"].fail(kind)
+            assert re.match(message, str(found.value))
+            assert type(found.value.__cause__) is cause
+            assert "role_host.py" not in str(found.value)
+            # An error that a user can fix is one line.
+            assert (str(found.value).count("\n") == 0) == (kind == "batch")
+            # The other rank had answered; that reply is not taken for this one.
+            assert group["troubled"].echo(kind) == [[kind], {}]
+        with (
+            within(5),
+            pytest.raises(WorkerError, match=r"^ValueError: a nine \[rank \d of pool 'main' in reward.compute_rew"),
+        ):
+            group["reward"].compute_rewards(from_lists([[9, 1], [2, 3]]))
+        found_rewards = group["reward"].compute_rewards(from_lists([[8, 1], [2, 3]]), columns={"worth": ["4", "5"]})
+        assert found_rewards["rewards"].tolist() == [4.0, 5.0]
+        # Several ranks with the same reason are one message.
+        with pytest.raises(WorkerError, match=r"a nine \[rank 0, 1 of pool"):
+            group["reward"].compute_rewards(from_lists([[9, 1], [9, 3]]))
+
+
+def test_a_role_that_dies_is_told_and_is_built_again_from_its_checkpoint(start: Start, models: Path, tmp_path: Path) -> None:
+    group = start({"actor": actor_role(models), "troubled": troubled()}, {"main": 2}, grace_s=5)
+    try:
+        # What the batch lacks is refused by every process, and nothing is lost.
+        data = batch_of(group)
+        with pytest.raises(
+            WorkerError, match=r"^BatchError: .*needs the token field 'advantages'.*\[rank 0.* of pool"
+        ) as found:
+            group["actor"].update({k: v for k, v in data.items() if k != "advantages"})
+        assert isinstance(found.value.__cause__, BatchError)
+        (first,) = group["actor"].update(data)
+        folder = group["actor"].save_checkpoint(str(tmp_path), 1)
+        (second,) = group["actor"].update(data)
+        # A process is killed while the other waits for it inside a collective.
+        with (
+            within(20),
+            pytest.raises(WorkerLostError, match=r"(?s)^rank 1 of pool 'main' died during troubled.die.*rebuild\(\)"),
+        ):
+            group["troubled"].die()
+        with pytest.raises(WorkerLostError, match=r"cannot be used: rank 1 of pool 'main' died") as closed:
+            group["actor"].update(data)
+        assert "\n" not in str(closed.value)
+        # From the checkpoint it makes the step that it made before.
+        group.rebuild({"actor": folder})
+        (again,) = group["actor"].update(data)
+        assert (again.loss, again.grad_norm) == (second.loss, second.grad_norm)
+        assert again.loss != first.loss
+        with pytest.raises(ConfigError, match="there is no role 'nope'"):
+            group.rebuild({"nope": "x"})
+    finally:
+        group.close()
+    with pytest.raises(WorkerLostError, match="cannot be used: it was closed"):
+        group["actor"].update(data)
+
+
+def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) -> None:
+    """Rank 1 fails in each in turn; the next request gets its own replies, on all ranks."""
+    comm_id = mint()
+    comm_id[1].close()
+    built = p.Initialize(role="again", worker=Troubled, config=Trouble(rank=1))
+    steps: list[tuple[p.Request, str]] = [
+        (p.Init(comm_id=comm_id[0].hex()), "has its communicator already"),
+        (p.Initialize(role="mortal", worker=FailsWhileBuilt, config=Trouble()), "not built"),
+        (p.Initialize(role="troubled", worker=Troubled, config=Trouble()), "there is a role 'troubled' already"),
+        (p.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),
+        (p.Call(role="troubled", method="nothing"), "no method 'nothing'"),
+        (p.CopyWeights(source="troubled", target="taker"), "no more weights"),
+        (p.NextWeights(role="troubled", max_bytes=10**9), "no more weights"),
+        (p.ReceiveWeights(role="taker", tensors=[]), "no weights of 'taker' are being loaded"),
+        (p.FinishWeights(role="taker"), "no weights of 'taker' are being loaded"),
+        (p.BeginWeights(role="nobody"), "there is no role 'nobody'"),
+        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "cannot load shards"),
+        (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
+        (p.Flush(ids=[], digest=""), "flush is not served by this version"),
+    ]
+    roles = {"troubled": troubled(), "taker": troubled(Trouble(rank=-1))}
+    with start(roles, {"main": 2}, grace_s=5, names=[FailsWhileBuilt]) as group:
+        for i, (request, message) in enumerate(steps):
+            with pytest.raises(WorkerError, match=message):
+                group._ask("main", "the test", request)
+            assert group["troubled"].echo(i) == [[i], {}]
+        assert len(group._ask("main", "the test", built)) == 2
+        assert [reply.observed_sum for reply in group._ask("main", "the test", p.NcclSanityCheck())] == [2, 2]
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_failed_process_is_ended(start: Start) -> None:
+    with start({"troubled": troubled()}, {"main": 2}, grace_s=2) as group:
+        with (
+            within(10),
+            pytest.raises(
+                WorkerError, match=r"(?s)^RuntimeError: not me \[rank 1 of.*rank 0 waited for it and was killed after 2 s"
+            ),
+        ):
+            group["troubled"].fail_beside_a_barrier()
+        with pytest.raises(WorkerLostError, match="cannot be used: RuntimeError: not me"):
+            group["troubled"].echo()
+
+
+@pytest.mark.slow
+def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(start: Start, models: Path) -> None:
+    role = replace(actor_role(models), worker=FailingActor)
+    with start({"actor": role}, {"main": 2}, grace_s=2) as group:
+        pids = process_ids(group)
+        with within(15), pytest.raises(WorkerError, match=r"^OutOfMemoryError: planted failure \[rank 1 of pool") as found:
+            group["actor"].compute_log_probs(EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json"))
+        assert isinstance(found.value.__cause__, torch.OutOfMemoryError)
+        assert all(ended(pid) for pid in pids)
+
+
+def process_ids(group: Any) -> list[int]:
+    return [process.pid for process in getattr(group, "_processes", [])]
+
+
+def ended(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_wedged_rank_is_told_from_a_slow_one(start: Start) -> None:
+    with start({"troubled": troubled()}, {"main": 2}, grace_s=5, watchdog_s=2.0) as group:
+        # Slow, but it makes progress.
+        assert group["troubled"].work_slowly(4.0) == "done"
+        with within(20), pytest.raises(WorkerLostError) as found:
+            group["troubled"].hang()
+        told = str(found.value)
+        assert re.search(r"rank 1 of 2 made no progress in call for \d+ s, in hang of ", told)
+        assert re.search(
+            r"rank 0 of 2 made no progress in call for \d+ s, waiting for other ranks in .*, called by hang", told
+        )
+        # Its connections are not used again.
+        with pytest.raises(WorkerLostError, match=r"cannot be used: rank \d of 2 made no progress"):
+            group["troubled"].echo()
+        group.rebuild()
+        assert group["troubled"].echo(1) == [[1], {}]
+
+
+def test_a_process_without_a_sign_of_life_is_killed() -> None:
+    """Of a stopped process not even the I/O thread answers. Ray watches over its own."""
+    with ProcessWorkerGroup({"troubled": troubled()}, pools={"main": 2}, grace_s=1, silence_s=3) as group:
+        pids = process_ids(group)
+        with within(20), pytest.raises(WorkerLostError, match=r"rank 1 of pool 'main' gave no sign of life for 3 s"):
+            group["troubled"].stop()
+        assert all(ended(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_while_it_is_built_is_told_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with pytest.raises(WorkerLostError, match=r"rank 1 of pool 'main' died during building mortal"):
+        start({"mortal": troubled(Trouble(note=note), worker=DiesWhileBuilt)}, {"main": 2}, grace_s=3)
+    assert time.monotonic() - float(note.read_text()) < 15
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_be_built_is_told_and_leaves_nothing(start: Start, models: Path) -> None:
+    config = ActorConfig(model=ModelConfig(path=str(models / "none")), optim=OptimConfig())
+    for _ in range(2):
+        # The second time too: the first one's room was given back.
+        with pytest.raises(WorkerError, match=r"^ModelError: .*\[rank 0, 1 of pool 'main' in building actor\]$") as found:
+            start({"actor": RoleSpec(worker=ActorWorker, config=config)}, {"main": 2})
+        assert isinstance(found.value.__cause__, ModelError)
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_go_to_a_pool_of_their_own(start: Start, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 100_000)
+    rollout = RoleSpec(
+        worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(models / "reference"))), pool="answers"
+    )
+    options, prompts = SamplingOptions(max_tokens=4, temperature=0.0), [r["prompt"] for r in ROWS[::3]]
+    # A third role has an engine and a generator of its own.
+    both = actor_role(models, generator=RolloutConfig(model=ModelConfig(path=str(models / "reference"))))
+    with start({"actor": both, "rollout": rollout}, {"main": 1, "answers": 1}) as group:
+        group.sync_weights("actor", "rollout")
+        check_greedy(group["rollout"].generate(prompts, options), prompts, models / "policy")
+        # Synced before it generates; and again after an update, without being asked.
+        before = group["actor"].generate(prompts, options)
+        check_greedy(before, prompts, models / "policy")
+        data = batch_of(group)
+        for _ in range(5):
+            group["actor"].update(data)
+        after = group["actor"].generate(prompts, options)
+        group.sync_weights("actor", "rollout")
+        assert after == group["rollout"].generate(prompts, options)
+        assert [a[0].log_probs for a in after] != [b[0].log_probs for b in before]
+        with pytest.raises(ConfigError, match=r"prompt 0 is 'two plus'; it must be a list of token ids") as found:
+            group["rollout"].generate(["two plus"], options)
+        assert "\n" not in str(found.value)
+
+
+def check_greedy(answers: Any, prompts: list[list[int]], folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0].tolist()
+        assert answer.response == out[len(prompt) :]
+
+
+@pytest.mark.parametrize("trouble", ["none", pytest.param("fails", marks=pytest.mark.slow)])
+def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    # A part of four tensors.
+    monkeypatch.setattr(remote, "PART_BYTES", 800)
+    roles = {
+        "giver": troubled(Trouble(rank=-1 if trouble == "none" else 1)),
+        "taker": troubled(Trouble(rank=-1), pool="taker"),
+    }
+    with start(roles, {"main": 2, "taker": 1}, grace_s=3) as group:
+        if trouble == "none":
+            group.sync_weights("giver", "taker")
+            assert group["taker"].total() == 100 * sum(range(20))
+            return
+        with (
+            within(15),
+            pytest.raises(
+                WorkerError, match=r"^RuntimeError: no more weights \[rank 1 of pool 'main' in weights of giver to taker\]"
+            ),
+        ):
+            group.sync_weights("giver", "taker")
+        with pytest.raises(WorkerLostError, match="cannot be used"):
+            group["giver"].echo()
+        group.rebuild()
+        assert group["giver"].echo(1) == [[1], {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dying", "text", "message"),
+    [
+        (1, "", "rank 1 of pool 'main' died during weights of giver to taker"),
+        (-1, "dies while fed", "rank 0 of pool 'taker' died during weights of giver to taker"),
+    ],
+)
+def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, text: str, message: str
+) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 400)
+    note = tmp_path / "note"
+    roles = {
+        "giver": troubled(Trouble(rank=dying, note=note)),
+        "taker": troubled(Trouble(rank=-1, note=note, text=text), pool="taker"),
+    }
+    with start(roles, {"main": 2, "taker": 1}, grace_s=3) as group:
+        with pytest.raises(WorkerLostError, match=message):
+            group.sync_weights("giver", "taker")
+        assert time.monotonic() - float(note.read_text()) < 15
+        with pytest.raises(WorkerLostError, match=f"cannot be used: {message}"):
+            group.sync_weights("giver", "taker")
+
+
+# ---- messages -----------------------------------------------------------------------------------------------------------
+
+
+def no_group(*_: Any, **__: Any) -> None:
+    raise AssertionError("a process was started")
+
+
+@pytest.mark.parametrize("kind", [LocalWorkerGroup, ProcessWorkerGroup, RayWorkerGroup])
+def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
+    kind: Any, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", no_group)
+    monkeypatch.setattr(ray, "init", no_group)
+    options: dict[str, Any] = {} if kind is LocalWorkerGroup else {"pools": {"main": 1}}
+    actor = actor_role(models)
+    for roles, message in (
+        (
+            {"actor": actor.config},
+            r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); give RoleSpec\(worker=..., config=...\)",
+        ),
+        ({"actor": ActorWorker}, r"role 'actor' is a type"),
+        (
+            {"actor": replace(actor, config="models/policy")},
+            r"config is a str \('models/policy'\); ActorWorker needs a ActorConfig",
+        ),
+        ({"actor": replace(actor, worker="actor")}, r"worker='actor'; give a worker class such as ActorWorker"),
+        ({"actor": replace(actor, generator="vllm")}, r"generator is a str; give a RolloutConfig"),
+        ({}, "at least one role"),
+        ([actor], "at least one role"),
+    ):
+        with pytest.raises(ConfigError, match=message) as found:
+            kind(roles, **options)
+        assert "\n" not in str(found.value)
+
+
+def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("subprocess.Popen", no_group)
+        reward = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=lambda answers: [1.0]))
+        with pytest.raises(
+            ConfigError, match=r"role 'reward': a lambda cannot be sent to a worker.*define it at the top level"
+        ):
+            ProcessWorkerGroup({"reward": reward})
+        with pytest.raises(ConfigError, match=r"the pools are other"):
+            ProcessWorkerGroup({"actor": actor_role(models)}, pools={"other": 1})
+        with pytest.raises(ConfigError, match=r"pool 'main' has 0 processes"):
+            ProcessWorkerGroup({"actor": actor_role(models)}, pools={"main": 0})
+        with pytest.raises(ConfigError, match=r"need 2 GPUs.*this machine has 0"):
+            ProcessWorkerGroup({"actor": actor_role(models)}, pools={"main": 2}, gpus=1)
+        with pytest.raises(ConfigError, match="grace_s=0"):
+            ProcessWorkerGroup({"actor": actor_role(models)}, grace_s=0)
+    with ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*") as group:
+        for value, message in (
+            (lambda: 1, r"args\[0\]: a lambda cannot be sent"),
+            (EXAMPLE.Path, r"args\[0\]: pathlib:Path is not on the list of names"),
+            (iter([1]), r"args\[0\] is a builtins.list_iterator, which cannot be sent"),
+            ({"a": [object()]}, r"args\[0\]\['a'\]\[0\] is a builtins.object"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                group["troubled"].echo(value)
+        values = [1.5, float("inf"), -(2**70), None, True, "text", b"\0\xff", (1, (2,)), {3: {4}}, Path("/a"), torch.bfloat16]
+        assert group["troubled"].echo(*values, name=Trouble(text="x")) == [values, {"name": Trouble(text="x")}]
+        # Another group at the same address.
+        with pytest.raises(ConfigError, match=r"cannot listen at zmq://127.0.0.1:\d+ \(Address already in use\)"):
+            ProcessWorkerGroup({"troubled": troubled()}, address=group._controller.address)  # type: ignore[union-attr]
+        # Ctrl-C and a hang-up are for the controller.
+        (pid,) = process_ids(group)
+        os.kill(pid, signal.SIGINT)
+        assert group["troubled"].pid() == pid
+    assert ended(pid)
+
+
+def test_what_a_worker_prints_does_not_disturb_its_frames(capfd: pytest.CaptureFixture[str]) -> None:
+    with ProcessWorkerGroup({"troubled": troubled()}) as group:
+        for _ in range(3):
+            assert group["troubled"].write("loud and clear") == "loud and clear"
+    assert capfd.readouterr().err.count("[main-0] loud and clear") == 6

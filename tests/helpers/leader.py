@@ -1,0 +1,98 @@
+"""A leader that drives model workers over pipes, as a program in any language would."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+TESTS = str(Path(__file__).parents[1])
+
+
+class Worker:
+    """A worker on standard input and output.
+
+    Args:
+        rank: its rank.
+        size: the number of ranks.
+        arguments: more arguments of the command.
+        environment: more environment variables.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # A worker refuses another number of ranks than that of its launcher.
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "drivetrain.workers.model_worker", "--rank", str(rank), "--world-size", str(size)),
+                *arguments,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})},
+        )
+        self._buffer = b""
+
+    def send(self, frame: dict[str, Any] | bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write((frame if isinstance(frame, bytes) else json.dumps(frame).encode()) + b"\n")
+        self.process.stdin.flush()
+
+    def receive(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The next reply."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"no reply in {timeout_s} s")
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                raise EOFError(self.errors())
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def ask(self, frame: dict[str, Any] | bytes, timeout_s: float = 60.0) -> dict[str, Any]:
+        """A request and its reply."""
+        self.send(frame)
+        return self.receive(timeout_s)
+
+    def errors(self) -> str:
+        """What it printed to standard error, after its end."""
+        assert self.process.stderr is not None
+        self.process.wait(20)
+        return self.process.stderr.read().decode()
+
+    def join(self, comm_id: str) -> None:
+        assert self.ask({"op": "init", "comm_id": comm_id}) == {"op": "init_ok"}
+
+    def initialize(self, role: str, worker: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Build a role of the helpers."""
+        return self.ask(
+            {
+                "op": "initialize",
+                "role": role,
+                "worker": {"$": "name", "value": f"helpers.roles:{worker}"},
+                "config": {"$": "helpers.roles:Trouble", "fields": fields},
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue

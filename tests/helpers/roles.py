@@ -1,0 +1,229 @@
+"""Roles that fail, die, hang and give weights, for tests of groups; importable by the processes of a group."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.engine import progress
+from drivetrain.engine.errors import BatchError
+from drivetrain.workers.dispatch import register
+from drivetrain.workers.roles.actor import ActorWorker
+
+
+def fails_on_nine(answers: Any) -> list[float]:
+    """A reward function."""
+    if any(9 in a.prompt for a in answers):
+        raise ValueError("a nine")
+    return [float(a.fields.get("worth", 1)) for a in answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """What goes wrong, and where.
+
+    Args:
+        rank: the rank where it does; -1 is none.
+        note: a file for the time of a death, or None.
+        text: anything.
+    """
+
+    rank: int = 1
+    note: Path | None = None
+    text: str = ""
+
+
+class OddError(Exception):
+    """An error of a class that no controller knows."""
+
+
+class Troubled:
+    """A role without an engine, one rank of which fails, dies or hangs on request."""
+
+    def __init__(self, config: Trouble) -> None:
+        self.trouble = config
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    @property
+    def mine(self) -> bool:
+        return dist.get_rank() == self.trouble.rank
+
+    @register("all")
+    def fail(self, kind: str) -> int:
+        if self.mine:
+            raise {"value": ValueError, "batch": BatchError, "odd": OddError, "memory": torch.OutOfMemoryError}[kind]("not me")
+        return dist.get_rank()
+
+    @register("all")
+    def fail_beside_a_barrier(self) -> str:
+        if self.mine:
+            raise RuntimeError("not me")
+        dist.barrier()
+        return "met"
+
+    @register("all")
+    def die(self) -> None:
+        if self.mine:
+            print("these were my last words", flush=True)
+            die(self.trouble.note)
+        dist.barrier()
+
+    @register("all")
+    def hang(self) -> None:
+        if self.mine:
+            time.sleep(600)
+        dist.barrier()
+
+    @register("all")
+    def stop(self) -> None:
+        """As if the machine had stalled: not even the I/O thread runs."""
+        if self.mine:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    @register("all")
+    def work_slowly(self, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            progress.advance()
+        return "done"
+
+    @register("all")
+    def echo(self, *values: Any, **options: Any) -> Any:
+        return [list(values), options]
+
+    @register("all")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register("all")
+    def write(self, text: str) -> str:
+        """Print from Python and from a C library."""
+        import ctypes
+
+        print(text, flush=True)
+        libc = ctypes.CDLL(None)
+        libc.puts(text.encode())
+        libc.fflush(None)
+        return text
+
+    @register("all")
+    def total(self) -> float:
+        return float(sum(float(t.float().sum()) for t in self.loaded.values()))
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        yield self._some()
+
+    def _some(self) -> Iterator[Any]:
+        for i in range(20):
+            if i == 5 and self.mine:
+                if self.trouble.note is None:
+                    raise RuntimeError("no more weights")
+                die(self.trouble.note)
+            yield f"weight {i}", torch.full((100,), float(i), dtype=torch.bfloat16)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if self.trouble.text == "dies while fed" and len(self.loaded) == 5:
+                die(self.trouble.note)
+            self.loaded[name] = tensor
+
+
+class DiesWhileBuilt(Troubled):
+    """A role of which one process is killed while it is built."""
+
+    def initialize(self) -> None:
+        if self.mine:
+            die(self.trouble.note)
+        dist.barrier()
+
+
+class FailsWhileBuilt(Troubled):
+    """A role that one process cannot build."""
+
+    def __init__(self, config: Trouble) -> None:
+        super().__init__(config)
+        if self.mine:
+            raise RuntimeError("not built")
+
+
+class FailingActor(ActorWorker):
+    """An actor whose second process runs out of memory in its forward pass, and whose groups cannot be destroyed meanwhile."""
+
+    def initialize(self) -> "FailingActor":
+        super().initialize()
+        distributed: Any = dist
+        distributed.destroy_process_group = lambda group=None: time.sleep(600)
+        if dist.get_rank() == 1:
+            engine: Any = self.engine
+            engine.forward_step = self._fail
+        return self
+
+    def _fail(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError("planted failure")
+
+
+def die(note: Path | None) -> None:
+    if note is not None:
+        note.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Model:
+    """A model for the supervisor."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if config.get("fails"):
+            raise ValueError("no such model")
+        # As with a model that is read from disk.
+        time.sleep(config.get("seconds", 0.0))
+        if config.get("dies_after") is not None and Path(config["count"]).exists():
+            die(None)
+        self.count = config.get("count")
+
+    @register("all")
+    def add(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    @register("all")
+    def die(self) -> None:
+        print("something is wrong", flush=True)
+        if self.count:
+            Path(self.count).touch()
+        die(None)
+
+    @register("all")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register("all")
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    @register("all")
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @register("all")
+    def log(self, text: str) -> None:
+        import logging
+
+        from drivetrain.workers.model_worker import metrics
+
+        logging.getLogger("the.model").warning(text)
+        logging.getLogger("the.model").info("too quiet to be heard")
+        metrics.add("said", len(text))
+
+
+def make_model(config: Mapping[str, Any]) -> Model:
+    """A factory."""
+    return Model(config)

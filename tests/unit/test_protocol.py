@@ -1,0 +1,321 @@
+"""The frames of the worker protocol: byte by byte, in both directions, and what is refused."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker.codec import Codec, FrameError
+from drivetrain.workers.model_worker.worker import ModelWorker, OpError, WorkerSettings, error_of
+
+REGISTRY = p.Registry()
+JSON, BINARY = Codec(REGISTRY, binary=False), Codec(REGISTRY, binary=True)
+
+HEX = "ab" * 128
+REQUESTS: list[tuple[p.Request, str]] = [
+    (p.Ping(), '{"op":"ping"}'),
+    (p.Init(comm_id=HEX), f'{{"op":"init","comm_id":"{HEX}"}}'),
+    (p.NcclSanityCheck(), '{"op":"nccl_sanity_check"}'),
+    (
+        p.LoadDenseShard(model_id="m", config_json="{..}", safetensors_paths=["a"]),
+        '{"op":"load_dense_shard","model_id":"m","config_json":"{..}","safetensors_paths":["a"],"quant":null}',
+    ),
+    (
+        p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[], quant="int8"),
+        '{"op":"load_dense_shard","model_id":"m","config_json":"","safetensors_paths":[],"quant":"int8"}',
+    ),
+    (p.GenerateStep(model_id="m", tokens=[1], offset=0), '{"op":"generate_step","model_id":"m","tokens":[1],"offset":0}'),
+    (
+        p.GenerateStepWithImages(
+            model_id="m",
+            tokens=[1],
+            offset=0,
+            image_token_id=248056,
+            image_data_uris=["data:image/png;base64,AAA="],
+            chunk_size=512,
+        ),
+        '{"op":"generate_step_with_images","model_id":"m","tokens":[1],"offset":0,"image_token_id":248056,'
+        '"image_data_uris":["data:image/png;base64,AAA="],"chunk_size":512}',
+    ),
+    (p.ClearKvCache(model_id="m"), '{"op":"clear_kv_cache","model_id":"m"}'),
+    (p.UnloadModel(model_id="m"), '{"op":"unload_model","model_id":"m"}'),
+    (p.Shutdown(), '{"op":"shutdown"}'),
+    (p.Hello(protocol=1), '{"op":"hello","protocol":1}'),
+    (p.Hello(protocol=1, world_size=2), '{"op":"hello","protocol":1,"world_size":2}'),
+    (p.Cancel(request="a"), '{"op":"cancel","request":"a"}'),
+    (p.Initialize(role="actor", worker=None), '{"op":"initialize","role":"actor","worker":null}'),
+    (p.Call(role="actor", method="to", args=["host"]), '{"op":"call","role":"actor","method":"to","args":["host"]}'),
+    (p.Call(role="a", method="b", wants_result=False), '{"op":"call","role":"a","method":"b","wants_result":false}'),
+    (p.CopyWeights(source="a", target="b"), '{"op":"copy_weights","source":"a","target":"b"}'),
+    (p.NextWeights(role="a", max_bytes=9), '{"op":"next_weights","role":"a","max_bytes":9}'),
+    (p.BeginWeights(role="a"), '{"op":"begin_weights","role":"a"}'),
+    (p.ReceiveWeights(role="a"), '{"op":"receive_weights","role":"a"}'),
+    (p.FinishWeights(role="a"), '{"op":"finish_weights","role":"a"}'),
+    (p.Fetch(role="a", count=8), '{"op":"fetch","role":"a","count":8}'),
+    (p.Spec(role="a"), '{"op":"spec","role":"a"}'),
+    (p.ModelConfig(role="a"), '{"op":"model_config","role":"a"}'),
+    (p.ClearDataCache(ids=["x"]), '{"op":"clear_data_cache","ids":["x"]}'),
+    (p.Generate(role="a", ids=["x"]), '{"op":"generate","role":"a","ids":["x"]}'),
+    (p.Inference(role="a", ids=["x"]), '{"op":"inference","role":"a","ids":["x"]}'),
+    (p.TrainStep(role="a", ids=["x"]), '{"op":"train_step","role":"a","ids":["x"]}'),
+    (p.Empty(pre_hooks=[{"hook": "save"}]), '{"op":"empty","pre_hooks":[{"hook":"save"}]}'),
+    (p.Flush(ids=[1, "a"], digest="d"), '{"op":"flush","ids":[1,"a"],"digest":"d"}'),
+]
+REPLIES: list[tuple[p.Reply, str]] = [
+    (p.Pong(rank=1, world_size=2, cuda_device=1), '{"op":"pong","rank":1,"world_size":2,"cuda_device":1}'),
+    (p.InitOk(), '{"op":"init_ok"}'),
+    (p.NcclSanityResult(observed_sum=2), '{"op":"nccl_sanity_result","observed_sum":2}'),
+    (p.LoadDenseShardOk(), '{"op":"load_dense_shard_ok"}'),
+    (p.GenerateStepOk(), '{"op":"generate_step_ok"}'),
+    (p.KvCacheCleared(), '{"op":"kv_cache_cleared"}'),
+    (p.Unloaded(), '{"op":"unloaded"}'),
+    (p.Bye(), '{"op":"bye"}'),
+    (p.Error(kind="watchdog", message="why"), '{"op":"error","kind":"watchdog","message":"why"}'),
+    (p.Welcome(protocol=1, rank=0, world_size=2, pid=7), '{"op":"welcome","protocol":1,"rank":0,"world_size":2,"pid":7}'),
+    (p.CancelOk(found=False), '{"op":"cancel_ok","found":false}'),
+    (
+        p.InitializeOk(dp_rank=0, dp_size=1, answers=True, ratio=0.5),
+        '{"op":"initialize_ok","dp_rank":0,"dp_size":1,"answers":true,"ratio":0.5}',
+    ),
+    (p.CallOk(result=3), '{"op":"call_ok","result":3}'),
+    (p.WeightsPart(tensors=[], more=True), '{"op":"weights_part","tensors":[],"more":true}'),
+    (p.WeightsOk(), '{"op":"weights_ok"}'),
+    (p.Beat(rank=0, progress=3), '{"op":"beat","rank":0,"progress":3}'),
+]
+
+
+@pytest.mark.parametrize(("request_", "frame"), REQUESTS, ids=[frame[:40] for _, frame in REQUESTS])
+def test_every_request_byte_by_byte(request_: p.Request, frame: str) -> None:
+    assert JSON.encode(request_) == frame.encode()
+    for codec, data in ((JSON, frame.encode()), (BINARY, BINARY.encode(request_))):
+        assert codec.decode_request(data) == request_
+    # With an id, which comes right behind the operation; and with what a later version may add.
+    named = msgspec.structs.replace(request_, id=7)
+    assert JSON.encode(named) == frame.replace("}", ',"id":7}', 1).encode() or b'","id":7,' in JSON.encode(named)
+    more = json.dumps({**json.loads(frame), "a_new_field": {"x": [1]}}).encode()
+    assert JSON.decode_request(more) == request_
+
+
+@pytest.mark.parametrize(("reply", "frame"), REPLIES, ids=[frame[:40] for _, frame in REPLIES])
+def test_every_reply_byte_by_byte(reply: p.Reply, frame: str) -> None:
+    assert JSON.encode(reply) == frame.encode()
+    for codec, data in ((JSON, frame.encode()), (BINARY, BINARY.encode(reply))):
+        assert codec.decode_reply(data) == reply
+
+
+def test_no_frame_is_forgotten() -> None:
+    assert {type(request) for request, _ in REQUESTS} == set(REGISTRY.requests)
+    assert {type(reply) for reply, _ in REPLIES} == set(REGISTRY.replies)
+    # The document of the protocol has every frame too.
+    assert "quant" in json.loads(JSON.encode(REQUESTS[3][0]))
+    assert JSON.decode_request(b'{"op":"load_dense_shard","model_id":"m","config_json":"","safetensors_paths":[]}') == (
+        p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[])
+    )
+
+
+# ---- the tests of the protocol's origin ---------------------------------------------------------------------------------
+
+
+def test_ping() -> None:
+    assert JSON.encode(p.Ping()) == b'{"op":"ping"}'
+    assert isinstance(JSON.decode_request(b'{"op":"ping"}'), p.Ping)
+
+
+def test_init_carries_hexadecimal_digits_of_any_number() -> None:
+    """The struct does not check the length; the operation does."""
+    assert JSON.encode(p.Init(comm_id="deadbeef")) == b'{"op":"init","comm_id":"deadbeef"}'
+    with pytest.raises(OpError, match="comm_id has 8 characters; it must have 256 hexadecimal digits") as found:
+        ModelWorker(WorkerSettings()).execute(p.Init(comm_id="deadbeef"))
+    assert found.value.kind == "bad_request"
+
+
+def test_images_make_the_round_trip() -> None:
+    step = p.GenerateStepWithImages(
+        model_id="Qwen/Qwen3.6-27B",
+        tokens=[1, 2, 248056, 3],
+        offset=0,
+        image_token_id=248056,
+        image_data_uris=["data:image/png;base64,AAA="],
+        chunk_size=512,
+    )
+    frame = JSON.encode(step)
+    assert b'"op":"generate_step_with_images"' in frame
+    found = JSON.decode_request(frame)
+    assert isinstance(found, p.GenerateStepWithImages)
+    assert (found.tokens, found.image_token_id, len(found.image_data_uris)) == ([1, 2, 248056, 3], 248056, 1)
+
+
+def test_shutdown() -> None:
+    assert JSON.encode(p.Shutdown()) == b'{"op":"shutdown"}'
+
+
+def test_pong() -> None:
+    frame = JSON.encode(p.Pong(rank=1, world_size=4, cuda_device=1))
+    assert all(part in frame for part in (b'"op":"pong"', b'"rank":1', b'"world_size":4'))
+    assert JSON.decode_reply(frame) == p.Pong(rank=1, world_size=4, cuda_device=1)
+
+
+def test_an_error_has_a_kind_and_a_message() -> None:
+    frame = JSON.encode(p.Error(kind="nccl_init_failed", message="could not bind device"))
+    assert b'"op":"error"' in frame
+    assert b'"kind":"nccl_init_failed"' in frame
+
+
+def test_the_sanity_result_makes_the_round_trip() -> None:
+    assert JSON.decode_reply(JSON.encode(p.NcclSanityResult(observed_sum=4))) == p.NcclSanityResult(observed_sum=4)
+
+
+def test_an_unknown_operation_is_no_request() -> None:
+    with pytest.raises(FrameError) as found:
+        JSON.decode_request(b'{"op":"explode","id":3}')
+    reply = found.value.reply
+    assert (reply.kind, reply.id) == ("unknown_op", 3)
+    assert reply.message.startswith("there is no operation 'explode'; there are hello, ping, ")
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"{",
+        b'{"op":"ping"',
+        b"[]",
+        b"null",
+        b'"ping"',
+        b"{}",
+        b'{"op":5}',
+        b'{"op":null}',
+        b'{"op":"ping"}{"op":"ping"}',
+        b'{"op":"ping","id":1.5}',
+        b'{"op":"ping","id":{}}',
+        b'{"op":"ping","id":99999999999999999999999}',
+        b'{"op":"ping","id":"' + b"x" * 300 + b'"}',
+        b'{"op":"init"}',
+        b'{"op":"init","comm_id":7}',
+        b'{"op":"generate_step","model_id":"m","tokens":[-1],"offset":0}',
+        b'{"op":"generate_step","model_id":"m","tokens":[4294967296],"offset":0}',
+        b'{"op":"generate_step","model_id":"m","tokens":[1],"offset":-1}',
+        b'{"op":"generate_step","model_id":"m","tokens":[1],"offset":1e400}',
+        b'{"op":"generate_step","model_id":"m","tokens":"1","offset":0}',
+        b'{"op":"call","role":"\xff","method":"x"}',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"op":"ping","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_a_frame_that_is_no_request_is_refused(frame: bytes) -> None:
+    for codec in (JSON, BINARY):
+        with pytest.raises(FrameError) as found:
+            codec.decode_request(frame)
+        assert found.value.reply.kind == "bad_request"
+        # The refusal itself can be sent.
+        codec.encode(found.value.reply)
+
+
+def refusal(codec: Codec, frame: bytes) -> p.Error | None:
+    """The reply to a frame that is no request; None for one that is."""
+    try:
+        codec.decode_request(frame)
+    except FrameError as e:
+        return e.reply
+    return None
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_request_or_refused(frame: bytes) -> None:
+    for codec in (JSON, BINARY):
+        reply = refusal(codec, frame)
+        assert reply is None or reply.kind in ("bad_request", "unknown_op")
+
+
+@given(st.sampled_from([frame for _, frame in REQUESTS]), st.data())
+def test_damaged_requests_are_requests_or_refused(frame: str, data: Any) -> None:
+    raw = bytearray(frame.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        raw = raw or bytearray(b"x")
+    reply = refusal(JSON, bytes(raw))
+    assert reply is None or JSON.encode(reply)
+
+
+# ---- the registry -------------------------------------------------------------------------------------------------------
+
+
+class Greet(p.Request, kw_only=True):
+    """A new operation."""
+
+    name: str
+
+
+class Greeting(p.Reply, kw_only=True):
+    """Its reply."""
+
+    text: str
+
+
+def greet(worker: ModelWorker, request: Greet) -> Greeting:
+    if not request.name:
+        raise OpError("model_not_loaded", "nobody is there")
+    return Greeting(text=f"{request.name}, meet rank {worker.settings.rank}")
+
+
+def test_a_new_operation_is_a_struct_and_a_line() -> None:
+    added = p.Op(
+        request=Greet, reply=Greeting, handler=f"{__name__}:greet", errors=frozenset({"model_not_loaded"}), lane="immediate"
+    )
+    sys.modules.setdefault(__name__, sys.modules[greet.__module__])
+    registry = p.Registry([*p.OPS, added])
+    codec, worker = Codec(registry, binary=False), ModelWorker(WorkerSettings(rank=1, world_size=2), registry)
+    request = codec.decode_request(b'{"op":"greet","id":"g","name":"Ada"}')
+    reply = worker.answer(request)
+    assert reply is not None
+    assert codec.encode(reply) == b'{"op":"greeting","id":"g","text":"Ada, meet rank 1"}'
+    nobody = worker.answer(codec.decode_request(b'{"op":"greet","name":""}'))
+    assert nobody == p.Error(kind="model_not_loaded", message="nobody is there")
+    with pytest.raises(FrameError):
+        JSON.decode_request(b'{"op":"greet","name":"Ada"}')
+    with pytest.raises(ValueError, match="two operations are called 'greet'"):
+        p.Registry([added, added])
+
+
+def test_an_error_that_an_operation_does_not_declare_is_a_defect() -> None:
+    op = REGISTRY.ops["clear_kv_cache"]
+    assert error_of(op, OpError("model_not_loaded", "x")).kind == "model_not_loaded"
+    with pytest.raises(AssertionError, match="clear_kv_cache does not declare the error load_failed"):
+        error_of(op, OpError("load_failed", "x"))
+
+
+def test_every_operation_is_answered_by_its_reply_or_an_error_that_it_declares() -> None:
+    """A worker that knows nothing yet answers everything, once."""
+    worker = ModelWorker(WorkerSettings())
+    for request, _ in REQUESTS:
+        op = REGISTRY.of(request)
+        reply = worker.answer(msgspec.structs.replace(request, id=5))
+        assert reply is not None
+        assert reply.id == 5
+        if isinstance(reply, p.Error):
+            assert reply.kind in op.errors | p.COMMON_ERRORS | {op.failure}, (op.name, reply)
+        else:
+            assert isinstance(reply, op.reply or type(None))
+    hooked = p.Call(role="a", method="b", post_hooks=[{"hook": "save"}])
+    assert worker.answer(hooked) == p.Error(
+        kind="bad_request", message="call carries hooks, which this version does not serve; leave them out"
+    )
+
+
+def test_the_protocol_imports_no_torch() -> None:
+    code = (
+        "import sys; import drivetrain.workers.model_worker.cli, drivetrain.workers.model_worker.handlers; "
+        "import drivetrain.workers.model_worker.transports.zeromq; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
