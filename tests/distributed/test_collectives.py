@@ -132,7 +132,7 @@ def rank_first() -> None:
 
     assert call_on_first(run, groups[rank // 2]) == rank // 2 * 2
     assert calls == ([rank] if rank % 2 == 0 else [])
-    got = outcome(lambda: call_on_first(lambda: {}["planted"]))
+    got = outcome(lambda: call_on_first(lambda: dict[str, int]()["planted"]))
     assert got == ("KeyError: 'planted'" if rank == 0 else "RemoteError: rank 0 failed: KeyError: 'planted'")
 
 

@@ -398,21 +398,26 @@ def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
     monkeypatch.setattr(ray, "init", no_group)
     options: dict[str, Any] = {} if kind is LocalWorkerGroup else {"pools": {"main": 1}}
     actor = actor_role(models)
-    for roles, message in (
+    spec: Any = RoleSpec
+    wrong: list[tuple[Any, str]] = [
         (
             {"actor": actor.config},
             r"role 'actor' is a ActorConfig \(ActorConfig\(.*\); give RoleSpec\(worker=..., config=...\)",
         ),
         ({"actor": ActorWorker}, r"role 'actor' is a type"),
         (
-            {"actor": replace(actor, config="models/policy")},
-            r"config is a str \('models/policy'\); ActorWorker needs a ActorConfig",
+            {"actor": RoleSpec(worker=ActorWorker, config="models/policy")},
+            r"config is a str \('models/policy'\); ActorWorker needs",
         ),
-        ({"actor": replace(actor, worker="actor")}, r"worker='actor'; give a worker class such as ActorWorker"),
-        ({"actor": replace(actor, generator="vllm")}, r"generator is a str; give a RolloutConfig"),
+        ({"actor": spec(worker="actor", config=actor.config)}, r"worker='actor'; give a worker class such as ActorWorker"),
+        (
+            {"actor": spec(worker=ActorWorker, config=actor.config, generator="vllm")},
+            r"generator is a str; give a Rollout",
+        ),
         ({}, "at least one role"),
         ([actor], "at least one role"),
-    ):
+    ]
+    for roles, message in wrong:
         with pytest.raises(ConfigError, match=message) as found:
             kind(roles, **options)
         assert "\n" not in str(found.value)

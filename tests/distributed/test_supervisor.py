@@ -161,12 +161,12 @@ def test_bad_settings_and_factories_are_refused_before_anything_starts() -> None
     ):
         with pytest.raises(ConfigError, match=message):
             settings(**changes)
-    with pytest.raises(ConfigError, match="a lambda cannot be sent to a worker.*define it at the top level"):
+    with pytest.raises(ConfigError, match=r"a lambda cannot be sent to a worker.*define it at the top level"):
         start_model_worker(lambda config: Model(config), {})
+
+    def inner(config: Any) -> Any: ...
+
     with pytest.raises(ConfigError, match="<locals>"):
-
-        def inner(config: Any) -> Any: ...
-
         start_model_worker(inner, {})
     assert isinstance(start_model_worker(Model, {}), SupervisedWorker)
     assert logging.getLogger("drivetrain.workers.model_worker.process").getEffectiveLevel() <= logging.WARNING
