@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference head load checkpoint startup balance gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker gpu] [--steps 16]
 """
 
 import argparse
@@ -30,6 +30,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
         "startup": [["-m", "benchmarks.startup"]],
         "balance": [["-m", "benchmarks.balance"]],
+        "worker": [["-m", "benchmarks.worker"]],
         "gpu": [["-m", "benchmarks.gpu"]],
     }
 

@@ -7,6 +7,7 @@ A request is answered by exactly one reply, which repeats the request's `id` if 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -518,7 +519,7 @@ class Op:
     errors: frozenset[ErrorKind] = frozenset()
     watchdog_s: float | None = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the operation on the wire."""
         return tag_of(self.request)
@@ -657,10 +658,11 @@ class Registry:
             if op.name in self.ops:
                 raise ValueError(f"two operations are called {op.name!r}; rename one of the structs")
             self.ops[op.name] = op
+        self._by_type = {op.request: op for op in self.ops.values()}
         self.requests: tuple[type[Request], ...] = tuple(op.request for op in self.ops.values())
         replies = [op.reply for op in self.ops.values() if op.reply is not None]
         self.replies: tuple[type[Reply], ...] = tuple(dict.fromkeys([*replies, Error, Beat]))
 
     def of(self, request: Request) -> Op:
         """Return the operation of a request."""
-        return self.ops[tag_of(type(request))]
+        return self._by_type[type(request)]

@@ -168,32 +168,33 @@ class ModelWorker:
             The reply; None if `abandon` has taken the request away meanwhile.
         """
         op = self.registry.of(request)
-        now = time.monotonic()
-        running = Running(request, op, now, progress.finished(), now)
-        if op.lane == "queued":
-            self._running = running
+        if op.lane == "immediate":
+            reply = self._attempt(op, request, load)
+        else:
+            now = time.monotonic()
+            running = self._running = Running(request, op, now, progress.finished(), now)
+            reply = self._attempt(op, request, load)
+            if not self.abandon(running):
+                return None
+        reply.id = request.id
+        return reply
+
+    def _attempt(self, op: Op, request: Request, load: Callable[[Any], Any] | None) -> Reply:
         try:
             try:
                 loaded = request if load is None else load(request)
             except Exception as e:  # of many types: the frame comes from outside
                 raise OpError("bad_request", f"{op.name}: {e}") from e
-            reply = self.execute(loaded)
+            return self.execute(loaded)
         except Exception as e:  # sent to the leader
-            reply = error_of(op, e)
-        if op.lane == "queued":
-            with self._lock:
-                if self._running is not running:
-                    return None
-                self._running = None
-        reply.id = request.id
-        return reply
+            return error_of(op, e)
 
     def running(self) -> Running | None:
         """Return the queued request that is being executed."""
         return self._running
 
     def abandon(self, running: Running) -> bool:
-        """Take a request away from the thread that executes it. Returns whether it was still running."""
+        """End the execution of a request, for whoever answers it. Returns whether nobody else has done so."""
         with self._lock:
             taken = self._running is running
             if taken:

@@ -27,6 +27,8 @@ class StdioTransport:
     def __init__(self, read: int, write: int, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._read, self._write, self._max = read, write, max_line_bytes
         self._buffer = bytearray()
+        # Read into again and again: a new buffer for every read would cost more than the rest of a short request.
+        self._chunk = memoryview(bytearray(_CHUNK))
         self._scanned = 0
         self._skipping = self._ended = False
         self._lock = threading.Lock()
@@ -35,6 +37,7 @@ class StdioTransport:
         # Without events to wait for, poll still tells when the reader of the output is gone.
         self._poll.register(write, 0)
         self._poll.register(self._wakeup.fileno(), select.POLLIN)
+        self._reading = False
 
     @classmethod
     def take(cls, max_line_bytes: int = MAX_LINE_BYTES) -> Self:
@@ -51,29 +54,33 @@ class StdioTransport:
 
     def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
         """Return the lines that have arrived; see `Transport.receive`."""
-        if reading and not self._ended:
-            self._poll.register(self._read, select.POLLIN)
+        if (reading and not self._ended) != self._reading:
+            self._reading = not self._reading
+            (self._poll.register if self._reading else self._poll.unregister)(self._read)
         ready = dict(self._poll.poll(timeout_s * 1000))
-        if reading and not self._ended:
-            self._poll.unregister(self._read)
         if ready.get(self._write, 0) & (select.POLLERR | select.POLLNVAL):
             raise LeaderLostError("the reader of the replies has closed its end")
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         if self._read not in ready:
             return []
-        data = os.read(self._read, _CHUNK)
-        if not data:
+        size = os.readv(self._read, [self._chunk])
+        if not size:
             rest = bytes(self._buffer)
             self._buffer.clear()
             if rest.strip() and not self._skipping:
                 return [[rest]]
             self._ended = True
             return None
-        self._buffer += data
+        self._buffer += self._chunk[:size]
         return self._lines()
 
     def _lines(self) -> list[Frame | FrameTooLargeError]:
+        if not self._scanned and not self._skipping and self._buffer.find(b"\n") == len(self._buffer) - 1:
+            # As a rule, exactly one line has arrived.
+            line = bytes(self._buffer)
+            self._buffer.clear()
+            return [[line]] if line.strip() else []
         lines: list[Frame | FrameTooLargeError] = []
         begin = 0
         # Searched only once: a line of many megabytes arrives in thousands of pieces.
@@ -103,8 +110,9 @@ class StdioTransport:
         data = memoryview(bytes(frame[0]) + b"\n")
         with self._lock:
             try:
-                while data:
-                    data = data[os.write(self._write, data) :]
+                written = os.write(self._write, data)
+                while written < len(data):
+                    written += os.write(self._write, data[written:])
             except OSError as e:
                 raise LeaderLostError(f"the replies cannot be written ({e.strerror})") from e
 
