@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,3 +172,18 @@ def test_bad_settings_and_factories_are_refused_before_anything_starts() -> None
         start_model_worker(inner, {})
     assert isinstance(start_model_worker(Model, {}), SupervisedWorker)
     assert logging.getLogger("drivetrain.workers.model_worker.process").getEffectiveLevel() <= logging.WARNING
+
+
+def test_the_programs_of_the_page(tmp_path: Path) -> None:
+    """docs/model-worker.md's: each runs as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "model-worker.md").read_text()
+    programs = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    assert len(programs) == 2
+    printed = []
+    for number, program in enumerate(programs):
+        file = tmp_path / f"program{number}.py"
+        file.write_text(program)
+        done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[1].startswith("42\n6 {")

@@ -529,7 +529,9 @@ def test_what_a_group_cannot_call_is_refused(models: Path) -> None:
 def test_the_programs_of_the_page(models: Path) -> None:
     """docs/workers.md's, as they stand there."""
     page = (EXAMPLES.parent / "docs" / "workers.md").read_text()
-    programs = [part.split("```")[0].replace("MODEL", str(models / "policy")) for part in page.split("```python\n")[1:]]
+    parts = [part.split("```")[0].replace("MODEL", str(models / "policy")) for part in page.split("```python\n")[1:]]
+    # The others are excerpts.
+    programs = [part for part in parts if "LocalWorkerGroup(" in part]
     assert len(programs) == 2
     found: list[dict[str, Any]] = []
     for program in programs:

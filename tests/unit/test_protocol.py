@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -112,7 +113,9 @@ def test_every_reply_byte_by_byte(reply: p.Reply, frame: str) -> None:
 def test_no_frame_is_forgotten() -> None:
     assert {type(request) for request, _ in REQUESTS} == set(REGISTRY.requests)
     assert {type(reply) for reply, _ in REPLIES} == set(REGISTRY.replies)
-    # The document of the protocol has every frame too.
+    page = (Path(__file__).parents[2] / "docs" / "model-worker.md").read_text()
+    for name in [*(op.name for op in p.OPS), *(p.tag_of(reply) for reply in REGISTRY.replies)]:
+        assert f'{{"op":"{name}"' in page, f"docs/model-worker.md shows no frame of {name}"
     assert "quant" in json.loads(JSON.encode(REQUESTS[3][0]))
     assert JSON.decode_request(b'{"op":"load_dense_shard","model_id":"m","config_json":"","safetensors_paths":[]}') == (
         p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[])

@@ -1,0 +1,190 @@
+"""The price of a request: a round trip over each transport beside bare ones, and a call beside the method called directly.
+
+    python -m benchmarks.worker [--rounds 2000]
+
+The bare ones echo the same bytes: a process with nothing but read and write on pipes, and one with nothing but pyzmq. All run in
+turns; reported are medians. `to_bare` is the ratio of the two.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.parallel.process_groups import close_distributed, init_distributed
+from drivetrain.workers.dispatch import register
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.model_worker.controller import Controller
+from drivetrain.workers.model_worker.names import Names
+from drivetrain.workers.model_worker.process import ChildProcess
+from drivetrain.workers.model_worker.protocol import Ping, Shutdown
+from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+
+PING = b'{"op":"ping"}\n'
+PONG = b'{"op":"pong","rank":0,"world_size":1,"cuda_device":0}\n'
+PIPE_ECHO = f"import os\nwhile os.read(0, 65536):\n    os.write(1, {PONG!r})\n"
+ZMQ_ECHO = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.IDENTITY, b"echo")
+socket.connect(sys.argv[1])
+socket.send(b"here")
+while True:
+    socket.send(socket.recv())
+"""
+CALL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoConfig:
+    """Nothing to configure."""
+
+
+class Empty:
+    """A role whose method does nothing."""
+
+    def __init__(self, config: NoConfig) -> None:
+        self.config = config
+
+    @register("all")
+    def nothing(self) -> None:
+        pass
+
+
+def main() -> None:
+    """Print one line of JSON for each measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2000, help="round trips of each transport")
+    rounds = parser.parse_args().rounds
+    for case, (ours, bare) in {"ping on stdio": on_pipes(rounds), "ping on a socket": on_sockets(rounds)}.items():
+        report(case, ours, bare)
+    with tempfile.TemporaryDirectory() as folder:
+        calls(Path(folder), rounds // 4)
+
+
+def report(case: str, ours: list[float], bare: list[float]) -> None:
+    """Print the medians of two series of seconds."""
+    mine, theirs = statistics.median(ours), statistics.median(bare)
+    row = {
+        "case": case,
+        "microseconds": round(mine * 1e6, 1),
+        "bare": round(theirs * 1e6, 1),
+        "to_bare": round(mine / theirs, 3),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def timed(trips: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every round of each, in turns, after a warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in trips}
+    for number in range(rounds + max(rounds // 10, 2)):
+        for name, trip in trips.items():
+            begin = time.perf_counter()
+            trip()
+            if number >= max(rounds // 10, 2):
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def on_pipes(rounds: int) -> tuple[list[float], list[float]]:
+    """Measure a worker on standard input and output, and an echo on pipes."""
+
+    def start(*words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def trip(process: subprocess.Popen[bytes]) -> Callable[[], None]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, back = process.stdin.fileno(), process.stdout.fileno()
+
+        def ask() -> None:
+            os.write(to, PING)
+            assert os.read(back, 65536) == PONG
+
+        return ask
+
+    with start("-m", "drivetrain.workers.model_worker") as worker, start("-c", PIPE_ECHO) as echo:
+        seconds = timed({"worker": trip(worker), "echo": trip(echo)}, rounds)
+        worker.kill()
+        echo.kill()
+    return seconds["worker"], seconds["echo"]
+
+
+def on_sockets(rounds: int) -> tuple[list[float], list[float]]:
+    """Measure a worker behind a socket, and an echo of the same bytes by pyzmq alone."""
+    controller = Controller(Names())
+    channel = controller.channel("worker")
+    worker = ChildProcess("worker", controller.address)
+    channel.send(Ping()).reply(60)
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/echo.sock"
+        socket.bind(address)
+        with subprocess.Popen([sys.executable, "-c", ZMQ_ECHO, address]) as echo:
+            assert socket.recv_multipart() == [b"echo", b"here"]
+            frame = controller.codec.encode(Ping(id=1))
+
+            def bare() -> None:
+                socket.send_multipart([b"echo", frame])
+                socket.recv_multipart()
+
+            seconds = timed({"worker": lambda: channel.send(Ping()).reply(), "echo": bare}, rounds)
+            echo.kill()
+    channel.send(Shutdown()).reply(10)
+    worker.wait(10)
+    controller.close()
+    context.destroy(linger=0)
+    return seconds["worker"], seconds["echo"]
+
+
+def calls(folder: Path, rounds: int) -> None:
+    """Measure calls on a group of one process, and the same methods called directly in this one."""
+    from drivetrain.trainers.tasks.addition import write_model
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    write_model(folder / "model", 0)
+    model, engine = ModelConfig(path=str(folder / "model")), EngineConfig(micro_batch=MicroBatchConfig(max_tokens=8192))
+    config = ReferenceConfig(model=model, engine=engine)
+    roles = {
+        "empty": RoleSpec(worker=Empty, config=NoConfig()),
+        "reference": RoleSpec(worker=ReferenceWorker, config=config),
+    }
+    init_distributed()
+    direct_empty, direct = Empty(NoConfig()), ReferenceWorker(config).initialize()
+    with ProcessWorkerGroup(roles) as group:
+        seconds = timed({"group": group["empty"].nothing, "direct": direct_empty.nothing}, rounds)
+        report("call of an empty method", seconds["group"], seconds["direct"])
+        batch = from_lists([[3 + (i + j) % 10 for j in range(100)] for i in range(200)])
+        begin = time.perf_counter()
+        direct.compute_log_probs(batch)
+        # As many sequences as make a call of about a second.
+        scale = max(round(CALL_SECONDS / (time.perf_counter() - begin)), 1)
+        batch = from_lists([[3 + (i + j) % 10 for j in range(100)] for i in range(200 * scale)])
+        trips = {
+            "group": lambda: group["reference"].compute_log_probs(batch),
+            "direct": lambda: direct.compute_log_probs(batch),
+        }
+        seconds = timed(trips, 11)
+        report(f"compute_log_probs of {batch.num_tokens} tokens", seconds["group"], seconds["direct"])
+    direct.close()
+    close_distributed()
+
+
+if __name__ == "__main__":
+    main()
