@@ -28,9 +28,9 @@ from drivetrain.engine.parallel.process_groups import close_distributed, init_di
 from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.model_worker.controller import Controller
+from drivetrain.workers.model_worker.messages import Ping, Shutdown
 from drivetrain.workers.model_worker.names import Names
 from drivetrain.workers.model_worker.process import ChildProcess
-from drivetrain.workers.model_worker.protocol import Ping, Shutdown
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
 

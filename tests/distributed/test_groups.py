@@ -24,7 +24,7 @@ from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker.comm_id import mint
 from drivetrain.workers.model_worker.errors import RemoteWorkerError
 from drivetrain.workers.model_worker.role_host import RoleSpec

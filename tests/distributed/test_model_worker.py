@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker.cli import main
 from drivetrain.workers.model_worker.comm_id import CommId, CommIdError, mint, parse
 from drivetrain.workers.model_worker.controller import Controller

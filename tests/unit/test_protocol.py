@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker import messages as p
+from drivetrain.workers.model_worker import protocol
 from drivetrain.workers.model_worker.codec import Codec, FrameError
 from drivetrain.workers.model_worker.worker import ModelWorker, OpError, WorkerSettings, error_of
 
-REGISTRY = p.Registry()
+REGISTRY = protocol.Registry()
 JSON, BINARY = Codec(REGISTRY, binary=False), Codec(REGISTRY, binary=True)
 
 HEX = "ab" * 128
@@ -114,7 +115,7 @@ def test_no_frame_is_forgotten() -> None:
     assert {type(request) for request, _ in REQUESTS} == set(REGISTRY.requests)
     assert {type(reply) for reply, _ in REPLIES} == set(REGISTRY.replies)
     page = (Path(__file__).parents[2] / "docs" / "model-worker.md").read_text()
-    for name in [*(op.name for op in p.OPS), *(p.tag_of(reply) for reply in REGISTRY.replies)]:
+    for name in [*(op.name for op in protocol.OPS), *(p.tag_of(reply) for reply in REGISTRY.replies)]:
         assert f'{{"op":"{name}"' in page, f"docs/model-worker.md shows no frame of {name}"
     assert "quant" in json.loads(JSON.encode(REQUESTS[3][0]))
     assert JSON.decode_request(b'{"op":"load_dense_shard","model_id":"m","config_json":"","safetensors_paths":[]}') == (
@@ -273,11 +274,11 @@ def greet(worker: ModelWorker, request: Greet) -> Greeting:
 
 
 def test_a_new_operation_is_a_struct_and_a_line() -> None:
-    added = p.Op(
+    added = protocol.Op(
         request=Greet, reply=Greeting, handler=f"{__name__}:greet", errors=frozenset({"model_not_loaded"}), lane="immediate"
     )
     sys.modules.setdefault(__name__, sys.modules[greet.__module__])
-    registry = p.Registry([*p.OPS, added])
+    registry = protocol.Registry([*protocol.OPS, added])
     codec, worker = Codec(registry, binary=False), ModelWorker(WorkerSettings(rank=1, world_size=2), registry)
     request = codec.decode_request(b'{"op":"greet","id":"g","name":"Ada"}')
     reply = worker.answer(request)
@@ -288,7 +289,7 @@ def test_a_new_operation_is_a_struct_and_a_line() -> None:
     with pytest.raises(FrameError):
         JSON.decode_request(b'{"op":"greet","name":"Ada"}')
     with pytest.raises(ValueError, match="two operations are called 'greet'"):
-        p.Registry([added, added])
+        protocol.Registry([added, added])
 
 
 def test_an_error_that_an_operation_does_not_declare_is_a_defect() -> None:
@@ -307,7 +308,7 @@ def test_every_operation_is_answered_by_its_reply_or_an_error_that_it_declares()
         assert reply is not None
         assert reply.id == 5
         if isinstance(reply, p.Error):
-            assert reply.kind in op.errors | p.COMMON_ERRORS | {op.failure}, (op.name, reply)
+            assert reply.kind in op.errors | protocol.COMMON_ERRORS | {op.failure}, (op.name, reply)
         else:
             assert isinstance(reply, op.reply or type(None))
     hooked = p.Call(role="a", method="b", post_hooks=[{"hook": "save"}])

@@ -16,7 +16,8 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.model_worker import protocol as p
+from drivetrain.workers.model_worker import messages as p
+from drivetrain.workers.model_worker import protocol
 from drivetrain.workers.model_worker.codec import Codec
 from drivetrain.workers.model_worker.names import BUILT_IN, Names, collect, name_of
 from drivetrain.workers.model_worker.values import ValueDecodeError, dump, load
@@ -26,7 +27,7 @@ from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
 from helpers.roles import Trouble, fails_on_nine
 
 NAMES = Names()
-REGISTRY = p.Registry()
+REGISTRY = protocol.Registry()
 
 
 def through(value: Any, names: Names = NAMES, *, binary: bool = True) -> Any:

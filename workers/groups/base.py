@@ -17,7 +17,7 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ..batch_adapters import adapt_batch
 from ..dispatch import Assignment, MiniBatches, assign_batch, assign_mini_batches, check_columns, gather
-from ..model_worker.protocol import Call
+from ..model_worker.messages import Call
 from ..model_worker.role_host import RankInfo, RoleSpec
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker

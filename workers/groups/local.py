@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ...engine.errors import ConfigError, WorkerLostError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.parallel.process_groups import init_distributed
-from ..model_worker.protocol import Call, CallOk
+from ..model_worker.messages import Call, CallOk
 from ..model_worker.role_host import RankInfo, RoleSpec
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .base import WorkerGroup

@@ -10,9 +10,9 @@ from ...engine.errors import ConfigError, WorkerLostError
 from ..model_worker import comm_id
 from ..model_worker.comm_id import CommId
 from ..model_worker.controller import Channel, Controller
+from ..model_worker.messages import Shutdown
 from ..model_worker.names import Names, collect, name_of
 from ..model_worker.process import ChildProcess
-from ..model_worker.protocol import Shutdown
 from ..model_worker.role_host import RoleSpec
 from .remote import RemoteWorkerGroup
 

@@ -19,8 +19,9 @@ from ...engine.errors import ConfigError, WorkerLostError
 from ..model_worker import comm_id
 from ..model_worker.codec import Codec, Part
 from ..model_worker.loop import RequestLoop
+from ..model_worker.messages import Reply, Request
 from ..model_worker.names import Names, name_of, references
-from ..model_worker.protocol import Registry, Reply, Request
+from ..model_worker.protocol import Registry
 from ..model_worker.role_host import RoleSpec
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load

@@ -11,11 +11,11 @@ import msgspec
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
 from ..dispatch import dispatch_of
-from ..model_worker import protocol
+from ..model_worker import messages
 from ..model_worker.codec import Part
 from ..model_worker.errors import cause_of, describe
+from ..model_worker.messages import Call, Error, Reply, Request
 from ..model_worker.names import Names
-from ..model_worker.protocol import Call, Error, Reply, Request
 from ..model_worker.role_host import RankInfo, RoleSpec
 from ..model_worker.values import dump
 from .base import WorkerGroup
@@ -124,12 +124,12 @@ class RemoteWorkerGroup(WorkerGroup):
         try:
             self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
             for pool, size in self._sizes.items():
-                hello = protocol.Hello(protocol=protocol.PROTOCOL, world_size=size)
+                hello = messages.Hello(protocol=messages.PROTOCOL, world_size=size)
                 self._ask(pool, "starting", hello, limit_s=HELLO_S)
             for pool in self._sizes:
-                self._ask(pool, "starting", protocol.Init(comm_id=self._comm_id(pool)))
+                self._ask(pool, "starting", messages.Init(comm_id=self._comm_id(pool)))
             for name, role in self.roles.items():
-                request = protocol.Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
+                request = messages.Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
                 replies: list[Any] = self._ask(role.pool, f"building {name}", request)
                 self._infos[name] = [
                     RankInfo(dp_rank=r.dp_rank, dp_size=r.dp_size, answers=r.answers, ratio=r.ratio) for r in replies
@@ -201,7 +201,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self._check_sync(source, target)
         source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
         if source_pool == target_pool:
-            self._ask(source_pool, what, protocol.CopyWeights(source=source, target=target))
+            self._ask(source_pool, what, messages.CopyWeights(source=source, target=target))
             return
         try:
             self._stream(source, target, what)
@@ -212,18 +212,18 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def _stream(self, source: str, target: str, what: str) -> None:
         source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
-        self._ask(target_pool, what, protocol.BeginWeights(role=target))
+        self._ask(target_pool, what, messages.BeginWeights(role=target))
         loading: list[PendingReply] = []
         more = True
         while more:
-            part = self._ask(source_pool, what, protocol.NextWeights(role=source, max_bytes=PART_BYTES))[0]
+            part = self._ask(source_pool, what, messages.NextWeights(role=source, max_bytes=PART_BYTES))[0]
             more = part.more
             # The next part is read while this one is loaded.
             self._wait(target_pool, what, loading)
-            plain, parts = dump(protocol.ReceiveWeights(role=target, tensors=part.tensors), self._names)
+            plain, parts = dump(messages.ReceiveWeights(role=target, tensors=part.tensors), self._names)
             loading = [channel.send_plain(plain, parts) for channel in self._channels[target_pool]]
         self._wait(target_pool, what, loading)
-        self._ask(target_pool, what, protocol.FinishWeights(role=target))
+        self._ask(target_pool, what, messages.FinishWeights(role=target))
 
     # ---- replies -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from typing import Any, Protocol, Union
 import msgspec
 from msgspec import Struct
 
-from .protocol import INT64_MAX, Error, Message, Registry, Reply, Request
+from .messages import INT64_MAX, Error, Message, Reply, Request
+from .protocol import Registry
 
 Part = bytes | bytearray | memoryview
 

@@ -19,8 +19,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ...engine.errors import ConfigError, WorkerLostError
 from .codec import Codec, Part
+from .messages import Beat, Reply, Request
 from .names import Names
-from .protocol import Beat, Registry, Reply, Request
+from .protocol import Registry
 from .transports.base import Frame, Wakeup
 from .transports.zeromq import LINGER_MS, SCHEME, CurveKeys, endpoint_of
 from .values import dump, load

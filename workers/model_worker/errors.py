@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from ...engine import errors
 from ...engine.errors import WorkerError
-from .protocol import Error
+from .messages import Error
 
 
 class RemoteWorkerError(Exception):

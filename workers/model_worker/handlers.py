@@ -5,17 +5,17 @@ from datetime import timedelta
 from typing import Any
 
 from . import comm_id as comm_ids
-from . import protocol as p
+from . import messages as m
 from .worker import ModelWorker, OpError
 
 
-def hello(worker: ModelWorker, request: p.Hello) -> p.Welcome:
+def hello(worker: ModelWorker, request: m.Hello) -> m.Welcome:
     """Check the version of the protocol and the number of ranks."""
     settings = worker.settings
-    if request.protocol != p.PROTOCOL:
+    if request.protocol != m.PROTOCOL:
         raise OpError(
             "bad_request",
-            f"the controller speaks version {request.protocol} of the protocol, this worker version {p.PROTOCOL}; install the same "
+            f"the controller speaks version {request.protocol} of the protocol, this worker version {m.PROTOCOL}; install the same "
             "version of drivetrain on both sides",
         )
     if request.world_size not in (None, settings.world_size):
@@ -24,30 +24,30 @@ def hello(worker: ModelWorker, request: p.Hello) -> p.Welcome:
             f"the controller expects {request.world_size} ranks, but this worker was started with --world-size "
             f"{settings.world_size}",
         )
-    return p.Welcome(protocol=p.PROTOCOL, rank=settings.rank, world_size=settings.world_size, pid=os.getpid())
+    return m.Welcome(protocol=m.PROTOCOL, rank=settings.rank, world_size=settings.world_size, pid=os.getpid())
 
 
-def ping(worker: ModelWorker, request: p.Ping) -> p.Pong:
+def ping(worker: ModelWorker, request: m.Ping) -> m.Pong:
     """Say who is here."""
     settings = worker.settings
-    return p.Pong(rank=settings.rank, world_size=settings.world_size, cuda_device=settings.device)
+    return m.Pong(rank=settings.rank, world_size=settings.world_size, cuda_device=settings.device)
 
 
-def cancel(worker: ModelWorker, request: p.Cancel) -> p.CancelOk:
+def cancel(worker: ModelWorker, request: m.Cancel) -> m.CancelOk:
     """Take a request out of the queue."""
-    return p.CancelOk(found=worker.cancel_waiting(request.request))
+    return m.CancelOk(found=worker.cancel_waiting(request.request))
 
 
-def shutdown(worker: ModelWorker, request: p.Shutdown) -> p.Bye:
+def shutdown(worker: ModelWorker, request: m.Shutdown) -> m.Bye:
     """Free all roles; the request loop then ends."""
     worker.close()
-    return p.Bye()
+    return m.Bye()
 
 
 # ---- the communicator ---------------------------------------------------------------------------------------------------
 
 
-def init(worker: ModelWorker, request: p.Init) -> p.InitOk:
+def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
     """Meet the other ranks at the address in the id."""
     settings = worker.settings
     try:
@@ -80,10 +80,10 @@ def init(worker: ModelWorker, request: p.Init) -> p.InitOk:
         listener=listener,
     )
     worker.joined = comm_id
-    return p.InitOk()
+    return m.InitOk()
 
 
-def nccl_sanity_check(worker: ModelWorker, request: p.NcclSanityCheck) -> p.NcclSanityResult:
+def nccl_sanity_check(worker: ModelWorker, request: m.NcclSanityCheck) -> m.NcclSanityResult:
     """Add up one number over all ranks."""
     import torch
     import torch.distributed as dist
@@ -96,7 +96,7 @@ def nccl_sanity_check(worker: ModelWorker, request: p.NcclSanityCheck) -> p.Nccl
     observed = int(one.item())
     if observed != worker.settings.world_size:
         raise OpError("nccl_sanity_failed", f"the ranks add up to {observed}, but there are {worker.settings.world_size}")
-    return p.NcclSanityResult(observed_sum=observed)
+    return m.NcclSanityResult(observed_sum=observed)
 
 
 def _check_joined() -> None:
@@ -109,12 +109,12 @@ def _check_joined() -> None:
 # ---- generation steps ---------------------------------------------------------------------------------------------------
 
 
-def load_dense_shard(worker: ModelWorker, request: p.LoadDenseShard) -> p.LoadDenseShardOk:
+def load_dense_shard(worker: ModelWorker, request: m.LoadDenseShard) -> m.LoadDenseShardOk:
     """Refuse; this version has no tensor-parallel generation."""
     raise OpError("unsupported_arch", f"{request.model_id}: this version cannot load shards for generation steps")
 
 
-def model_step(worker: ModelWorker, request: Any) -> p.GenerateStepOk:
+def model_step(worker: ModelWorker, request: Any) -> m.GenerateStepOk:
     """Refuse; no model can be loaded."""
     raise OpError("model_not_loaded", f"there is no model {request.model_id!r}; send load_dense_shard first")
 
@@ -122,7 +122,7 @@ def model_step(worker: ModelWorker, request: Any) -> p.GenerateStepOk:
 # ---- roles --------------------------------------------------------------------------------------------------------------
 
 
-def initialize(worker: ModelWorker, request: p.Initialize) -> p.InitializeOk:
+def initialize(worker: ModelWorker, request: m.Initialize) -> m.InitializeOk:
     """Build the worker of a role."""
     _check_joined()
     if request.role in worker.host:
@@ -130,50 +130,50 @@ def initialize(worker: ModelWorker, request: p.Initialize) -> p.InitializeOk:
     if not callable(request.worker):
         raise OpError("bad_request", f"worker={request.worker!r:.60}; give the name of a worker class")
     info = worker.host.build(request.role, request.worker, request.config, request.generator)
-    return p.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
+    return m.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
 
 
-def call(worker: ModelWorker, request: p.Call) -> p.CallOk:
+def call(worker: ModelWorker, request: m.Call) -> m.CallOk:
     """Run a method of a role."""
     _check_role(worker, request.role)
     result = worker.host.call(request.role, request.method, request.args, request.options)
-    return p.CallOk(result=result if request.wants_result else None)
+    return m.CallOk(result=result if request.wants_result else None)
 
 
-def copy_weights(worker: ModelWorker, request: p.CopyWeights) -> p.WeightsOk:
+def copy_weights(worker: ModelWorker, request: m.CopyWeights) -> m.WeightsOk:
     """Copy weights within this process."""
     _check_role(worker, request.source)
     _check_role(worker, request.target)
     worker.host.copy_weights(request.source, request.target)
-    return p.WeightsOk()
+    return m.WeightsOk()
 
 
-def next_weights(worker: ModelWorker, request: p.NextWeights) -> p.WeightsPart:
+def next_weights(worker: ModelWorker, request: m.NextWeights) -> m.WeightsPart:
     """Read the next tensors of a role."""
     _check_role(worker, request.role)
     tensors = worker.host.next_weights(request.role, request.max_bytes)
-    return p.WeightsPart(tensors=tensors, more=worker.host.more_weights(request.role))
+    return m.WeightsPart(tensors=tensors, more=worker.host.more_weights(request.role))
 
 
-def begin_weights(worker: ModelWorker, request: p.BeginWeights) -> p.WeightsOk:
+def begin_weights(worker: ModelWorker, request: m.BeginWeights) -> m.WeightsOk:
     """Start to load weights."""
     _check_role(worker, request.role)
     worker.host.begin_weights(request.role)
-    return p.WeightsOk()
+    return m.WeightsOk()
 
 
-def receive_weights(worker: ModelWorker, request: p.ReceiveWeights) -> p.WeightsOk:
+def receive_weights(worker: ModelWorker, request: m.ReceiveWeights) -> m.WeightsOk:
     """Load some tensors."""
     _check_role(worker, request.role)
     worker.host.receive_weights(request.role, request.tensors or ())
-    return p.WeightsOk()
+    return m.WeightsOk()
 
 
-def finish_weights(worker: ModelWorker, request: p.FinishWeights) -> p.WeightsOk:
+def finish_weights(worker: ModelWorker, request: m.FinishWeights) -> m.WeightsOk:
     """Wait until all tensors are loaded."""
     _check_role(worker, request.role)
     worker.host.finish_weights(request.role)
-    return p.WeightsOk()
+    return m.WeightsOk()
 
 
 def _check_role(worker: ModelWorker, role: str) -> None:

@@ -19,7 +19,7 @@ from ...engine import progress
 from ...engine.parallel.process import exit_process
 from . import metrics
 from .codec import Codec, FrameError, text
-from .protocol import Beat, Bye, Error, Reply, Request
+from .messages import Beat, Bye, Error, Reply, Request
 from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from .watchdog import Watchdog
 from .worker import ModelWorker

@@ -1,20 +1,61 @@
-"""The messages between a leader and a model worker, and the operations that a worker serves. Imports no torch.
+"""The operations that a model worker serves. Imports no torch.
 
-A request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
-`op`; fields with their default value are omitted. To add an operation, define its structs and add an `Op` to `OPS`.
+To add one, define its structs in `messages` and add an `Op` to `OPS`.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
-import msgspec
-from msgspec import Meta, Struct
-
-PROTOCOL = 1
-"""The version of the protocol between Drivetrain's own controllers and workers."""
+from .messages import (
+    Beat,
+    BeginWeights,
+    Bye,
+    Call,
+    CallOk,
+    Cancel,
+    CancelOk,
+    ClearDataCache,
+    ClearKvCache,
+    CopyWeights,
+    Empty,
+    Error,
+    Fetch,
+    FinishWeights,
+    Flush,
+    Generate,
+    GenerateStep,
+    GenerateStepOk,
+    GenerateStepWithImages,
+    Hello,
+    Inference,
+    Init,
+    Initialize,
+    InitializeOk,
+    InitOk,
+    KvCacheCleared,
+    LoadDenseShard,
+    LoadDenseShardOk,
+    ModelConfig,
+    NcclSanityCheck,
+    NcclSanityResult,
+    NextWeights,
+    Ping,
+    Pong,
+    ReceiveWeights,
+    Reply,
+    Request,
+    Shutdown,
+    Spec,
+    TrainStep,
+    Unloaded,
+    UnloadModel,
+    WeightsOk,
+    WeightsPart,
+    Welcome,
+    tag_of,
+)
 
 _HANDLERS = f"{__name__.rpartition('.')[0]}.handlers"
 
@@ -37,458 +78,6 @@ ErrorKind = Literal[
     "queue_full",
     "cancelled",
 ]
-
-INT64_MAX = 2**63 - 1
-U32 = Annotated[int, Meta(ge=0, lt=2**32)]
-Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-Id = Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | Annotated[str, Meta(max_length=256)]
-
-
-def op_name(struct: str) -> str:
-    """Return the name of an operation or reply: the struct's name in snake case."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", struct).lower()
-
-
-class Message(Struct, tag_field="op", tag=op_name, omit_defaults=True, kw_only=True):
-    """A message in either direction.
-
-    Args:
-        id: The identifier of a request, repeated in its reply. Requests without one are served strictly in order.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ()
-    """The fields that may hold tensors and registered dataclasses; see `values`."""
-
-    id: Id | None = None
-
-
-class Request(Message, kw_only=True):
-    """A message from the leader to a worker."""
-
-
-class ComputeRequest(Request, kw_only=True):
-    """A request that may carry hooks.
-
-    Args:
-        pre_hooks: What to do before the request.
-        post_hooks: What to do after it.
-    """
-
-    pre_hooks: list[dict[str, Any]] = []
-    post_hooks: list[dict[str, Any]] = []
-
-
-class Reply(Message, kw_only=True):
-    """A message from a worker to the leader."""
-
-
-class Error(Reply, kw_only=True):
-    """The reply to a request that failed.
-
-    Args:
-        kind: The category, for programs.
-        message: The reason, for people.
-        error_type: The class of the error as `module:name`.
-        traceback: The traceback; empty for errors that a user can fix.
-        echo: Whether another rank failed, and this one only reports it.
-    """
-
-    kind: str
-    message: str
-    error_type: str = ""
-    traceback: str = ""
-    echo: bool = False
-
-
-class Beat(Reply, kw_only=True):
-    """A sign of life that a worker sends unasked, at the interval that it was started with.
-
-    Args:
-        rank: The rank of the worker.
-        progress: The number of units of work (micro-batches, tokens, tensors) that the executor has finished.
-        running: The operation that the executor is running; empty if it is idle.
-        running_s: For how many seconds.
-        metrics: Named numbers of the worker; see `metrics`.
-    """
-
-    rank: U32
-    progress: Count
-    running: str = ""
-    running_s: float = 0.0
-    metrics: dict[str, float] = {}
-
-
-# ---- operations of life -------------------------------------------------------------------------------------------------
-
-
-class Hello(Request, kw_only=True):
-    """Check that leader and worker belong together. Sent by Drivetrain's controllers before anything else.
-
-    Args:
-        protocol: The version of the leader's protocol.
-        world_size: The number of ranks that the leader expects; None does not check it.
-    """
-
-    protocol: int
-    world_size: int | None = None
-
-
-class Welcome(Reply, kw_only=True):
-    """The reply to `hello`."""
-
-    protocol: int
-    rank: U32
-    world_size: U32
-    pid: Count
-
-
-class Ping(Request):
-    """Ask for a sign of life."""
-
-
-class Pong(Reply, kw_only=True):
-    """The reply to `ping`.
-
-    Args:
-        rank: The rank of the worker.
-        world_size: The number of ranks.
-        cuda_device: The index of the worker's device; the local rank where there is no CUDA.
-    """
-
-    rank: U32
-    world_size: U32
-    cuda_device: U32
-
-
-class Cancel(Request, kw_only=True):
-    """Remove a request from the queue; it is answered with the error `cancelled`. A request that is running is not stopped.
-
-    Args:
-        request: The id of the request to remove.
-    """
-
-    request: Id
-
-
-class CancelOk(Reply, kw_only=True):
-    """The reply to `cancel`.
-
-    Args:
-        found: Whether the request was waiting.
-    """
-
-    found: bool
-
-
-class Init(Request, kw_only=True):
-    """Create the communicator of all ranks. Collective.
-
-    Args:
-        comm_id: 256 hexadecimal digits, the same for all ranks; see `comm_id.mint`.
-    """
-
-    comm_id: str
-
-
-class InitOk(Reply):
-    """The reply to `init`: all ranks have come."""
-
-
-class NcclSanityCheck(Request):
-    """Add up the number 1 over all ranks. Collective."""
-
-
-class NcclSanityResult(Reply, kw_only=True):
-    """The reply to `nccl_sanity_check`.
-
-    Args:
-        observed_sum: The sum, which must be the number of ranks.
-    """
-
-    observed_sum: U32
-
-
-class Shutdown(Request):
-    """End the worker."""
-
-
-class Bye(Reply):
-    """The reply to `shutdown`, the last one of a worker."""
-
-
-# ---- operations of generation steps -------------------------------------------------------------------------------------
-
-
-class LoadDenseShard(Request, kw_only=True):
-    """Load this rank's slices of a model. Collective.
-
-    Args:
-        model_id: The name under which later requests refer to the model.
-        config_json: The text of the model's config.json.
-        safetensors_paths: The files that hold all of its weights.
-        quant: The quantization; None for none.
-    """
-
-    model_id: str
-    config_json: str
-    safetensors_paths: list[str]
-    # With a factory, msgspec always writes the field, as leaders of this protocol do.
-    quant: str | None = msgspec.field(default_factory=lambda: None)
-
-
-class LoadDenseShardOk(Reply):
-    """The reply to `load_dense_shard`."""
-
-
-class GenerateStep(Request, kw_only=True):
-    """Run a forward pass on a loaded model. Collective.
-
-    Args:
-        model_id: The model.
-        tokens: The token ids of this step, the same on all ranks.
-        offset: The number of tokens in the cache before this step.
-    """
-
-    model_id: str
-    tokens: list[U32]
-    offset: Count
-
-
-class GenerateStepWithImages(Request, kw_only=True):
-    """Like `generate_step`, with images. Collective.
-
-    Args:
-        model_id: The model.
-        tokens: The token ids of this step.
-        offset: The number of tokens in the cache before this step.
-        image_token_id: The token id whose embeddings are replaced by those of the images.
-        image_data_uris: The images as data URIs, in the order of the prompt.
-        chunk_size: The number of tokens that are run at a time.
-    """
-
-    model_id: str
-    tokens: list[U32]
-    offset: Count
-    image_token_id: U32
-    image_data_uris: list[str]
-    chunk_size: Annotated[int, Meta(ge=1, le=INT64_MAX)]
-
-
-class GenerateStepOk(Reply):
-    """The reply to both kinds of step."""
-
-
-class ClearKvCache(Request, kw_only=True):
-    """Empty the cache of a model."""
-
-    model_id: str
-
-
-class KvCacheCleared(Reply):
-    """The reply to `clear_kv_cache`."""
-
-
-class UnloadModel(Request, kw_only=True):
-    """Free a model."""
-
-    model_id: str
-
-
-class Unloaded(Reply):
-    """The reply to `unload_model`."""
-
-
-# ---- operations of a trainer's master -----------------------------------------------------------------------------------
-
-
-class Initialize(ComputeRequest, kw_only=True):
-    """Build the worker of a role. Collective.
-
-    Args:
-        role: The name of the role.
-        worker: The worker class, or another function of the configuration that returns a worker.
-        config: Its configuration.
-        generator: The configuration of a generator that the role has beside its engine.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("worker", "config", "generator")
-
-    role: str
-    worker: Any
-    config: Any = None
-    generator: Any = None
-
-
-class InitializeOk(Reply, kw_only=True):
-    """The reply to `initialize`: where this rank stands in the layout of the role's engine.
-
-    Args:
-        dp_rank: The index of the data-parallel shard that the rank works on.
-        dp_size: The number of data-parallel shards.
-        answers: Whether the rank is the output rank of its shard.
-        ratio: The relative cost of attention, for balancing the shards.
-    """
-
-    dp_rank: Count
-    dp_size: Count
-    answers: bool
-    ratio: float
-
-
-class Call(ComputeRequest, kw_only=True):
-    """Call a method of a role's worker.
-
-    Args:
-        role: The name of the role.
-        method: The name of the method, which must be marked with `dispatch.register`.
-        args: The positional arguments: a rank's data-parallel shard first, where the method takes a batch.
-        options: The keyword arguments.
-        wants_result: Whether the reply holds the method's result.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("args", "options")
-
-    role: str
-    method: str
-    args: list[Any] = []
-    options: dict[str, Any] = {}
-    wants_result: bool = True
-
-
-class CallOk(Reply, kw_only=True):
-    """The reply to `call`."""
-
-    values: ClassVar[tuple[str, ...]] = ("result",)
-
-    result: Any = None
-
-
-class CopyWeights(Request, kw_only=True):
-    """Copy the weights of one role of this process to another. Collective."""
-
-    source: str
-    target: str
-
-
-class NextWeights(Request, kw_only=True):
-    """Ask for the next tensors of a role's weights. Collective.
-
-    Args:
-        role: The role.
-        max_bytes: The size of the part, in bytes.
-    """
-
-    role: str
-    max_bytes: Count
-
-
-class WeightsPart(Reply, kw_only=True):
-    """The reply to `next_weights`.
-
-    Args:
-        tensors: Pairs of a name and a tensor; empty on all ranks but the first.
-        more: Whether more tensors follow.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("tensors",)
-
-    tensors: Any = None
-    more: bool = False
-
-
-class BeginWeights(Request, kw_only=True):
-    """Start loading weights that arrive in parts. Collective."""
-
-    role: str
-
-
-class ReceiveWeights(Request, kw_only=True):
-    """Load one part of a stream of weights. Collective.
-
-    Args:
-        role: The role.
-        tensors: Pairs of a name and a tensor.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("tensors",)
-
-    role: str
-    tensors: Any = None
-
-
-class FinishWeights(Request, kw_only=True):
-    """Finish loading after the last part. Collective."""
-
-    role: str
-
-
-class WeightsOk(Reply):
-    """The reply to operations on weights."""
-
-
-class Fetch(Request, kw_only=True):
-    """Load the next samples of a role's data set. Not served by this version."""
-
-    role: str
-    count: Count
-
-
-class Spec(Request, kw_only=True):
-    """Ask for the size of a role's data set. Not served by this version."""
-
-    role: str
-
-
-class ModelConfig(Request, kw_only=True):
-    """Ask for the configuration of a role's model. Not served by this version."""
-
-    role: str
-
-
-class ClearDataCache(Request, kw_only=True):
-    """Drop samples from the data store. Not served by this version."""
-
-    ids: list[str]
-
-
-class Generate(ComputeRequest, kw_only=True):
-    """Generate with a role on samples of the data store. Not served by this version."""
-
-    role: str
-    ids: list[str]
-
-
-class Inference(ComputeRequest, kw_only=True):
-    """Run a role's inference on samples of the data store. Not served by this version."""
-
-    role: str
-    ids: list[str]
-
-
-class TrainStep(ComputeRequest, kw_only=True):
-    """Train a role on samples of the data store. Not served by this version."""
-
-    role: str
-    ids: list[str]
-
-
-class Empty(ComputeRequest, kw_only=True):
-    """Take part in hooks only. Not served by this version."""
-
-
-class Flush(Request, kw_only=True):
-    """Run the requests sent before. Not served by this version.
-
-    Args:
-        ids: The ids of the requests, in order.
-        digest: The digest of the requests, which all ranks compare.
-    """
-
-    ids: list[Id]
-    digest: str
-
-
-# ---- the registry -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,11 +123,6 @@ _MOVING: frozenset[Hook] = frozenset({"data_transfer", "offload", "sync_params",
 _STEP_ERRORS: frozenset[ErrorKind] = frozenset(
     {"model_not_loaded", "unsupported_arch", "nccl_not_initialised", "cuda_unavailable"}
 )
-
-
-def tag_of(struct: type[Message]) -> str:
-    """Return the value of `op` by which a message is recognized."""
-    return str(struct.__struct_config__.tag)
 
 
 def _op(request: type[Request], reply: type[Reply] | None = None, handler: str = "", **options: Any) -> Op:

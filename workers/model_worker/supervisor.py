@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...engine.errors import ConfigError, WorkerLostError
-from . import comm_id, protocol
+from . import comm_id, messages
 from .controller import Channel, Controller
 from .errors import raise_error
 from .names import Names, collect, name_of
@@ -124,13 +124,13 @@ class SupervisedWorker:
             if self._failure is not None or self._channel is None or self._closing:
                 raise self._failure or WorkerLostError(f"{self._settings.name} was closed")
             channel = self._channel
-            sent = channel.send(protocol.Call(role=ROLE, method=method, args=list(args), options=options))
+            sent = channel.send(messages.Call(role=ROLE, method=method, args=list(args), options=options))
         found: Future[Any] = Future()
 
         def arrive(done: Any) -> None:
             try:
                 reply = done.reply()
-                if isinstance(reply, protocol.Error):
+                if isinstance(reply, messages.Error):
                     if reply.kind == "watchdog":
                         # The worker is ending: nothing more is sent to it.
                         self._note_end(channel)
@@ -196,7 +196,7 @@ class SupervisedWorker:
         self.control.set_started(False)
         if self._process is not None and self._channel is not None and self._process.exit_code is None:
             with contextlib.suppress(TimeoutError, WorkerLostError):
-                self._channel.send(protocol.Shutdown()).reply(self._settings.terminate_s)
+                self._channel.send(messages.Shutdown()).reply(self._settings.terminate_s)
             if not self._process.wait(self._settings.terminate_s):
                 self._process.terminate(self._settings.terminate_s)
         if self._channel is not None:
@@ -236,9 +236,9 @@ class SupervisedWorker:
         )
         deadline = time.monotonic() + settings.start_s
         for request in (
-            protocol.Hello(protocol=protocol.PROTOCOL, world_size=1),
-            protocol.Init(comm_id=run.hex()),
-            protocol.Initialize(role=ROLE, worker=self._factory, config=self._config),
+            messages.Hello(protocol=messages.PROTOCOL, world_size=1),
+            messages.Init(comm_id=run.hex()),
+            messages.Initialize(role=ROLE, worker=self._factory, config=self._config),
         ):
             try:
                 reply = channel.send(request).reply(max(deadline - time.monotonic(), 0.1))
@@ -247,7 +247,7 @@ class SupervisedWorker:
                 raise WorkerLostError(
                     f"{settings.name} did not load its model within start_s={settings.start_s:g}; raise start_s"
                 ) from None
-            if isinstance(reply, protocol.Error):
+            if isinstance(reply, messages.Error):
                 process.terminate(settings.terminate_s)
                 raise_error(reply, f"loading the model of {settings.name}")
         with self._lock:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...engine.errors import ConfigError
 from .codec import Part
+from .messages import Message
 from .names import Names, is_reference
-from .protocol import Message
 
 M = TypeVar("M", bound=Message)
 TYPE = "$"

@@ -7,7 +7,7 @@ import traceback
 
 from ...engine import progress
 from ...engine.parallel.process import exit_process
-from .protocol import Error
+from .messages import Error
 from .transports.base import Transport
 from .worker import ModelWorker, Running
 

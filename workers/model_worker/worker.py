@@ -15,8 +15,9 @@ from ...engine import progress
 from ...engine.errors import ConfigError, DrivetrainError, RemoteError
 from .codec import text
 from .comm_id import CommId
+from .messages import ComputeRequest, Error, Reply, Request
 from .names import Names
-from .protocol import COMMON_ERRORS, ComputeRequest, Error, ErrorKind, Op, Registry, Reply, Request
+from .protocol import COMMON_ERRORS, ErrorKind, Op, Registry
 
 if TYPE_CHECKING:
     from .role_host import RoleHost
