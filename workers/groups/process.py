@@ -76,7 +76,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             except ConfigError as e:
                 raise ConfigError(f"role {name!r}: {e}") from None
         self._listed_names = Names(self._allow)
-        self._gpus = _gpus_each(sum(self._sizes.values()), gpus)
+        self._gpus = gpus_each(sum(self._sizes.values()), gpus)
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {}), _MARK: "1"}
         self._address = address
         self._controller: Controller | None = None
@@ -101,7 +101,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 channels[pool].append(channel)
                 environment = dict(self._environment)
                 if self._gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
+                    environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(device)
                     device += 1
                 # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
                 environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
@@ -153,7 +153,16 @@ def _lost(process: ChildProcess) -> WorkerLostError:
     return WorkerLostError(process.ending() + (f"; its last words:\n{words}" if words else ""))
 
 
-def _gpus_each(processes: int, gpus: int | None) -> int:
+def gpus_each(processes: int, gpus: int | None) -> int:
+    """Return how many GPUs each process uses.
+
+    Args:
+        processes: The number of processes.
+        gpus: The caller's choice; None uses one if there are any.
+
+    Raises:
+        ConfigError: There are too few.
+    """
     count = torch.cuda.device_count()
     if gpus is None:
         gpus = 1 if count else 0
@@ -167,7 +176,7 @@ def _gpus_each(processes: int, gpus: int | None) -> int:
     return gpus
 
 
-def _visible(device: int) -> str:
+def visible_gpu(device: int) -> str:
     """Return the name of a device for a process that is to see no other."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return str(device) if visible is None else visible.split(",")[device]
