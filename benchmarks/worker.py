@@ -129,7 +129,7 @@ def on_sockets(rounds: int) -> tuple[list[float], list[float]]:
     controller = Controller(Names())
     channel = controller.channel("worker")
     worker = ChildProcess("worker", controller.address)
-    channel.send(Ping()).reply(60)
+    channel.ask(Ping()).reply(60)
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,9 +143,9 @@ def on_sockets(rounds: int) -> tuple[list[float], list[float]]:
                 socket.send_multipart([b"echo", frame])
                 socket.recv_multipart()
 
-            seconds = timed({"worker": lambda: channel.send(Ping()).reply(), "echo": bare}, rounds)
+            seconds = timed({"worker": lambda: channel.ask(Ping()).reply(), "echo": bare}, rounds)
             echo.kill()
-    channel.send(Shutdown()).reply(10)
+    channel.ask(Shutdown()).reply(10)
     worker.wait(10)
     controller.close()
     context.destroy(linger=0)

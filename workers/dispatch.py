@@ -34,7 +34,7 @@ class Dispatch:
             per row (`objects`).
         columns: The name of the option of a `dp` method that maps column names to one object per row and is split with the
             rows.
-        changes_weights: Whether the method changes the weights of the role.
+        changes_weights: Whether the method changes the weights of the role; an update always does.
     """
 
     split: Split
@@ -49,7 +49,7 @@ def register(
     """Mark a worker's method as one that a group can call; see `Dispatch`."""
 
     def mark(method: Method) -> Method:
-        method.dispatch = Dispatch(split, returns, columns, changes_weights)  # type: ignore[attr-defined]
+        method.dispatch = Dispatch(split, returns, columns, changes_weights or split == "minibatches")  # type: ignore[attr-defined]
         return method
 
     return mark

@@ -45,6 +45,11 @@ def init_distributed(
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if dist.is_initialized():
+        if store is not None:
+            raise TopologyError(
+                f"this process has a process group of {dist.get_world_size()} ranks already, so it cannot become rank {rank} of "
+                f"{world_size}; destroy that group first"
+            )
         return device
     global _timeout
     _timeout = timeout

@@ -1,7 +1,13 @@
 """Values in messages: what goes out comes back, bit for bit, and nothing else comes in."""
 
 import math
+import pickle
+import sys
+from collections import namedtuple
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from enum import Enum
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,7 @@ from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker import protocol
 from drivetrain.workers.model_worker.codec import Codec
-from drivetrain.workers.model_worker.names import BUILT_IN, Names, collect, name_of
+from drivetrain.workers.model_worker.names import BUILT_IN, Names, Program, collect, name_of
 from drivetrain.workers.model_worker.values import ValueDecodeError, dump, load
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig
@@ -59,10 +65,12 @@ def test_tensors_come_back_bit_for_bit(binary: bool) -> None:
         torch.arange(6.0)[::2],
         torch.ones(2, requires_grad=True),
         torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.tensor([1 + 2j], dtype=torch.complex128).conj().imag,
     ):
         found = through(tensor, binary=binary)
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-        expected = tensor.detach().contiguous()
+        expected = tensor.detach().resolve_conj().resolve_neg().contiguous()
         assert bytes(found.reshape(-1).view(torch.uint8).numpy()) == bytes(expected.reshape(-1).view(torch.uint8).numpy())
         # Roles work in place.
         if found.numel():
@@ -71,6 +79,25 @@ def test_tensors_come_back_bit_for_bit(binary: bool) -> None:
     assert isinstance(array, np.ndarray)
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert through(np.float32(1.5)) == 1.5
+    assert through(np.str_("x")) == "x"
+    # More digits than Python turns into text.
+    assert through(10**5000, binary=binary) == 10**5000
+    for odd in (np.array(3.0), np.arange(4)[::-2], np.arange(3, dtype=">i4"), np.zeros((0, 2)), np.array([[1 + 2j]])):
+        back = through(odd, binary=binary)
+        assert (back.shape, back.tolist()) == (odd.shape, odd.tolist())
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    assert through(fixed).tolist() == [0, 1, 2]
+
+
+def test_a_part_does_not_change_with_the_tensor_that_it_was_made_from() -> None:
+    """What has been handed over for sending is not what the role goes on working with."""
+    tensor = torch.zeros(4)
+    _, (copied,) = dump(p.CallOk(result=tensor), NAMES)
+    _, (shared,) = dump(p.CallOk(result=tensor), NAMES, copy=False)
+    tensor.fill_(1.0)
+    assert not any(bytes(copied))
+    assert any(bytes(shared))
 
 
 PLAIN = st.recursive(
@@ -80,7 +107,8 @@ PLAIN = st.recursive(
     | st.floats(allow_nan=False)
     | st.text(st.characters(exclude_categories=["Cs"]))
     | st.binary()
-    | st.sampled_from([Path("a/b"), torch.bfloat16, (), frozenset({1})]),
+    | st.complex_numbers(allow_nan=False)
+    | st.sampled_from([Path("a/b"), Path("a\udcff"), "\ud800", torch.bfloat16, (), frozenset({1}), 16**1000]),
     lambda inner: (
         st.lists(inner)
         | st.tuples(inner, inner)
@@ -127,6 +155,40 @@ def test_every_name_on_the_list_exists() -> None:
         assert name_of(NAMES.resolve(name)) == name
 
 
+class Color(Enum):
+    RED = "red"
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@cache
+def cached() -> int:
+    return 3
+
+
+def test_named_values_come_back_as_what_they_are() -> None:
+    names = Names(collect([Color.RED, Pair(1, 2), cached]))
+    assert through(Color.RED, names) is Color.RED
+    found = through(Pair(torch.ones(1), "x"), names)
+    assert isinstance(found, Pair)
+    assert found.right == "x"
+    assert through(cached, names) is cached
+    with pytest.raises(ConfigError, match=r"Color is not on the list"):
+        through(Color.RED)
+
+
+def test_only_processes_of_ones_own_get_pickles() -> None:
+    own = Names(pickler=pickle)
+    assert through(timedelta(seconds=3), own) == timedelta(seconds=3)
+    assert through({"x": [Mine(3)]}, own) == {"x": [Mine(3)]}
+    plain, parts = dump(p.Call(role="r", method="m", args=[timedelta(seconds=3)]), own)
+    with pytest.raises(ValueDecodeError, match="pickled values are accepted from a process of one's own only"):
+        load(plain, parts, NAMES)
+    with pytest.raises(ConfigError, match=r"args\[0\] cannot be sent to a worker: .*pickle"):
+        through(lambda: 1, own)
+
+
 @dataclass
 class Mine:
     """A dataclass that no list names."""
@@ -137,6 +199,8 @@ class Mine:
 def test_what_cannot_be_sent_is_refused_by_its_place() -> None:
     def inner() -> None: ...
 
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
     for value, message in (
         (lambda: 1, r"^args\[0\]: a lambda cannot be sent to a worker.*define it at the top level of a module"),
         ({"a": [1, inner]}, r"^args\[0\]\['a'\]\[1\]: .*<locals>.inner of .* cannot be sent"),
@@ -148,6 +212,17 @@ def test_what_cannot_be_sent_is_refused_by_its_place() -> None:
         (torch.empty(2, device="meta"), r"^args\[0\] is a .* tensor"),
         (np.array([object()]), r"^args\[0\] is an array of object"),
         (iter([]), r"list_iterator"),
+        (
+            partial(print, 1),
+            r"^args\[0\] is a functools.partial, which cannot be sent to a worker; send a function at the top",
+        ),
+        ([].append, r"^args\[0\]: .*cannot be sent to a worker"),
+        (timedelta(1), r"^args\[0\] is a datetime.timedelta"),
+        (np.array(["a"]), r"^args\[0\] is an array of <U1, which cannot be sent to a worker; send an array of numbers"),
+        (np.array(["2020"], dtype="datetime64[ns]"), r"array of datetime64"),
+        (np.ma.masked_array([1], [True]), r"is an array of int64, which cannot"),
+        (np.longdouble(1), r"is an array of (float128|longdouble)"),
+        (cyclic, "a value contains itself, or is nested too deeply"),
     ):
         with pytest.raises(ConfigError, match=message):
             through(value)
@@ -179,8 +254,6 @@ def test_what_no_worker_of_ours_sends_is_refused(plain: Any, error: type[Excepti
 
 
 def test_a_name_outside_the_list_is_not_even_imported() -> None:
-    import sys
-
     assert "this" not in sys.modules
     with pytest.raises(ConfigError, match="this:s is not on the list"):
         NAMES.resolve("this:s")
@@ -196,9 +269,20 @@ def test_a_name_outside_the_list_is_not_even_imported() -> None:
 def test_functions_of_the_program_are_found_by_its_file(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
-        "def reward(answers):\n    return [1.0]\n\nif __name__ == '__main__':\n    raise SystemExit('ran again')\n"
+        "import sys\nARGV = list(sys.argv)\n\ndef reward(answers):\n    return [1.0]\n\nif __name__ == '__main__':\n    raise SystemExit('ran again')\n"
     )
-    names = Names(["__main__:reward"], program)
+    names = Names(["__main__:reward"], Program(file=str(program), argv=("train.py", "--lr", "1")))
     reward = names.resolve("__main__:reward")
     assert reward(["x"]) == [1.0]
-    assert name_of(reward) == "__main__:reward"
+    assert names.refer(reward) == "__main__:reward"
+    # It saw its own command line, and this process still has another one.
+    assert reward.__globals__["ARGV"] == ["train.py", "--lr", "1"]
+    assert "--lr" not in sys.argv
+    exits = tmp_path / "exits.py"
+    exits.write_text("raise SystemExit('usage')\n")
+    sys.modules.pop(Program().alias)
+    with pytest.raises(
+        ConfigError, match=r"exits.py ends \(SystemExit: usage\) when a worker imports it; put what it does under"
+    ):
+        Names(["__main__:reward"], Program(file=str(exits))).resolve("__main__:reward")
+    assert Program().alias not in sys.modules

@@ -1,1 +1,1 @@
-"""Groups of worker processes: local under torchrun, and on Ray."""
+"""Groups of worker processes: in this process or under torchrun, on this machine, and on Ray."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ...engine.errors import ConfigError, WorkerLostError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...engine.parallel.process_groups import init_distributed
-from ..model_worker.messages import Call, CallOk
+from ..model_worker.messages import Call, CallOk, CopyWeights, Initialize, InitializeOk
 from ..model_worker.role_host import RankInfo, RoleSpec
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .base import WorkerGroup
@@ -35,15 +35,17 @@ class LocalWorkerGroup(WorkerGroup):
             )
         init_distributed()
         self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=dist.get_world_size()))
-        self._host = self._worker.host
         self._infos: dict[str, list[RankInfo]] = {}
         self._closed = False
         try:
             for name, role in roles.items():
-                info = self._host.build(name, role.worker, role.config, role.generator)
+                request = Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
+                reply = self._worker.execute(request)
+                assert isinstance(reply, InitializeOk)
+                info = RankInfo(dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio)
                 self._infos[name] = all_gather_object(info)
         except BaseException:
-            self._host.close()
+            self._worker.close()
             raise
 
     def _rank_infos(self, role: str) -> Sequence[RankInfo]:
@@ -56,7 +58,7 @@ class LocalWorkerGroup(WorkerGroup):
         request = make(info.dp_rank)
         # An engine raises its own errors on all ranks. After any other error its peers are inside a collective that no message
         # can end: this process must exit, so that its launcher ends them.
-        with nullcontext() if self._host.collective(role, request.method) else collective_errors():
+        with nullcontext() if self._worker.host.collective(role, request.method) else collective_errors():
             reply = self._worker.execute(request)
         assert isinstance(reply, CallOk)
         # The result of an update, or of a call with the same arguments on all ranks, is the same everywhere or local to a
@@ -67,7 +69,7 @@ class LocalWorkerGroup(WorkerGroup):
         """Copy the weights within each process."""
         self._check_open()
         self._check_sync(source, target)
-        self._host.copy_weights(source, target)
+        self._worker.execute(CopyWeights(source=source, target=target))
 
     def close(self) -> None:
         """Free all workers."""

@@ -1,6 +1,8 @@
 """A group whose workers are processes of this machine that the controller starts and supervises itself."""
 
 import os
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +13,14 @@ from ..model_worker import comm_id
 from ..model_worker.comm_id import CommId
 from ..model_worker.controller import Channel, Controller
 from ..model_worker.messages import Shutdown
-from ..model_worker.names import Names, collect, name_of
+from ..model_worker.names import Names, collect, importing_program, name_of
 from ..model_worker.process import ChildProcess
 from ..model_worker.role_host import RoleSpec
-from .remote import RemoteWorkerGroup
+from .remote import Limits, RemoteWorkerGroup
 
 BEAT_S = 1.0
 SHUTDOWN_S = 5.0
+_LOOPBACK = "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
 class ProcessWorkerGroup(RemoteWorkerGroup):
@@ -28,8 +31,11 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
 
     Args:
         roles: The roles by name, each with the name of the pool that it runs on.
-        pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
-        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any.
+        pools: The number of processes of each pool, by name; one process in a pool `main` if not given. A role's parallel layout
+            must fit its pool.
+        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any. They are taken from the first one on:
+            for two groups on one machine, set CUDA_VISIBLE_DEVICES in their controllers.
+        start_s: The time that the processes have to start and to meet, in seconds.
         timeout_s: The time after which a process that waits for its peers fails.
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
         watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
@@ -49,49 +55,49 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         *,
         pools: Mapping[str, int] | None = None,
         gpus: int | None = None,
+        start_s: float = 600.0,
         timeout_s: float = 1800.0,
         grace_s: float = 10.0,
-        watchdog_s: float = 1800.0,
+        watchdog_s: float = 1200.0,
         silence_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
         names: Sequence[Any] = (),
         address: str | None = None,
     ) -> None:
-        super().__init__(
-            roles,
-            pools={"main": 1} if pools is None else pools,
-            timeout_s=timeout_s,
-            grace_s=grace_s,
-            watchdog_s=watchdog_s,
-            silence_s=silence_s,
-        )
-        if os.environ.get(_MARK):
+        limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=silence_s)
+        super().__init__(roles, pools=pools, limits=limits)
+        if importing_program():
             raise ConfigError(
                 "this program starts a worker group when a worker imports it; put that under: if __name__ == '__main__':"
             )
+        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+        if wrong := [name for name, value in self._environment.items() if not isinstance(value, str)]:
+            raise ConfigError(f"environment={{{wrong[0]!r}: {self._environment[wrong[0]]!r}}}; the value must be a str")
         self._allow = {name_of(target) for target in names}
         for name, role in roles.items():
             try:
                 self._allow |= collect([role.worker, role.config, role.generator])
             except ConfigError as e:
                 raise ConfigError(f"role {name!r}: {e}") from None
-        self._listed_names = Names(self._allow)
+        self._allowed_names = Names(self._allow)
         self._gpus = gpus_each(sum(self._sizes.values()), gpus)
-        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {}), _MARK: "1"}
         self._address = address
-        self._controller: Controller | None = None
         self._processes: list[ChildProcess] = []
         self._comm_ids: dict[str, CommId] = {}
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._start()
 
     @property
     def _names(self) -> Names:
-        return self._listed_names
+        return self._allowed_names
 
     def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
-        controller = self._controller = Controller(self._listed_names, self._address)
+        controller = Controller(self._allowed_names, self._address)
+        processes: list[ChildProcess] = []
+        # At the end of this program too; but not in a process that was forked from it.
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), controller, processes)
+        self._controller, self._processes = controller, processes
         channels: dict[str, list[Channel]] = {}
-        device = 0
         for pool, size in self._sizes.items():
             self._comm_ids[pool], listener = comm_id.mint()
             channels[pool] = []
@@ -101,11 +107,11 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 channels[pool].append(channel)
                 environment = dict(self._environment)
                 if self._gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(device)
-                    device += 1
+                    environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(len(processes))
                 # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
                 environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
-                self._processes.append(
+                limits = self._limits
+                processes.append(
                     ChildProcess(
                         identity,
                         controller.address,
@@ -118,7 +124,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                                 "--local-rank",
                                 "0" if self._gpus else str(rank),
                             ),
-                            *("--timeout", str(self._timeout_s), "--watchdog", str(self._watchdog_s), "--beat", str(BEAT_S)),
+                            *("--init-timeout", str(limits.start_s), "--timeout", str(limits.timeout_s)),
+                            *("--watchdog", str(limits.watchdog_s), "--beat", str(BEAT_S)),
                         ],
                         allow=self._allow,
                         environment=environment,
@@ -132,25 +139,35 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _comm_id(self, pool: str) -> str:
         return self._comm_ids[pool].hex()
 
-    def _end_processes(self) -> None:
-        if self._broken is None:
-            replies = [channel.send_plain(Shutdown(), []) for some in self._channels.values() for channel in some]
-            for process in self._processes if replies else ():
-                process.wait(SHUTDOWN_S)
-        for process in self._processes:
-            process.kill()
-        if self._controller is not None:
-            self._controller.close()
-        self._processes, self._controller = [], None
+    def _end_processes(self, *, politely: bool) -> None:
+        if self._finalizer is None or self._finalizer.peek() is None:
+            return
+        try:
+            if politely:
+                deadline = time.monotonic() + SHUTDOWN_S
+                for channels in self._channels.values():
+                    for channel in channels:
+                        channel.send(channel.encode(Shutdown(), []))
+                for process in self._processes:
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+        finally:
+            self._finalizer()
+            self._processes = []
 
 
-_MARK = "DRIVETRAIN_WORKER_OF_GROUP"
-_LOOPBACK = "lo0" if os.uname().sysname == "Darwin" else "lo"
+def _end(owner: int, controller: Controller, processes: Sequence[ChildProcess]) -> None:
+    """Kill what is left of a group's processes, and close its socket."""
+    if os.getpid() != owner:
+        return
+    for process in processes:
+        process.send_kill()
+    for process in processes:
+        process.wait(SHUTDOWN_S)
+    controller.close()
 
 
 def _lost(process: ChildProcess) -> WorkerLostError:
-    words = process.last_words()
-    return WorkerLostError(process.ending() + (f"; its last words:\n{words}" if words else ""))
+    return WorkerLostError(process.describe_end())
 
 
 def gpus_each(processes: int, gpus: int | None) -> int:

@@ -5,6 +5,7 @@ frames of its protocol. A shard of a batch is put into Ray's object store once f
 """
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,14 @@ from ..model_worker import comm_id
 from ..model_worker.codec import Codec, Part
 from ..model_worker.loop import RequestLoop
 from ..model_worker.messages import Reply, Request
-from ..model_worker.names import Names, name_of, references
+from ..model_worker.names import Names
 from ..model_worker.protocol import Registry
 from ..model_worker.role_host import RoleSpec
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load
 from ..model_worker.worker import ModelWorker, WorkerSettings
-from .remote import Channel, RemoteWorkerGroup
+from .remote import Limits, RemoteWorkerGroup
+from .replies import Channel
 
 PLACEMENT_TIMEOUT_S = 15.0
 """How long to wait for resources that other Ray jobs occupy."""
@@ -35,11 +37,11 @@ PLACEMENT_TIMEOUT_S = 15.0
 class _Actor:
     """One rank of a pool: a model worker whose requests come through Ray."""
 
-    def __init__(self, settings: WorkerSettings, objects: Mapping[str, Any]) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         # Each process sees only the GPUs that Ray assigned to it, so its own is always the first.
         settings.export()
         self._worker = ModelWorker(settings)
-        self._worker.names = Names(objects=objects)
+        self._worker.names = Names(pickler=_pickler())
         self._transport = MemoryTransport()
         threading.Thread(target=RequestLoop(self._worker, self._transport).run, daemon=True).start()
 
@@ -74,7 +76,7 @@ class _RayReply:
 
         try:
             header, *parts = self._future.result()
-        except ray.exceptions.RayActorError as e:
+        except ray.exceptions.RayError as e:
             raise WorkerLostError(_why(e)) from None
         return load(self._codec.decode_reply(header), [memoryview(part) for part in parts], self._names)
 
@@ -86,11 +88,14 @@ class _RayChannel:
         self.actor = actor
         self._group = group
 
-    def send_plain(self, request: Request, parts: Sequence[Part]) -> _RayReply:
-        """Send a request; see `Channel`."""
+    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[bytes, Any]:
+        """Return a message; see `Channel`."""
         own = msgspec.structs.replace(request, id=next(self._group.ids))
-        ref = self.actor.exchange.remote(self._group.codec.encode(own), self._group.put(parts))
-        return _RayReply(ref, self._group.codec, self._group.names)
+        return self._group.codec.encode(own), self._group.put(parts)
+
+    def send(self, message: tuple[bytes, Any]) -> _RayReply:
+        """Send a message; see `Channel`."""
+        return _RayReply(self.actor.exchange.remote(*message), self._group.codec, self._group.names)
 
     def silence_s(self) -> float:
         """Return 0: Ray itself watches over its processes."""
@@ -105,11 +110,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
         cpus: The number of CPUs per process.
         gpus: The number of GPUs per process; None uses one if the cluster has any.
+        start_s: The time that the processes have to start and to meet, in seconds.
         timeout_s: The time after which a process that waits for its peers fails.
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
         watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
         environment: Additional environment variables of the processes.
-        names: Classes and functions, beside those of the roles, that arguments and results may hold.
 
     Raises:
         ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small; the message names both
@@ -121,18 +126,18 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self,
         roles: Mapping[str, RoleSpec],
         *,
-        pools: Mapping[str, int],
+        pools: Mapping[str, int] | None = None,
         cpus: float = 1.0,
         gpus: float | None = None,
+        start_s: float = 600.0,
         timeout_s: float = 1800.0,
         grace_s: float = 10.0,
-        watchdog_s: float = 1800.0,
+        watchdog_s: float = 1200.0,
         environment: Mapping[str, str] | None = None,
-        names: Sequence[Any] = (),
     ) -> None:
-        super().__init__(
-            roles, pools=pools, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=float("inf")
-        )
+        # Ray itself notices processes that are gone.
+        limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=math.inf)
+        super().__init__(roles, pools=pools, limits=limits)
         if not cpus > 0 or (gpus is not None and gpus < 0):
             raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs and at least 0 GPUs")
         try:
@@ -149,8 +154,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._actors: list[Any] = []
         self._placements: list[Any] = []
         self._first: dict[str, Any] = {}
-        self._objects = _objects([[r.worker, r.config, r.generator] for r in roles.values()], names)
-        self.names = Names(objects=self._objects)
+        self.names = Names(pickler=_pickler())
         self.codec, self.ids = Codec(Registry(), binary=True), count(1)
         self._last_put: tuple[Sequence[Part], Any] = ((), None)
         self._check_room()
@@ -210,11 +214,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
                         rank=rank,
                         world_size=size,
                         local_rank=0,
-                        timeout_s=self._timeout_s,
-                        watchdog_s=self._watchdog_s,
-                        watchdog={"init": 0.0},
+                        init_s=self._limits.start_s,
+                        timeout_s=self._limits.timeout_s,
+                        watchdog_s=self._limits.watchdog_s,
                     ),
-                    self._objects,
                 )
                 for rank in range(size)
             ]
@@ -226,10 +229,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _comm_id(self, pool: str) -> str:
         try:
             return str(self._ray.get(self._first[pool].comm_id.remote()))
-        except self._ray.exceptions.RayActorError as e:
+        except self._ray.exceptions.RayError as e:
             raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {_why(e)}") from None
 
-    def _end_processes(self) -> None:
+    def _end_processes(self, *, politely: bool) -> None:
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
@@ -240,19 +243,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._last_put = ((), None)
 
 
-def _objects(roles: Sequence[Any], names: Sequence[Any]) -> dict[str, Any]:
-    """Return all classes and functions that the roles refer to, by name.
+def _pickler() -> Any:
+    """Return what brings lambdas and classes of the driver's program to processes that this one started through Ray."""
+    from ray import cloudpickle
 
-    Ray brings them to its processes, so that they need not be importable there: lambdas, and functions of the driver's program.
-    """
-    found: dict[str, Any] = {}
-    for target in [*references(list(roles)), *names]:
-        try:
-            name = name_of(target)
-        except ConfigError:
-            name = f"object:{id(target)}"
-        found[name] = target
-    return found
+    return cloudpickle
 
 
 def _why(error: Exception) -> str:

@@ -1,103 +1,92 @@
 """Groups whose workers are other processes: sends each request to every process of a pool, and reads all replies."""
 
-import time
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as wait_for_futures
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..dispatch import dispatch_of
 from ..model_worker import messages
 from ..model_worker.codec import Part
-from ..model_worker.errors import cause_of, describe
-from ..model_worker.messages import Call, Error, Reply, Request
+from ..model_worker.messages import Call, Request
 from ..model_worker.names import Names
 from ..model_worker.role_host import RankInfo, RoleSpec
 from ..model_worker.values import dump
+from ..model_worker.worker import MAX_SECONDS
 from .base import WorkerGroup
+from .replies import Channel, Outcome, Patience, PendingReply, read_replies
 
 PART_BYTES = 256 * 2**20
 """Size of one part of the weights on their way from one pool to another."""
-HELLO_S = 120.0
-"""For how long a process may take to start."""
-_POLL_S = 1.0
 
 
-class PendingReply(Protocol):
-    """A reply that has not arrived yet."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long the processes of a group may take, in seconds.
+
+    Args:
+        start_s: To start, and to meet.
+        timeout_s: To wait for their peers in a collective.
+        grace_s: To finish after another one failed.
+        watchdog_s: To go on without progress; 0 is without limit.
+        silence_s: To give no sign of life.
+    """
+
+    start_s: float
+    timeout_s: float
+    grace_s: float
+    watchdog_s: float
+    silence_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, zero = getattr(self, field.name), field.name == "watchdog_s"
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            most = float("inf") if field.name == "silence_s" else MAX_SECONDS
+            if not number or not (0 < value <= most or (zero and value == 0)):
+                least = "at least" if zero else "above"
+                raise ConfigError(f"{field.name}={value!r}; it must be a number of seconds {least} 0, and at most {most:g}")
 
     @property
-    def future(self) -> Future[Any]:
-        """The future that is done when the reply has arrived."""
-        ...
-
-    def reply(self) -> Reply:
-        """Return the reply, which has arrived.
-
-        Raises:
-            WorkerLostError: The process died instead.
-        """
-        ...
-
-
-class Channel(Protocol):
-    """A connection to one process."""
-
-    def send_plain(self, request: Request, parts: Sequence[Part]) -> PendingReply:
-        """Send a request whose values are plain data, with the parts that hold tensors."""
-        ...
-
-    def silence_s(self) -> float:
-        """Return for how many seconds the process has given no sign of life; 0 if that is not known."""
-        ...
+    def patience(self) -> Patience:
+        """How long to wait for replies."""
+        return Patience(grace_s=self.grace_s, silence_s=self.silence_s)
 
 
 class RemoteWorkerGroup(WorkerGroup):
-    """Roles on pools of processes that are not this one.
+    """Roles on pools of processes that are not this one. Threads may share a group; their calls run one after the other.
 
     Args:
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
-        timeout_s: The time after which a process that waits for its peers fails.
-        grace_s: The time that the other processes have to finish after one failed, before they are killed.
-        watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
-        silence_s: The time after which a process that gives no sign of life is killed.
+        limits: How long the processes may take.
 
     Raises:
-        ConfigError: A role's pool does not exist, or a setting is out of range.
+        ConfigError: A role's pool does not exist, or a pool has no processes.
     """
 
-    def __init__(
-        self,
-        roles: Mapping[str, RoleSpec],
-        *,
-        pools: Mapping[str, int],
-        timeout_s: float,
-        grace_s: float,
-        watchdog_s: float,
-        silence_s: float,
-    ) -> None:
+    def __init__(self, roles: Mapping[str, RoleSpec], *, pools: Mapping[str, int] | None, limits: Limits) -> None:
         super().__init__(roles)
+        pools = {"main": 1} if pools is None else pools
+        if not isinstance(pools, Mapping) or not pools:
+            raise ConfigError(f"pools={pools!r}; give the number of processes of each pool, for example {{'main': 2}}")
+        for name, size in pools.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"pools={{{name!r}: {size!r}}}; give the number of its processes, at least 1")
         for name, role in roles.items():
             if role.pool not in pools:
                 raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
-        for name, size in pools.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"pool {name!r} has {size} processes; it needs at least 1")
-        for setting, value in (("timeout_s", timeout_s), ("grace_s", grace_s), ("silence_s", silence_s)):
-            if not value > 0:
-                raise ConfigError(f"{setting}={value}; it must be above 0")
-        if not watchdog_s >= 0:
-            raise ConfigError(f"watchdog_s={watchdog_s}; it must be at least 0")
-        self._sizes = dict(pools)
-        self._timeout_s, self._grace_s, self._watchdog_s, self._silence_s = timeout_s, grace_s, watchdog_s, silence_s
+        self._sizes, self._limits = dict(pools), limits
         self._channels: dict[str, list[Channel]] = {}
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
+        self._started = self._busy = False
+        # All ranks must receive requests in the same order.
+        self._lock = threading.RLock()
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
 
@@ -110,8 +99,12 @@ class RemoteWorkerGroup(WorkerGroup):
         """Return the id with which the processes of a pool meet."""
 
     @abstractmethod
-    def _end_processes(self) -> None:
-        """End all processes and release their resources."""
+    def _end_processes(self, *, politely: bool) -> None:
+        """End all processes and release their resources.
+
+        Args:
+            politely: Whether they are idle, and can be asked to.
+        """
 
     @property
     @abstractmethod
@@ -121,22 +114,41 @@ class RemoteWorkerGroup(WorkerGroup):
     # ---- lifetime ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        try:
-            self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
-            for pool, size in self._sizes.items():
-                hello = messages.Hello(protocol=messages.PROTOCOL, world_size=size)
-                self._ask(pool, "starting", hello, limit_s=HELLO_S)
-            for pool in self._sizes:
-                self._ask(pool, "starting", messages.Init(comm_id=self._comm_id(pool)))
-            for name, role in self.roles.items():
-                request = messages.Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
-                replies: list[Any] = self._ask(role.pool, f"building {name}", request)
+        requests = {
+            name: messages.Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
+            for name, role in self.roles.items()
+        }
+        for name, request in requests.items():
+            try:
+                dump(request, self._names)
+            except ConfigError as e:
+                raise ConfigError(f"role {name!r}: {e}") from None
+        with self._lock:
+            try:
+                self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
+                hello: dict[str, Request] = {
+                    pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size) for pool, size in self._sizes.items()
+                }
+                self._ask_pools("starting", hello, limit_s=self._limits.start_s)
+                self._ask_pools("starting", {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in self._sizes})
+                self._initialize(requests)
+            except BaseException:
+                self.close()
+                raise
+            self._started = True
+
+    def _initialize(self, requests: Mapping[str, Request]) -> None:
+        """Build the roles: one after the other in each pool, and at the same time in different pools."""
+        by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in self._sizes]
+        for names in zip_longest(*by_pool):
+            present = [name for name in names if name is not None]
+            asked = {self.roles[name].pool: requests[name] for name in present}
+            found = self._ask_pools(f"building {', '.join(present)}", asked)
+            for name in present:
                 self._infos[name] = [
-                    RankInfo(dp_rank=r.dp_rank, dp_size=r.dp_size, answers=r.answers, ratio=r.ratio) for r in replies
+                    RankInfo(dp_rank=r.dp_rank, dp_size=r.dp_size, answers=r.answers, ratio=r.ratio)
+                    for r in found[self.roles[name].pool]
                 ]
-        except BaseException:
-            self.close()
-            raise
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
         """Restart all processes, including any that were lost, and resume from checkpoints.
@@ -145,18 +157,26 @@ class RemoteWorkerGroup(WorkerGroup):
             checkpoints: The folder returned by `save_checkpoint`, by role; other roles start from their model's weights.
         """
         for role in checkpoints or {}:
-            dispatch_of(self._role(role).worker, "load_checkpoint")
-        self.close()
-        self._broken = None
-        self._start()
-        for role, folder in (checkpoints or {}).items():
-            self.call(role, "load_checkpoint", folder)
+            self._role(role).dispatch("load_checkpoint")
+        with self._lock:
+            self.close()
+            self._broken = None
+            self._start()
+            try:
+                for role, folder in (checkpoints or {}).items():
+                    self.call(role, "load_checkpoint", folder)
+            except BaseException as e:
+                # Otherwise it would go on from the weights that it began with.
+                self._end(f"rebuild could not load {role} from {folder}: {type(e).__name__}")
+                raise
 
     def close(self) -> None:
         """End all processes and release their resources."""
-        self._end_processes()
-        self._channels, self._infos = {}, {}
-        self._broken = self._broken or "it was closed"
+        try:
+            self._end_processes(politely=self._broken is None and not self._busy)
+        finally:
+            self._channels, self._infos, self._busy = {}, {}, False
+            self._broken = self._broken or "it was closed"
 
     def _end(self, reason: str) -> None:
         # Noted first: whatever happens next, these connections are not used again.
@@ -174,137 +194,105 @@ class RemoteWorkerGroup(WorkerGroup):
         return self._infos[role]
 
     def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
-        self._check_whole()
-        pool = self.roles[role].pool
-        # Ranks of one shard receive the same bytes.
-        shards: dict[int, tuple[Call, list[Part]]] = {}
-        pending: list[PendingReply] = []
-        method = ""
-        for rank, info in enumerate(infos):
-            if info.dp_rank not in shards:
-                shards[info.dp_rank] = dump(make(info.dp_rank), self._names)
-            request, parts = shards[info.dp_rank]
-            method = request.method
-            own = msgspec.structs.replace(request, wants_result=info.answers if gather else rank == 0)
-            pending.append(self._channels[pool][rank].send_plain(own, parts))
-        return [reply.result for reply in self._wait(pool, f"{role}.{method}", pending)]
+        with self._lock:
+            self._check_whole()
+            # Ranks of one shard receive the same bytes.
+            shards: dict[int, tuple[Call, list[Part]]] = {}
+            requests: list[tuple[Request, Sequence[Part]]] = []
+            for rank, info in enumerate(infos):
+                if info.dp_rank not in shards:
+                    # Nothing changes before the replies are here, so no tensor needs a copy.
+                    shards[info.dp_rank] = dump(make(info.dp_rank), self._names, copy=False)
+                request, parts = shards[info.dp_rank]
+                wanted = info.answers if gather else rank == 0
+                requests.append((msgspec.structs.replace(request, wants_result=wanted), parts))
+            what = f"{role}.{next(iter(shards.values()))[0].method}"
+            return [reply.result for reply in self._exchange(what, {self.roles[role].pool: requests})[self.roles[role].pool]]
 
-    def _ask(self, pool: str, what: str, request: Request, *, limit_s: float | None = None) -> list[Any]:
+    def _ask(self, pool: str, what: str, request: Request) -> list[Any]:
         """Send the same request to all processes of a pool; return the replies in rank order."""
-        plain, parts = dump(request, self._names)
-        return self._wait(pool, what, [channel.send_plain(plain, parts) for channel in self._channels[pool]], limit_s)
+        return self._ask_pools(what, {pool: request})[pool]
+
+    def _ask_pools(self, what: str, requests: Mapping[str, Request], limit_s: float | None = None) -> dict[str, list[Any]]:
+        """Send one request to all processes of each pool; return the replies of each pool in rank order."""
+        plain = {pool: dump(request, self._names, copy=False) for pool, request in requests.items()}
+        return self._exchange(what, {pool: [plain[pool]] * self._sizes[pool] for pool in plain}, limit_s)
+
+    def _exchange(
+        self, what: str, requests: Mapping[str, Sequence[tuple[Request, Sequence[Part]]]], limit_s: float | None = None
+    ) -> dict[str, list[Any]]:
+        """Send each process its request, and read all replies.
+
+        Raises:
+            WorkerError: A process failed. The group remains usable if all processes replied.
+            WorkerLostError: A process died, or hung after another one failed.
+        """
+        with self._lock:
+            pending = self._send(requests)
+            patience = replace(self._limits.patience, limit_s=limit_s)
+            outcomes = [read_replies(pool, what, pending[pool], self._channels[pool], patience) for pool in pending]
+            self._busy = False
+            failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
+            if failed:
+                self._fail(failed)
+            return {outcome.pool: [outcome.replies[rank] for rank in sorted(outcome.replies)] for outcome in outcomes}
+
+    def _send(self, requests: Mapping[str, Sequence[tuple[Request, Sequence[Part]]]]) -> dict[str, list[PendingReply]]:
+        # Encoded first: if a value could not be sent, some ranks would otherwise be in a collective without the others.
+        encoded = {
+            pool: [channel.encode(*request) for channel, request in zip(self._channels[pool], some, strict=True)]
+            for pool, some in requests.items()
+        }
+        self._busy = True
+        try:
+            return {
+                pool: [channel.send(message) for channel, message in zip(self._channels[pool], some, strict=True)]
+                for pool, some in encoded.items()
+            }
+        except BaseException:
+            self._end("a request reached only some of its processes")
+            raise
+
+    def _fail(self, outcomes: Sequence[Outcome]) -> None:
+        # Where processes died, the errors of others follow from that.
+        worst = next((outcome for outcome in outcomes if not outcome.whole), outcomes[0])
+        if not worst.whole:
+            self._end(worst.reason())
+        worst.fail("rebuild() restarts the group" if self._started else "")
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self, source: str, target: str) -> None:
         """Copy the weights within each process if both roles share a pool; otherwise send them from pool to pool in parts."""
-        self._check_whole()
-        what = f"weights of {source} to {target}"
-        self._check_sync(source, target)
-        source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
-        if source_pool == target_pool:
-            self._ask(source_pool, what, messages.CopyWeights(source=source, target=target))
-            return
-        try:
-            self._stream(source, target, what)
-        except WorkerError as e:
-            # Streams are partly read and weights partly loaded, so the group cannot be used any further.
-            self._end(self._broken or str(e).splitlines()[0])
-            raise
+        with self._lock:
+            self._check_whole()
+            what = f"weights of {source} to {target}"
+            self._check_sync(source, target)
+            source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
+            if source_pool == target_pool:
+                self._ask(source_pool, what, messages.CopyWeights(source=source, target=target))
+                return
+            try:
+                self._stream(source, target, what)
+            except BaseException as e:
+                # Streams are partly read and weights partly loaded, so the group cannot be used any further.
+                told = str(e).splitlines()[0] if isinstance(e, WorkerError) else f"{what} ended early: {type(e).__name__}"
+                self._end(self._broken or told)
+                raise
 
     def _stream(self, source: str, target: str, what: str) -> None:
         source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
         self._ask(target_pool, what, messages.BeginWeights(role=target))
-        loading: list[PendingReply] = []
-        more = True
-        while more:
-            part = self._ask(source_pool, what, messages.NextWeights(role=source, max_bytes=PART_BYTES))[0]
-            more = part.more
+        part = self._ask(source_pool, what, messages.NextWeights(role=source, max_bytes=PART_BYTES))[0]
+        while part.more:
             # The next part is read while this one is loaded.
-            self._wait(target_pool, what, loading)
-            plain, parts = dump(messages.ReceiveWeights(role=target, tensors=part.tensors), self._names)
-            loading = [channel.send_plain(plain, parts) for channel in self._channels[target_pool]]
-        self._wait(target_pool, what, loading)
+            found = self._ask_pools(
+                what,
+                {
+                    source_pool: messages.NextWeights(role=source, max_bytes=PART_BYTES),
+                    target_pool: messages.ReceiveWeights(role=target, tensors=part.tensors),
+                },
+            )
+            part = found[source_pool][0]
+        self._ask(target_pool, what, messages.ReceiveWeights(role=target, tensors=part.tensors))
         self._ask(target_pool, what, messages.FinishWeights(role=target))
-
-    # ---- replies -----------------------------------------------------------------------------------------------------
-
-    def _wait(self, pool: str, what: str, pending: Sequence[PendingReply], limit_s: float | None = None) -> list[Any]:
-        """Wait for the replies of all processes and return them in rank order.
-
-        All replies are read before an error is raised, so that none is left for the next request.
-
-        Raises:
-            WorkerError: A process failed; the cause is its error. The group remains usable if all processes replied.
-            WorkerLostError: A process died, or hung after another one failed.
-        """
-        ranks = {reply.future: rank for rank, reply in enumerate(pending)}
-        waiting = set(ranks)
-        replies: dict[int, Reply] = {}
-        lost: dict[int, str] = {}
-        deadline = float("inf") if limit_s is None else time.monotonic() + limit_s
-        silent: list[int] = []
-        while waiting and time.monotonic() < deadline:
-            ready, waiting = wait_for_futures(
-                waiting, timeout=min(_POLL_S, max(0.05, deadline - time.monotonic())), return_when=FIRST_COMPLETED
-            )
-            for future in ready:
-                rank = ranks[future]
-                try:
-                    replies[rank] = pending[rank].reply()
-                except WorkerLostError as e:
-                    lost[rank] = str(e)
-            failed = any(isinstance(reply, Error) and not reply.echo for reply in replies.values())
-            silent = [ranks[f] for f in waiting if self._channels[pool][ranks[f]].silence_s() > self._silence_s]
-            if (failed or lost or silent) and deadline > time.monotonic() + self._grace_s:
-                # The others may be waiting for it in a collective.
-                deadline = time.monotonic() + self._grace_s
-        errors = {rank: reply for rank, reply in sorted(replies.items()) if isinstance(reply, Error)}
-        if not (errors or lost or waiting):
-            return [replies[rank] for rank in range(len(pending))]
-        self._raise(pool, what, errors, lost, sorted(ranks[future] for future in waiting), silent, limit_s)
-
-    def _raise(
-        self,
-        pool: str,
-        what: str,
-        errors: Mapping[int, Error],
-        lost: Mapping[int, str],
-        waiting: Sequence[int],
-        silent: Sequence[int],
-        limit_s: float | None,
-    ) -> NoReturn:
-        """Raise the error that the replies amount to; end the group if a process died or does not answer."""
-        watched = {rank: error for rank, error in errors.items() if error.kind == "watchdog"}
-        own = {rank: error for rank, error in errors.items() if not error.echo and rank not in watched}
-        messages = [f"rank {rank} of pool {pool!r} died during {what}: {text}" for rank, text in sorted(lost.items())]
-        cause: Exception | None = None
-        if lost:
-            # Its peers failed only because their connections to it broke.
-            messages += [f"rank {rank} then failed too: {error.message.splitlines()[0]}" for rank, error in own.items()]
-        else:
-            shown = own or ({} if watched else errors)
-            for text in dict.fromkeys(error.message for error in shown.values()):
-                same = [rank for rank, error in shown.items() if error.message == text]
-                cause = cause or cause_of(shown[same[0]])
-                messages.append(describe(shown[same[0]], f"rank {_listed(same)} of pool {pool!r} in {what}"))
-            messages += [f"{error.message} [pool {pool!r} in {what}]" for error in watched.values()]
-        silent = [rank for rank in waiting if rank in silent]
-        hung = [rank for rank in waiting if rank not in silent]
-        if silent:
-            messages.append(
-                f"rank {_listed(silent)} of pool {pool!r} gave no sign of life for {self._silence_s:g} s during {what}, and was killed"
-            )
-        if hung and not messages:
-            messages.append(
-                f"rank {_listed(hung)} of pool {pool!r} did not answer within {limit_s:g} s while {what}, and was killed"
-            )
-        elif hung:
-            messages.append(f"rank {_listed(hung)} waited for it and was killed after {self._grace_s:g} s")
-        if not (lost or waiting or watched):
-            raise WorkerError("\n".join(messages)) from cause
-        self._end(messages[0].splitlines()[0])
-        kind = WorkerError if own and not lost and not silent else WorkerLostError
-        raise kind("\n".join(messages) + "\nrebuild() restarts the group") from cause
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)

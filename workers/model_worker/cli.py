@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...engine.errors import ConfigError
 from ...engine.parallel.process import exit_process
 from . import comm_id
 from .loop import RequestLoop
+from .names import parse_program
+from .protocol import Registry
 from .transports.base import Transport
 from .transports.stdio import MAX_LINE_BYTES, StdioTransport
 from .worker import ModelWorker, WorkerSettings
@@ -33,13 +34,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         if args.listen_fd is not None:
             worker.listener = socket.socket(fileno=args.listen_fd)
         transport = _transport(args)
-    except (ConfigError, OSError) as e:
+    except (ConfigError, OSError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     settings.export()
     parent = os.getppid() if args.parent is None else args.parent
     # Ctrl-C in a terminal reaches all processes. A controller ends its workers itself, in order.
     signal.signal(signal.SIGINT, signal.SIG_DFL if args.transport == "stdio" else signal.SIG_IGN)
+    # Not by the interpreter's own way out, on which a thread of a role would be waited for.
     exit_process(RequestLoop(worker, transport, parent).run())
 
 
@@ -78,12 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     environment = os.environ
-    add("--rank", type=int, default=int(environment.get("RANK", "0")), help="its rank")
-    add("--world-size", type=int, default=int(environment.get("WORLD_SIZE", "1")), help="the number of ranks")
-    add("--local-rank", type=int, default=None, help="the index of its device; its rank if not given")
+    # Strings, so that argparse itself refuses what is not a number.
+    add("--rank", type=int, default=environment.get("RANK", "0"), help="its rank")
+    add("--world-size", type=int, default=environment.get("WORLD_SIZE", "1"), help="the number of ranks")
+    add("--local-rank", type=int, default=environment.get("LOCAL_RANK"), help="the index of its device; its rank if not given")
     add("--transport", default="stdio", help="stdio (lines of JSON), zmq:///path or zmq://host:port")
     add("--allow", action="append", default=[], metavar="MODULE:NAME", help="a class or function that requests may refer to")
-    add("--main", type=Path, default=None, metavar="FILE", help="the program that names of __main__ refer to")
+    add(
+        "--program",
+        default=None,
+        metavar="JSON",
+        help="the program that names of __main__ refer to: its module, file, arguments",
+    )
     add("--init-timeout", type=float, default=120.0, metavar="S", help="how long init waits for the other ranks")
     add("--timeout", type=float, default=1800.0, metavar="S", help="timeout of collectives")
     add(
@@ -91,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[OP=]S",
-        help="how long an operation may make no progress; 0 is without limit (default: 1800, init: without)",
+        help="how long an operation may make no progress; 0 is without limit (default: 1200)",
     )
     add("--beat", type=float, default=0.0, metavar="S", help="interval of beat messages; 0 sends none")
     add("--queue-size", type=int, default=1024, metavar="N", help="how many requests may wait")
@@ -112,12 +120,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(args: argparse.Namespace) -> WorkerSettings:
     launched = os.environ.get("WORLD_SIZE")
-    if launched is not None and int(launched) != args.world_size:
+    if launched is not None and launched != str(args.world_size):
         raise ConfigError(
             f"--world-size {args.world_size}, but the launcher started {launched} processes (WORLD_SIZE); use the same number"
         )
-    watchdog = {"init": 0.0}
-    default = 1800.0
+    watchdog: dict[str, float] = {}
+    default = WorkerSettings.watchdog_s
+    known = Registry().ops
     for word in args.watchdog:
         op, given, seconds = word.rpartition("=")
         try:
@@ -126,6 +135,8 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
             raise ConfigError(
                 f"--watchdog {word}; give seconds, or an operation and seconds as in generate_step=120"
             ) from None
+        if given and op not in known:
+            raise ConfigError(f"--watchdog {word}: there is no operation {op!r}; there are {', '.join(known)}")
         if given:
             watchdog[op] = value
         else:
@@ -141,15 +152,19 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         beat_s=args.beat,
         queue_size=args.queue_size,
         names=tuple(args.allow),
-        main=args.main,
+        program=None if args.program is None else parse_program(args.program),
     )
 
 
 def _transport(args: argparse.Namespace) -> Transport:
     if args.transport == "stdio":
+        if args.max_line_mib < 1:
+            raise ConfigError(f"--max-line-mib {args.max_line_mib}; it must be at least 1")
         return StdioTransport.take(args.max_line_mib * 2**20)
     from .transports.zeromq import CurveKeys, ZmqTransport
 
     identity = args.identity or f"rank-{args.rank}"
+    if len(identity.encode()) > 255:
+        raise ConfigError(f"--identity has {len(identity.encode())} bytes; it may have 255")
     keys = None if args.keys_fd is None else CurveKeys.read(args.keys_fd)
-    return ZmqTransport(args.transport, identity.encode(), keys)
+    return ZmqTransport(args.transport, identity.encode(), keys, patience_s=args.init_timeout)

@@ -6,6 +6,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from ...engine.errors import ConfigError
+
 BYTES = 128
 DIGITS = 2 * BYTES
 _MAGIC = b"DTCI\x01"
@@ -13,7 +15,7 @@ _HEAD = struct.Struct("!5sI16sHB")
 _MAX_HOST = BYTES - _HEAD.size
 
 
-class CommIdError(ValueError):
+class CommIdError(ConfigError):
     """A communicator id cannot be used."""
 
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ from .values import dump, load
 logger = logging.getLogger(__name__)
 
 _MAX_PATH = 90
+_GAP_S = 2.5
+"""After how many seconds between two checks of a worker's silence the count begins anew."""
 
 
 class ReplyFuture(Future[Any]):
@@ -63,7 +66,7 @@ class Channel:
 
     def __init__(self, controller: "Controller", identity: str) -> None:
         self.identity = identity
-        self.heard_at = time.monotonic()
+        self.heard_at = self._checked_at = time.monotonic()
         self.beat: Beat | None = None
         self._controller = controller
         self._lock = threading.Lock()
@@ -72,36 +75,51 @@ class Channel:
         self._connected = False
         self._lost: WorkerLostError | None = None
 
-    def send(self, request: Request) -> ReplyFuture:
+    def ask(self, request: Request) -> ReplyFuture:
         """Send a request, whose values may hold tensors.
 
         Raises:
             ConfigError: A value cannot be sent.
         """
-        return self.send_plain(*dump(request, self._controller.names))
+        return self.send(self.encode(*dump(request, self._controller.names)))
 
-    def send_plain(self, request: Request, parts: Sequence[Part]) -> ReplyFuture:
-        """Send a request whose values are plain data already, with their parts."""
+    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[int, Frame]:
+        """Return a message with an id; see `Channel` of `groups.replies`."""
+        number = next(self._controller.ids)
+        header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))
+        return number, [self.identity.encode(), header, *parts]
+
+    def send(self, message: tuple[int, Frame]) -> ReplyFuture:
+        """Send a message of `encode`."""
         future = ReplyFuture()
         future.names = self._controller.names
-        plain = msgspec.structs.replace(request, id=next(self._controller.ids))
-        frame = [self.identity.encode(), self._controller.codec.encode(plain), *parts]
+        number, frame = message
         with self._lock:
             if self._lost is not None:
                 future.set_exception(WorkerLostError(str(self._lost)))
                 return future
-            assert isinstance(plain.id, int)
-            self._pending[plain.id] = future
+            self._pending[number] = future
             # A router drops what is sent to a worker that has not connected yet.
-            if not self._connected:
+            if self._connected:
+                self._controller.send(frame)
+            else:
                 self._early.append(frame)
-                return future
-        self._controller.send(frame)
         return future
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that have not been answered."""
+        with self._lock:
+            return len(self._pending)
 
     def silence_s(self) -> float:
         """Return for how many seconds the worker has given no sign of life; 0 while it starts."""
-        return time.monotonic() - self.heard_at if self._connected else 0.0
+        now = time.monotonic()
+        if now - self._checked_at > _GAP_S:
+            # This process was stopped for a while, and with it the thread that hears the beats.
+            self.heard_at = now
+        self._checked_at = now
+        return now - self.heard_at if self._connected else 0.0
 
     def fail(self, error: WorkerLostError) -> None:
         """Fail all requests, present and future: the worker has died."""
@@ -116,15 +134,15 @@ class Channel:
         """Take a message of the worker. Called by the controller's thread."""
         self.heard_at = time.monotonic()
         with self._lock:
-            early, self._early, self._connected = self._early, [], True
+            for frame in self._early:
+                self._controller.send(frame)
+            self._early, self._connected = [], True
             future = self._pending.pop(reply.id, None) if isinstance(reply.id, int) else None
-        for frame in early:
-            self._controller.send(frame)
         if isinstance(reply, Beat):
             self.beat = reply
         elif future is not None:
             future.set_result((reply, parts))
-        else:
+        elif self._lost is None:
             logger.warning("%s sent a reply that nobody waits for: %s", self.identity, reply)
 
 
@@ -153,6 +171,8 @@ class Controller:
         self._server: tuple[bytes, bytes] | None = None
         if address is None:
             self._folder = _private_folder()
+            # Also at the end of a program that does not close it.
+            self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             address = f"{SCHEME}{self._folder}/controller.sock"
         endpoint, local = endpoint_of(address)
         self._wakeup = Wakeup()
@@ -225,7 +245,7 @@ class Controller:
         self._context.term()
         self._wakeup.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._cleanup()
 
     def _serve(self) -> None:
         poller = zmq.Poller()

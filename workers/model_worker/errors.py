@@ -8,28 +8,42 @@ from ...engine import errors
 from ...engine.errors import WorkerError
 from .messages import Error
 
+LAST_WORDS = "; its last words:"
+"""Stands between how a process ended and the last lines that it printed."""
+
 
 class RemoteWorkerError(Exception):
     """An error of a class that only the worker knows; the message names it."""
 
 
 def cause_of(error: Error) -> Exception:
-    """Return an exception like the one that a worker raised: of its class, if that is Drivetrain's, torch's or built in."""
-    module, _, name = error.error_type.partition(":")
-    found: object = None
-    if module == errors.__name__:
-        found = getattr(errors, name, None)
-    elif module == "builtins":
-        found = getattr(builtins, name, None)
-    elif name == "OutOfMemoryError":
-        found = getattr(import_module("torch"), name)
+    """Return an exception like the one that a worker raised: of its class, if that is Drivetrain's, torch's or built in.
+
+    Otherwise of the nearest class that it is derived from.
+    """
+    name = error.error_type.rpartition(":")[2]
     message = error.message.removeprefix(f"{name}: ")
-    if isinstance(found, type) and issubclass(found, Exception):
+    for known in [error.error_type, *error.bases]:
+        found = _known_class(known)
+        if found is None:
+            continue
         try:
             return found(message)
         except TypeError:  # a class that needs more than a message, such as UnicodeDecodeError
-            return RemoteWorkerError(error.message)
+            continue
     return RemoteWorkerError(error.message)
+
+
+def _known_class(name: str) -> type[Exception] | None:
+    module, _, attribute = name.partition(":")
+    found: object = None
+    if module == errors.__name__:
+        found = getattr(errors, attribute, None)
+    elif module == "builtins":
+        found = getattr(builtins, attribute, None)
+    elif module.partition(".")[0] == "torch" and attribute == "OutOfMemoryError":
+        found = getattr(import_module("torch"), attribute)
+    return found if isinstance(found, type) and issubclass(found, Exception) and found is not Exception else None
 
 
 def describe(error: Error, where: str) -> str:

@@ -1,5 +1,6 @@
 """The functions that serve the operations of a model worker."""
 
+import logging
 import os
 from datetime import timedelta
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from . import comm_id as comm_ids
 from . import messages as m
 from .worker import ModelWorker, OpError
+
+logger = logging.getLogger(__name__)
 
 
 def hello(worker: ModelWorker, request: m.Hello) -> m.Welcome:
@@ -39,8 +42,11 @@ def cancel(worker: ModelWorker, request: m.Cancel) -> m.CancelOk:
 
 
 def shutdown(worker: ModelWorker, request: m.Shutdown) -> m.Bye:
-    """Free all roles; the request loop then ends."""
-    worker.close()
+    """Free all roles; the request loop then ends, whatever they say to it."""
+    try:
+        worker.close()
+    except Exception:
+        logger.exception("a role could not be closed")
     return m.Bye()
 
 
@@ -69,7 +75,8 @@ def init(worker: ModelWorker, request: m.Init) -> m.InitOk:
             "worker for each, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
         )
     if not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else 1)
     listener, worker.listener = worker.listener, None
     join(
         comm_id,

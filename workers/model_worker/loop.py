@@ -19,7 +19,7 @@ from ...engine import progress
 from ...engine.parallel.process import exit_process
 from . import metrics
 from .codec import Codec, FrameError, text
-from .messages import Beat, Bye, Error, Reply, Request
+from .messages import Beat, Bye, Error, Reply, Request, WeightsPart
 from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from .watchdog import Watchdog
 from .worker import ModelWorker
@@ -60,6 +60,7 @@ class RequestLoop:
         self._held: deque[_Waiting] = deque()
         self._outstanding = 0
         self._ended = self._done = False
+        self._refusal = ""
         self._next_beat = time.monotonic()
         self._watchdog = Watchdog(worker)
         worker.cancel_waiting = self._cancel
@@ -72,7 +73,14 @@ class RequestLoop:
         self._watchdog.executor = threading.get_ident()
         io_thread = threading.Thread(target=self._serve_io, name="model-worker-io", daemon=True)
         io_thread.start()
-        self._execute_all()
+        try:
+            self._execute_all()
+        except BaseException as e:
+            # Without an executor, the I/O thread would go on answering pings.
+            with suppress(OSError):
+                traceback.print_exc()
+            self._refuse_rest(f"the worker failed: {type(e).__name__}: {e}")
+            exit_process(1)
         self._done = True
         self._transport.wake()
         io_thread.join()
@@ -86,8 +94,7 @@ class RequestLoop:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._ended)
                 if not self._queue:
-                    self._worker.close()
-                    return
+                    break
                 waiting = self._queue.popleft()
             # There is room again.
             if self._held:
@@ -96,13 +103,20 @@ class RequestLoop:
             if reply is None:
                 # The watchdog has answered, and ends the process.
                 threading.Event().wait()
-            else:
-                self._send(reply)
+                continue
+            if isinstance(reply, Bye):
+                # The last reply.
+                self._refuse_rest("the worker has been shut down")
+                self._done = True
+            self._send(reply)
             with self._changed:
                 self._outstanding -= 1
-            if isinstance(reply, Bye):
-                self._refuse_rest("the worker has been shut down")
+            if self._done:
                 return
+        try:
+            self._worker.close()
+        except Exception:
+            logger.exception("a role could not be closed")
 
     def _execute(self, waiting: _Waiting) -> Reply | None:
         request = waiting.request
@@ -119,6 +133,7 @@ class RequestLoop:
 
     def _refuse_rest(self, reason: str) -> None:
         with self._changed:
+            self._refusal = reason
             rest = [*self._queue, *self._held]
             self._queue.clear()
             self._held.clear()
@@ -133,18 +148,24 @@ class RequestLoop:
         try:
             self._transport.send(self._encode(reply))
         except LeaderLostError as e:
-            self._lose_leader(e)
+            # A leader that has read the last reply may be gone.
+            if not self._done:
+                self._lose_leader(e)
 
     def _encode(self, reply: Reply) -> Frame:
-        parts: Any = []
-        if reply.values:
-            from .values import dump
+        try:
+            parts: Any = []
+            plain = reply
+            if reply.values:
+                from .values import dump
 
-            try:
-                reply, parts = dump(reply, self._worker.names, inline=not self._codec.binary)
-            except Exception as e:  # a result of any type
-                reply = Error(id=reply.id, kind="forward_failed", message=text(f"the result cannot be sent: {e}"))
-        return [self._codec.encode(reply), *parts]
+                # A part of the weights has been copied already.
+                copy = not isinstance(reply, WeightsPart)
+                plain, parts = dump(reply, self._worker.names, inline=not self._codec.binary, copy=copy)
+            return [self._codec.encode(plain), *parts]
+        except Exception as e:  # a result of any type
+            message = text(f"the result cannot be sent: {e}")
+            return [self._codec.encode(Error(id=reply.id, kind="forward_failed", message=message))]
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------------
 
@@ -206,6 +227,10 @@ class RequestLoop:
 
     def _enqueue(self, waiting: _Waiting) -> None:
         with self._changed:
+            if self._refusal:
+                request_id = None if waiting.request is None else waiting.request.id
+                self._send(waiting.reply or Error(id=request_id, kind="cancelled", message=self._refusal))
+                return
             self._outstanding += 1
             # Without an id, a refusal could not be told from the reply to an earlier request, so the leader is held back.
             if self._held or len(self._queue) >= self._worker.settings.queue_size:
@@ -235,7 +260,6 @@ class RequestLoop:
             self._lose_leader(LeaderLostError("the parent process has ended"))
         error = self._watchdog.check()
         if error is not None:
-            logger.error(error.message)
             self._send(error)
             self._refuse_rest(error.message)
             self._watchdog.end_process(self._transport)

@@ -70,6 +70,7 @@ class Error(Reply, kw_only=True):
         kind: The category, for programs.
         message: The reason, for people.
         error_type: The class of the error as `module:name`.
+        bases: The classes that it is derived from, the nearest first.
         traceback: The traceback; empty for errors that a user can fix.
         echo: Whether another rank failed, and this one only reports it.
     """
@@ -77,6 +78,7 @@ class Error(Reply, kw_only=True):
     kind: str
     message: str
     error_type: str = ""
+    bases: list[str] = []
     traceback: str = ""
     echo: bool = False
 

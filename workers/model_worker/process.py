@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from .names import main_file
+from ...engine.errors import ConfigError
+from .errors import LAST_WORDS
+from .names import importing_program, program_arguments
 from .transports.zeromq import CurveKeys
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 TERMINATE_S = 5.0
 """For how long a worker may take to end after SIGTERM, before SIGKILL."""
 LAST_LINES = 20
+_MAX_LINE = 2**16
 _MODULE = __name__.rpartition(".")[0]
 _RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 
@@ -53,14 +56,17 @@ class ChildProcess:
         listener: socket.socket | None = None,
         on_exit: Callable[["ChildProcess"], None] = lambda process: None,
     ) -> None:
+        if importing_program():
+            raise ConfigError(
+                "this program starts a worker when a worker imports it; put that under: if __name__ == '__main__':"
+            )
         self.name = name
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._on_exit = on_exit
-        words = [sys.executable, "-m", _MODULE, "--transport", address, "--identity", name, "--parent", str(os.getpid())]
+        words = [sys.executable, "-m", _MODULE, "--transport", address, f"--identity={name}", "--parent", str(os.getpid())]
         words += ["--log-level", _level(), *arguments]
         words += [part for allowed in sorted(allow) for part in ("--allow", allowed)]
-        if (main := main_file()) is not None:
-            words += ["--main", str(main)]
+        words += program_arguments()
         inherited = []
         if keys is not None:
             inherited.append(keys.pass_on())
@@ -77,6 +83,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                bufsize=0,
                 pass_fds=inherited,
                 env={**ours, "PYTHONPATH": search, **(environment or {})},
                 # Ctrl-C is for the controller, which ends its workers itself; and all that a worker starts can be ended with it.
@@ -104,10 +111,18 @@ class ChildProcess:
         code = self.exit_code
         if code is None:
             return "is still running"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"exited with code {code}"
+        if code < 0:
+            known = -code in set(signal.Signals)
+            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
         if code == -signal.SIGKILL:
             how += ", either from outside or because memory ran out"
         return how
+
+    def describe_end(self) -> str:
+        """Return how the process ended, with its last words."""
+        words = self.last_words()
+        return self.ending() + (f"{LAST_WORDS}\n{words}" if words else "")
 
     def last_words(self) -> str:
         """Return the last lines that the process printed."""
@@ -122,10 +137,14 @@ class ChildProcess:
         if not self.wait(patience_s):
             self.kill()
 
-    def kill(self) -> None:
-        """Kill the process and everything that it started."""
+    def send_kill(self) -> None:
+        """Kill the process and everything that it started, without waiting for its end."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started."""
+        self.send_kill()
         self.wait(TERMINATE_S)
 
     def wait(self, timeout_s: float) -> bool:
@@ -138,20 +157,38 @@ class ChildProcess:
 
     def _wait(self) -> None:
         self._process.wait()
+        # What it started and left behind is ended too.
+        self.send_kill()
         self._on_exit(self)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
+        rest = b""
         with self._process.stdout as output:
-            for raw in output:
-                line = raw.decode(errors="replace").rstrip("\n")
-                self._lines.append(line)
-                record = _RECORD.fullmatch(line)
-                if record is None:
-                    print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
-                else:
-                    level, source, message = record.groups()
-                    logger.log(getattr(logging, level), "[%s] %s: %s", self.name, source, message)
+            while chunk := os.read(output.fileno(), 65536):
+                # A progress bar returns to the beginning of its line, and never ends it.
+                *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+                for line in lines:
+                    self._take(line.decode(errors="replace"))
+                if len(rest) > _MAX_LINE:
+                    self._take(rest.decode(errors="replace"))
+                    rest = b""
+        self._take(rest.decode(errors="replace"))
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        self._lines.append(line)
+        record = _RECORD.fullmatch(line)
+        if record is not None:
+            level, source, message = record.groups()
+            logger.log(getattr(logging, level), "[%s] %s: %s", self.name, source, message)
+            return
+        # Whoever read this process's standard error may be gone; the worker must be able to go on printing.
+        with suppress(OSError, ValueError):
+            # In one piece, or the lines of several workers run into each other.
+            sys.stderr.write(f"[{self.name}] {line}\n")
+            sys.stderr.flush()
 
 
 def _level() -> str:

@@ -1,6 +1,7 @@
 """The meeting of all ranks at the address in a communicator id. Also for a leader in Python that is itself rank 0."""
 
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -43,11 +44,13 @@ def join(
         TopologyError: A rank did not come, came twice, has another number of ranks or is of another run.
         CommIdError: Rank 0 cannot listen at the address.
     """
+    # The address of an earlier attempt may be this one's.
+    _failed.clear()
     deadline = time.monotonic() + wait_s
     where = f"{comm_id.host}:{comm_id.port}"
     if rank == 0:
         listener = listener or comm_ids.listen(comm_id.host, comm_id.port)
-        store = TCPStore(
+        store: Store = TCPStore(
             comm_id.host,
             comm_id.port,
             is_master=True,
@@ -59,17 +62,47 @@ def join(
         store.set("run", comm_id.run.hex())
     else:
         try:
-            store = TCPStore(comm_id.host, comm_id.port, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
+            store = _connect(comm_id, wait_s)
             store.wait(["run"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
-        except dist.DistError as e:
+        except (dist.DistError, TimeoutError) as e:
             raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {str(e).splitlines()[0]}") from e
         if store.get("run").decode() != comm_id.run.hex():
             raise TopologyError(f"the comm_id is of another run than the one that meets at {where}; give all ranks the same")
     _failed.append(store)
     _meet(store, rank, world_size, deadline, wait_s)
     device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
+    if device.type == "cuda":
+        # NCCL connects in the first collective; what is wrong with that is an error of the meeting.
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
     _failed.clear()
     return device
+
+
+def _connect(comm_id: CommId, wait_s: float) -> Store:
+    """Return the store of rank 0.
+
+    Raises:
+        TimeoutError: Something listens at the address and does not answer: rank 0 that is about to join, or another program.
+    """
+    found: list[Store] = []
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(comm_id.host, comm_id.port, wait_for_workers=False, timeout=timedelta(seconds=wait_s)))
+        except Exception as e:  # raised by the caller
+            errors.append(e)
+
+    # torch connects without a timeout once the address accepts.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError("the address accepts connections, but does not answer")
+    return found[0]
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: float) -> None:

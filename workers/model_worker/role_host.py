@@ -1,7 +1,8 @@
 """The roles of one process: builds their workers, runs their methods, and moves weights between them."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, get_type_hints
 
 import torch.distributed as dist
@@ -83,9 +84,9 @@ def _config_class(worker: type) -> type | None:
     for declared in (worker, constructor.__init__):
         try:
             hint = get_type_hints(declared).get("config")
-        except NameError:  # annotations that only a type checker can resolve
+        except Exception:  # annotations that only a type checker can resolve may raise anything; then nothing is checked
             continue
-        if isinstance(hint, type) and hint is not Any:
+        if isinstance(hint, type) and is_dataclass(hint):
             return hint
     return None
 
@@ -136,13 +137,19 @@ class RoleHost:
         """
         with collective_errors():
             worker = worker_class(config)
-        if hasattr(worker, "initialize"):
-            worker.initialize()
+        try:
+            if hasattr(worker, "initialize"):
+                worker.initialize()
+            if generator is not None:
+                with collective_errors():
+                    self._generators[name] = RolloutWorker(generator).initialize()
+                self._stale.add(name)
+        except BaseException:
+            # Nothing half-built stays behind under this name.
+            if hasattr(worker, "close"):
+                worker.close()
+            raise
         self._workers[name] = worker
-        if generator is not None:
-            with collective_errors():
-                self._generators[name] = RolloutWorker(generator).initialize()
-            self._stale.add(name)
         engine = getattr(worker, "engine", None)
         if engine is None:
             # Without an engine, every process has a shard of its own.
@@ -166,10 +173,13 @@ class RoleHost:
             self._refresh(role)
             worker = self._generators[role]
         dispatch = dispatch_of(type(worker), method)
-        result = getattr(worker, method)(*args, **options)
         if dispatch.changes_weights:
+            # Beforehand: a method that fails may have changed some of them.
             self._stale.add(role)
-        return to_host(result) if isinstance(result, dict) else result
+        result = getattr(worker, method)(*args, **options)
+        if method == "to" and role in self._generators:
+            self._generators[role].to(*args, **options)
+        return to_host(result) if dispatch.split == "dp" and isinstance(result, dict) else result
 
     def collective(self, role: str, method: str) -> bool:
         """Return whether the processes of a role work together in a method, on an engine, rather than independently."""
@@ -186,6 +196,7 @@ class RoleHost:
 
     def copy_weights(self, source: str, target: str) -> None:
         """Copy the weights of one worker of this process to another."""
+        self._stale.add(target)
         with self._workers[source].weights() as stream:
             self._workers[target].load_weights(_counted(stream))
 
@@ -201,15 +212,21 @@ class RoleHost:
         context, stream = self._streams[source]
         tensors: list[tuple[str, Tensor]] = []
         size, ended, first = 0, False, dist.get_rank() == 0
-        while size < max_bytes and not ended:
-            name, tensor = next(stream, ("", None))
-            ended = tensor is None
-            if tensor is not None:
-                progress.advance()
-                size += tensor.numel() * tensor.itemsize
-                if first:
-                    # The stream may reuse this tensor's memory for the next one.
-                    tensors.append((name, tensor.detach().to("cpu", copy=True)))
+        try:
+            while size < max_bytes and not ended:
+                name, tensor = next(stream, ("", None))
+                ended = tensor is None
+                if tensor is not None:
+                    progress.advance()
+                    size += tensor.numel() * tensor.itemsize
+                    if first:
+                        # The stream may reuse this tensor's memory for the next one.
+                        tensors.append((name, tensor.detach().to("cpu", copy=True)))
+        except BaseException:
+            # Its rest would look like its end.
+            del self._streams[source]
+            context.__exit__(*sys.exc_info())
+            raise
         if ended:
             del self._streams[source]
             context.__exit__(None, None, None)
@@ -227,6 +244,7 @@ class RoleHost:
         """
         if target in self._receivers:
             raise ConfigError(f"weights of {target!r} are being loaded already; finish that first")
+        self._stale.add(target)
         self._receivers[target] = WeightReceiver(self._workers[target].load_weights)
 
     def receive_weights(self, target: str, part: Sequence[tuple[str, Tensor]]) -> None:
@@ -254,13 +272,25 @@ class RoleHost:
         return self._receivers[target]
 
     def close(self) -> None:
-        """Free all workers."""
-        while self._generators:
-            self._generators.popitem()[1].close()
-        while self._workers:
-            worker = self._workers.popitem()[1]
-            if hasattr(worker, "close"):
-                worker.close()
+        """Free all workers, also when one of them fails.
+
+        Raises:
+            Exception: The first error of a worker.
+        """
+        for context, _ in self._streams.values():
+            context.__exit__(None, None, None)
+        self._streams.clear()
+        workers = [*self._generators.values(), *self._workers.values()]
+        self._generators, self._workers = {}, {}
+        errors = []
+        for worker in reversed(workers):
+            try:
+                if hasattr(worker, "close"):
+                    worker.close()
+            except Exception as e:  # raised below, when the others are closed
+                errors.append(e)
+        if errors:
+            raise errors[0]
 
 
 def _counted(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,6 @@
 """A model in a process of its own, supervised: it is restarted when it dies, and its caller never dies with it."""
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -9,19 +8,22 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ...engine.errors import ConfigError, WorkerLostError
 from . import comm_id, messages
 from .controller import Channel, Controller
-from .errors import raise_error
+from .errors import LAST_WORDS, raise_error
 from .names import Names, collect, name_of
 from .process import TERMINATE_S, ChildProcess
+from .worker import MAX_SECONDS
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ROLE = "model"
-LAST_WORDS = "; its last words:"
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class SupervisorSettings:
     start_s: float = 600.0
     beat_s: float = 1.0
     silence_s: float = 60.0
-    watchdog_s: float = 1800.0
+    watchdog_s: float = 1200.0
     restarts: int = 3
     pause_s: float = 1.0
     max_pause_s: float = 60.0
@@ -57,11 +59,11 @@ class SupervisorSettings:
 
     def __post_init__(self) -> None:
         for setting in ("start_s", "beat_s", "silence_s", "terminate_s"):
-            if not getattr(self, setting) > 0:
-                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be above 0")
+            if not 0 < getattr(self, setting) <= MAX_SECONDS:
+                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be above 0, and at most {MAX_SECONDS:g}")
         for setting in ("watchdog_s", "restarts", "pause_s", "max_pause_s"):
-            if not getattr(self, setting) >= 0:
-                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0")
+            if not 0 <= getattr(self, setting) <= MAX_SECONDS:
+                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0, and at most {MAX_SECONDS:g}")
         if self.silence_s <= self.beat_s:
             raise ConfigError(f"silence_s={self.silence_s} is not above beat_s={self.beat_s}; no worker would seem alive")
 
@@ -92,16 +94,15 @@ class ProcessControl:
 
 
 class SupervisedWorker:
-    """A model in a process of its own. Enter it with `with` or `async with`; see `start_model_worker`."""
+    """A model in a process of its own. Enter it once, with `with` or `async with`; see `start_model_worker`."""
 
     def __init__(self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings) -> None:
-        allow = collect(model_factory) | collect(config) | {name_of(target) for target in settings.names}
+        self._allow = collect(model_factory) | collect(config) | {name_of(target) for target in settings.names}
         self._factory, self._config, self._settings = model_factory, config, settings
-        self._names = Names(allow)
-        self._allow = allow
+        self._names = Names(self._allow)
         self.control = ProcessControl()
-        self._lock = threading.Condition()
-        self._closing = False
+        self._changed = threading.Condition()
+        self._entered = self._closing = False
         self._failure: WorkerLostError | None = None
         self._controller: Controller | None = None
         self._process: ChildProcess | None = None
@@ -119,28 +120,35 @@ class SupervisedWorker:
             WorkerLostError: The worker has ended for good.
             ConfigError: An argument cannot be sent.
         """
-        with self._lock:
-            self._lock.wait_for(lambda: self.control.is_started() or self._failure or self._closing)
-            if self._failure is not None or self._channel is None or self._closing:
-                raise self._failure or WorkerLostError(f"{self._settings.name} was closed")
+        with self._changed:
+            self._changed.wait_for(self._is_settled)
+            if self._failure is not None or self._closing or self._channel is None:
+                raise WorkerLostError(str(self._failure or f"{self._settings.name} was closed"))
             channel = self._channel
-            sent = channel.send(messages.Call(role=ROLE, method=method, args=list(args), options=options))
+        sent = channel.ask(messages.Call(role=ROLE, method=method, args=list(args), options=options))
         found: Future[Any] = Future()
-
-        def arrive(done: Any) -> None:
-            try:
-                reply = done.reply()
-                if isinstance(reply, messages.Error):
-                    if reply.kind == "watchdog":
-                        # The worker is ending: nothing more is sent to it.
-                        self._note_end(channel)
-                    raise_error(reply, f"{method} of {self._settings.name}")
-                found.set_result(reply.result)
-            except Exception as e:  # the future's
-                found.set_exception(e)
-
-        sent.add_done_callback(arrive)
+        # In a thread of its own: what runs when the future is done may call the worker again.
+        sent.add_done_callback(
+            lambda done: threading.Thread(target=self._arrive, args=(channel, done, found, method), daemon=True).start()
+        )
         return found
+
+    def _is_settled(self) -> bool:
+        return self.control.is_started() or self._failure is not None or self._closing
+
+    def _arrive(self, channel: Channel, sent: Any, found: "Future[Any]", method: str) -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            reply = sent.reply()
+            if isinstance(reply, messages.Error):
+                if reply.kind == "watchdog":
+                    # The worker is ending: nothing more is sent to it.
+                    self._note_end(channel)
+                raise_error(reply, f"{method} of {self._settings.name}")
+            found.set_result(reply.result)
+        except Exception as e:  # the future's
+            found.set_exception(e)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the model and return its result; see `submit`.
@@ -153,8 +161,9 @@ class SupervisedWorker:
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
         """Like `call`, while the event loop goes on."""
-        future = await asyncio.to_thread(self.submit, method, *args, **options)
-        return await asyncio.wrap_future(future)
+        while not self._is_settled():
+            await asyncio.sleep(_POLL_S)
+        return await asyncio.wrap_future(self.submit(method, *args, **options))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -173,9 +182,14 @@ class SupervisedWorker:
         """Start the worker and wait until its model is loaded.
 
         Raises:
+            ConfigError: It was started before.
             WorkerError: The model cannot be loaded; the cause is the original error.
             WorkerLostError: The worker died while it loaded.
         """
+        with self._changed:
+            if self._entered:
+                raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
+            self._entered = True
         self._controller = Controller(self._names)
         try:
             self._start_process()
@@ -187,23 +201,34 @@ class SupervisedWorker:
         return self
 
     def close(self) -> None:
-        """End the worker: politely, then by force."""
-        with self._lock:
+        """End the worker: politely if it is idle, otherwise by force. Requests that it has not answered fail."""
+        with self._changed:
+            if self._closing:
+                return
             self._closing = True
-            self._lock.notify_all()
-        if self._monitor is not None:
-            self._monitor.join()
-        self.control.set_started(False)
-        if self._process is not None and self._channel is not None and self._process.exit_code is None:
-            with contextlib.suppress(TimeoutError, WorkerLostError):
-                self._channel.send(messages.Shutdown()).reply(self._settings.terminate_s)
-            if not self._process.wait(self._settings.terminate_s):
-                self._process.terminate(self._settings.terminate_s)
-        if self._channel is not None:
-            self._channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
-        if self._controller is not None:
-            self._controller.close()
-        self.control.set_completed()
+            loading = not self.control.is_started()
+            self._changed.notify_all()
+        try:
+            self._end_process(by_force=loading)
+            if self._monitor is not None:
+                self._monitor.join()
+            # The monitor may have been starting another one.
+            self._end_process(by_force=True)
+        finally:
+            self.control.set_started(False)
+            if self._controller is not None:
+                self._controller.close()
+            self.control.set_completed()
+
+    def _end_process(self, *, by_force: bool) -> None:
+        process, channel = self._process, self._channel
+        if process is None or channel is None or process.exit_code is not None:
+            return
+        busy = channel.pending > 0
+        shutdown = None if by_force or busy else channel.ask(messages.Shutdown())
+        channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
+        if shutdown is None or not process.wait(self._settings.terminate_s):
+            process.terminate(0.0 if by_force else self._settings.terminate_s)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -212,28 +237,44 @@ class SupervisedWorker:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.start)
+        try:
+            return await _in_thread(self.start)
+        except BaseException:
+            # Cancelled while the model was loading, for example: the thread that waits for it ends with the process.
+            await asyncio.shield(_in_thread(self.close))
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.close)
+        await asyncio.shield(_in_thread(self.close))
 
     def _start_process(self) -> None:
         settings, controller = self._settings, self._controller
         assert controller is not None
         identity = f"{settings.name}-{self.control.restarts}"
-        channel = self._channel = controller.channel(identity)
         run, listener = comm_id.mint()
-        process = self._process = ChildProcess(
-            identity,
-            controller.address,
-            arguments=["--beat", str(settings.beat_s), "--watchdog", str(settings.watchdog_s), "--watchdog", "initialize=0"],
-            allow=self._allow,
-            environment=settings.environment,
-            listener=listener,
-            on_exit=lambda ended: self._note_exit(channel, ended),
-        )
+        with self._changed:
+            if self._closing:
+                listener.close()
+                raise WorkerLostError(f"{settings.name} was closed")
+            channel = self._channel = controller.channel(identity)
+            process = self._process = ChildProcess(
+                identity,
+                controller.address,
+                arguments=[
+                    "--beat",
+                    str(settings.beat_s),
+                    "--watchdog",
+                    str(settings.watchdog_s),
+                    "--watchdog",
+                    "initialize=0",
+                ],
+                allow=self._allow,
+                environment=settings.environment,
+                listener=listener,
+                on_exit=lambda ended: self._note_exit(channel, ended),
+            )
         deadline = time.monotonic() + settings.start_s
         for request in (
             messages.Hello(protocol=messages.PROTOCOL, world_size=1),
@@ -241,7 +282,7 @@ class SupervisedWorker:
             messages.Initialize(role=ROLE, worker=self._factory, config=self._config),
         ):
             try:
-                reply = channel.send(request).reply(max(deadline - time.monotonic(), 0.1))
+                reply = channel.ask(request).reply(max(deadline - time.monotonic(), 0.1))
             except TimeoutError:
                 process.terminate(settings.terminate_s)
                 raise WorkerLostError(
@@ -250,12 +291,12 @@ class SupervisedWorker:
             if isinstance(reply, messages.Error):
                 process.terminate(settings.terminate_s)
                 raise_error(reply, f"loading the model of {settings.name}")
-        with self._lock:
+        with self._changed:
             self.control.set_started()
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _note_end(self, channel: Channel) -> None:
-        with self._lock:
+        with self._changed:
             if channel is self._channel:
                 self.control.set_started(False)
 
@@ -264,15 +305,19 @@ class SupervisedWorker:
         channel.fail(self._lost(process))
 
     def _lost(self, process: ChildProcess) -> WorkerLostError:
-        words = process.last_words()
-        return WorkerLostError(f"{self._settings.name} {process.ending()}" + (f"{LAST_WORDS}\n{words}" if words else ""))
+        return WorkerLostError(f"{self._settings.name} {process.describe_end()}")
 
     def _watch(self) -> None:
+        try:
+            self._supervise()
+        except BaseException as e:
+            # Without a monitor, callers would wait for a restart that does not come.
+            self._give_up(WorkerLostError(f"the supervision of {self._settings.name} failed: {type(e).__name__}: {e}"))
+            raise
+
+    def _supervise(self) -> None:
         settings = self._settings
-        while True:
-            with self._lock:
-                if self._lock.wait_for(lambda: self._closing, timeout=min(settings.beat_s, 0.2)):
-                    return
+        while not self._closes_within(min(settings.beat_s, 0.2)):
             process, channel = self._process, self._channel
             assert process is not None
             assert channel is not None
@@ -283,40 +328,65 @@ class SupervisedWorker:
                 logger.warning("%s has been silent for %.0f s; it is ended", settings.name, silence)
                 process.terminate(settings.terminate_s)
             lost = self._lost(process)
-            self.control.set_started(False)
-            channel.fail(lost)
+            self._note_exit(channel, process)
             if not self._restart(lost):
                 return
+
+    def _closes_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, timeout=seconds)
 
     def _restart(self, lost: WorkerLostError) -> bool:
         """Start the worker again until it works; return whether it does."""
         settings = self._settings
         while self.control.restarts < settings.restarts:
-            pause = min(settings.pause_s * 2**self.control.restarts, settings.max_pause_s)
+            pause = min(settings.pause_s * 2 ** min(self.control.restarts, 32), settings.max_pause_s)
             self.control.restarts += 1
-            logger.warning(
-                "%s; restart %d of %d in %.1f s",
-                str(lost).splitlines()[0].removesuffix(LAST_WORDS),
-                self.control.restarts,
-                settings.restarts,
-                pause,
-            )
-            with self._lock:
-                if self._lock.wait_for(lambda: self._closing, timeout=pause):
-                    return False
+            reason = str(lost).splitlines()[0].removesuffix(LAST_WORDS)
+            logger.warning("%s; restart %d of %d in %.1f s", reason, self.control.restarts, settings.restarts, pause)
+            if self._closes_within(pause):
+                return False
             try:
                 self._start_process()
             except Exception as e:  # whatever keeps the model from loading; the next attempt may do better
+                if self._closing:
+                    return False
                 lost = WorkerLostError(f"{settings.name} could not be restarted: {e}")
                 continue
             return True
-        with self._lock:
-            self._failure = WorkerLostError(
-                f"{lost}\nthe worker was restarted {self.control.restarts} times (restarts={settings.restarts})"
-            )
-            self._lock.notify_all()
-        logger.error("%s", self._failure)
+        self._give_up(
+            WorkerLostError(f"{lost}\nthe worker was restarted {self.control.restarts} times (restarts={settings.restarts})")
+        )
         return False
+
+    def _give_up(self, failure: WorkerLostError) -> None:
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+        self.control.set_completed()
+        logger.error("%s", failure)
+
+
+async def _in_thread(run: Callable[[], T]) -> T:
+    """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result = run()
+        except BaseException as e:  # the future's
+            error: BaseException | None = e
+        else:
+            error = None
+        # The event loop may have been cancelled meanwhile.
+        if found.set_running_or_notify_cancel():
+            if error is None:
+                found.set_result(result)
+            else:
+                found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 def start_model_worker(

@@ -8,6 +8,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from ...engine.errors import ConfigError
 from .codec import Part
 from .messages import Message
-from .names import Names, is_reference
+from .names import Names, is_named_tuple, is_reference
 
 M = TypeVar("M", bound=Message)
 TYPE = "$"
@@ -27,38 +28,28 @@ _INT64 = range(-(2**63), 2**63)
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("bool", "complex64", "complex128"),
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ARRAY_KINDS = "biufc"
+"""The kinds of NumPy arrays that hold plain numbers."""
 
 
 class ValueDecodeError(ValueError):
     """Plain data does not stand for a value."""
 
 
-def dump(message: M, names: Names, *, inline: bool = False) -> tuple[M, list[Part]]:
+def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -> tuple[M, list[Part]]:
     """Replace the values in a message by plain data.
 
     Args:
         message: The message.
         names: The classes and functions that may be referred to.
         inline: Whether the data of tensors goes into the message, in base64, instead of parts of their own.
+        copy: Whether parts have memory of their own. Without it, tensors must not change until the message has been sent.
 
     Returns:
         The message, and the parts.
@@ -67,8 +58,11 @@ def dump(message: M, names: Names, *, inline: bool = False) -> tuple[M, list[Par
         ConfigError: A value cannot be sent; the message says where it is.
     """
     parts: list[Part] = []
-    writer = _Writer(names, None if inline else parts)
-    plain = {name: writer.plain(getattr(message, name), name) for name in message.values}
+    writer = _Writer(names, None if inline else parts, copy=copy)
+    try:
+        plain = {name: writer.plain(getattr(message, name), name) for name in message.values}
+    except RecursionError:
+        raise ConfigError("a value contains itself, or is nested too deeply to be sent to a worker") from None
     return (msgspec.structs.replace(message, **plain) if plain else message), parts
 
 
@@ -89,70 +83,115 @@ def load(message: M, parts: Sequence[Any], names: Names) -> M:
 
 
 class _Writer:
-    def __init__(self, names: Names, parts: list[Part] | None) -> None:
-        self._names, self._parts = names, parts
+    def __init__(self, names: Names, parts: list[Part] | None, *, copy: bool) -> None:
+        self._names, self._parts, self._copy = names, parts, copy
 
     def plain(self, value: Any, where: str) -> Any:
-        if value is None or type(value) in (bool, str):
+        """Return a value as plain data."""
+        kind = type(value)
+        if value is None or kind is bool:
             return value
-        if type(value) is int:
-            return value if value in _INT64 else {TYPE: "int", "value": str(value)}
-        if type(value) is float:
+        if kind is str:
+            return value if _is_unicode(value) else {TYPE: "str", **self._data(value.encode("utf-8", "surrogatepass"))}
+        if kind is int:
+            return value if value in _INT64 else {TYPE: "int", "value": hex(value)}
+        if kind is float:
             # JSON has neither NaN nor infinities.
             return value if math.isfinite(value) else {TYPE: "float", "value": str(value)}
-        if isinstance(value, np.generic):
-            return self.plain(value.item(), where)
+        if kind is list:
+            return [self.plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if isinstance(value, np.ndarray):
-            if value.dtype.hasobject or value.dtype.names:
-                raise ConfigError(f"{where} is an array of {value.dtype}, which cannot be sent to a worker; send numbers")
-            return {**self._tensor(torch.from_numpy(np.ascontiguousarray(value)), where), TYPE: "array"}
-        if type(value) is list:
-            return [self.plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        if type(value) in (tuple, torch.Size):
-            return {TYPE: "tuple", "items": self.plain(list(value), where)}
-        if type(value) in (set, frozenset):
-            return {TYPE: type(value).__name__, "items": self.plain(list(value), where)}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value, where)
+        if kind in (tuple, torch.Size, set, frozenset):
+            name = kind.__name__ if kind in (set, frozenset) else "tuple"
+            return {TYPE: name, "items": self.plain(list(value), where)}
+        if kind is complex:
+            return {TYPE: "complex", "items": [self.plain(value.real, where), self.plain(value.imag, where)]}
         if isinstance(value, bytes | bytearray | memoryview):
             return {TYPE: "bytes", **self._data(bytes(value))}
         if isinstance(value, PurePath):
-            return {TYPE: "path", "value": str(value)}
+            return {TYPE: "path", "value": self.plain(str(value), where)}
         if isinstance(value, torch.dtype):
             return {TYPE: "dtype", "value": _dtype_name(value, where)}
-        if is_reference(value):
-            return {TYPE: "name", "value": self._refer(value, where)}
-        if is_dataclass(value):
-            content = {f.name: self.plain(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value) if f.init}
-            return {TYPE: self._refer(type(value), where), "fields": content}
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_dataclass(value):
             return self._mapping(value, where)
-        raise ConfigError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to a worker; send numbers, "
-            "strings, lists, dicts, tensors, or a dataclass"
-        )
+        return self._named(value, where)
+
+    def _named(self, value: Any, where: str) -> Any:
+        """Return what stands for a class, a function, or an instance of a class with a name."""
+        target = value if is_reference(value) else type(value)
+        supported = is_reference(value) or is_dataclass(value) or isinstance(value, Enum) or is_named_tuple(value)
+        try:
+            name = self._names.refer(target) if supported else ""
+        except ConfigError as e:
+            if self._names.pickler is None:
+                raise ConfigError(f"{where}: {e}") from e
+            supported = False
+        if not supported:
+            return self._pickled(value, where)
+        if target is value:
+            return {TYPE: "name", "value": name}
+        if isinstance(value, Enum):
+            return {TYPE: "enum", "class": name, "value": value.name}
+        if is_named_tuple(value):
+            return {TYPE: "namedtuple", "class": name, "items": self.plain(list(value), where)}
+        content = {f.name: self.plain(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value) if f.init}
+        return {TYPE: name, "fields": content}
+
+    def _pickled(self, value: Any, where: str) -> Any:
+        if self._names.pickler is None:
+            way = (
+                "a function at the top level of a module"
+                if callable(value)
+                else "numbers, strings, lists, dicts, tensors, or a dataclass"
+            )
+            raise ConfigError(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to a worker; send {way}"
+            )
+        try:
+            data = self._names.pickler.dumps(value)
+        except Exception as e:  # pickling runs code of the value's class
+            raise ConfigError(f"{where} cannot be sent to a worker: {type(e).__name__}: {e}") from e
+        return {TYPE: "pickle", **self._data(data)}
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
-        if all(type(key) is str for key in value) and TYPE not in value:
+        if all(type(key) is str and _is_unicode(key) for key in value) and TYPE not in value:
             return {key: self.plain(item, f"{where}[{key!r}]") for key, item in value.items()}
         items = [[self.plain(key, where), self.plain(item, f"{where}[{key!r}]")] for key, item in value.items()]
         return {TYPE: "dict", "items": items}
 
-    def _refer(self, value: Any, where: str) -> str:
+    def _array(self, value: Any, where: str) -> Any:
+        array = np.asarray(value)
+        if array.dtype.kind not in _ARRAY_KINDS or isinstance(value, np.ma.MaskedArray):
+            if isinstance(value, np.str_ | np.bytes_):
+                return self.plain(value.item(), where)
+            raise ConfigError(
+                f"{where} is an array of {array.dtype}, which cannot be sent to a worker; send an array of numbers"
+            )
+        native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
         try:
-            return self._names.refer(value)
-        except ConfigError as e:
-            raise ConfigError(f"{where}: {e}") from e
+            tensor = torch.from_numpy(native.reshape(-1)).reshape(array.shape)
+        except TypeError as e:
+            raise ConfigError(f"{where} is an array of {array.dtype}, which cannot be sent to a worker: {e}") from None
+        if isinstance(value, np.generic):
+            return self.plain(value.item(), where)
+        return {**self._tensor(tensor, where), TYPE: "array"}
 
     def _tensor(self, value: Tensor, where: str) -> dict[str, Any]:
         if value.layout is not torch.strided or value.is_meta:
             raise ConfigError(f"{where} is a {value.layout} tensor, which cannot be sent to a worker; send a dense tensor")
-        flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        host = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+        # A single element counts as contiguous whatever its stride. And a role may change a tensor, or the caller, before the
+        # message has left.
+        if (host.numel() and host.stride(0) != 1) or (self._copy and host.data_ptr() == value.data_ptr()):
+            host = host.clone(memory_format=torch.contiguous_format)
         return {
             TYPE: "tensor",
             "dtype": _dtype_name(value.dtype, where),
             "shape": list(value.shape),
-            **self._data(flat.numpy().data),
+            **self._data(host.view(torch.uint8).numpy().data),
         }
 
     def _data(self, data: Part) -> dict[str, Any]:
@@ -160,6 +199,17 @@ class _Writer:
             return {"data": base64.b64encode(data).decode()}
         self._parts.append(data)
         return {"part": len(self._parts) - 1}
+
+
+def _is_unicode(value: str) -> bool:
+    """Return whether a string can be encoded: names of files may contain lone surrogates."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _dtype_name(dtype: torch.dtype, where: str) -> str:
@@ -184,12 +234,25 @@ def _value(plain: Any, parts: Sequence[Any], names: Names) -> Any:
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_value(plain["items"], parts, names))
         if kind == "dict":
             return {_value(key, parts, names): _value(item, parts, names) for key, item in plain["items"]}
-        if kind == "bytes":
-            return bytes(_bytes(plain, parts))
-        if kind in ("int", "float", "path"):
-            return {"int": int, "float": float, "path": Path}[kind](plain["value"])
+        if kind in ("bytes", "str"):
+            data = bytes(_bytes(plain, parts))
+            return data if kind == "bytes" else data.decode("utf-8", "surrogatepass")
+        if kind == "int":
+            return int(plain["value"], 16)
+        if kind == "float":
+            return float(plain["value"])
+        if kind == "complex":
+            return complex(*_value(plain["items"], parts, names))
+        if kind == "path":
+            return Path(_value(plain["value"], parts, names))
         if kind == "dtype":
             return _DTYPES[plain["value"]]
+        if kind == "pickle":
+            return _unpickled(plain, parts, names)
+        if kind == "enum":
+            return _subclass(plain["class"], Enum, names)[plain["value"]]
+        if kind == "namedtuple":
+            return _subclass(plain["class"], tuple, names)._make(_value(plain["items"], parts, names))
         if kind == "name":
             return names.resolve(plain["value"])
         content = {str(name): _value(item, parts, names) for name, item in plain["fields"].items()}
@@ -198,6 +261,20 @@ def _value(plain: Any, parts: Sequence[Any], names: Names) -> Any:
             raise
         raise ValueDecodeError(f"{str(kind)[:80]!r} is not a value: {type(e).__name__}: {e}") from e
     return _instance(str(kind), content, names)
+
+
+def _subclass(name: str, base: type, names: Names) -> Any:
+    found = names.resolve(name)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueDecodeError(f"{name} is not a subclass of {base.__name__}")
+    return found
+
+
+def _unpickled(plain: dict[str, Any], parts: Sequence[Any], names: Names) -> Any:
+    # Only a process and its own children, which Ray started, have a pickler.
+    if names.pickler is None:
+        raise ValueDecodeError("pickled values are accepted from a process of one's own only")
+    return names.pickler.loads(bytes(_bytes(plain, parts)))
 
 
 def _instance(name: str, content: dict[str, Any], names: Names) -> Any:

@@ -1,5 +1,6 @@
 """Ends a worker whose executor has made no progress for too long. Imports no torch."""
 
+import os
 import sys
 import threading
 import time
@@ -9,11 +10,12 @@ from ...engine import progress
 from ...engine.parallel.process import exit_process
 from .messages import Error
 from .transports.base import Transport
-from .worker import ModelWorker, Running
+from .worker import ModelWorker
 
 ABORT_S = 10.0
 """For how long the communicator may take to abort."""
 EXIT_CODE = 70
+_GAP_S = 5.0
 
 
 class Watchdog:
@@ -26,28 +28,27 @@ class Watchdog:
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
         self.executor = 0
-
-    def limit(self, running: Running) -> float:
-        """Return the seconds that a request may go without progress; 0 is without limit."""
-        settings, op = self._worker.settings, running.op
-        default = settings.watchdog_s if op.watchdog_s is None else op.watchdog_s
-        return settings.watchdog.get(op.name, default)
+        self._checked_at = time.monotonic()
 
     def check(self) -> Error | None:
         """Take a request that makes no progress from the executor, and return its reply; None if all is well."""
         running = self._worker.running()
         if running is None:
+            self._checked_at = time.monotonic()
             return None
         now, done = time.monotonic(), progress.finished()
-        if done != running.seen:
+        # After a gap the whole process was stopped, so the executor had no chance.
+        if done != running.seen or now - self._checked_at > _GAP_S:
             running.seen, running.seen_at = done, now
-        limit = self.limit(running)
+        self._checked_at = now
+        limit = self._worker.settings.watchdog_of(running.op)
         if not limit or now - running.seen_at < limit or not self._worker.abandon(running):
             return None
         rank, size = self._worker.settings.rank, self._worker.settings.world_size
         message = (
-            f"rank {rank} of {size} made no progress in {running.op.name} for {now - running.seen_at:.0f} s, "
-            f"{self._position()}; it ends, and its group cannot be used any further (the limit is {limit:g} s: --watchdog)"
+            f"rank {rank} of {size} made no progress in {running.title} for {now - running.seen_at:.0f} s, "
+            f"{self._position()}; it ends, and its group cannot be used any further (the limit is {limit:g} s: watchdog_s of a "
+            "group, --watchdog of a worker)"
         )
         return Error(id=running.request.id, kind="watchdog", message=message)
 
@@ -65,6 +66,10 @@ class Watchdog:
 
     def end_process(self, transport: Transport) -> None:
         """Abort the communicator, so that peers on GPUs do not wait for this rank, and exit."""
+        # Whatever blocks from here on, a full pipe or a lock of the executor, this process ends.
+        last = threading.Timer(2 * ABORT_S, os._exit, (EXIT_CODE,))
+        last.daemon = True
+        last.start()
         transport.close()
         if "torch" in sys.modules:
             abort = threading.Thread(target=_abort, daemon=True)

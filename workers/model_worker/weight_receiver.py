@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from ...engine import progress
+from ...engine.errors import ConfigError
 
 
 class WeightReceiver:
@@ -19,18 +20,26 @@ class WeightReceiver:
     def __init__(self, load: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
         self._parts: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(maxsize=1)
         self._load = load
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._load(pair for part in iter(self._parts.get, None) for pair in part)
-        except Exception as e:  # raised by finish
+            self._load(self._pairs())
+            if not self._ended:
+                self._error = ConfigError("load_weights returned before it had read all weights; read the stream to its end")
+        except BaseException as e:  # raised by finish
             self._error = e
-            while self._parts.get() is not None:
-                # Drain the remaining parts, so that their sender does not block.
-                pass
+        while not self._ended:
+            # Drain the remaining parts, so that their sender does not block.
+            self._ended = self._parts.get() is None
+
+    def _pairs(self) -> Iterator[tuple[str, Tensor]]:
+        while (part := self._parts.get()) is not None:
+            yield from part
+        self._ended = True
 
     def put(self, part: list[tuple[str, Tensor]]) -> None:
         """Pass on one part."""

@@ -1,5 +1,6 @@
 """A model worker: one rank of a pool, which holds roles and serves requests. Imports torch only when a request needs it."""
 
+import logging
 import os
 import socket
 import threading
@@ -15,15 +16,22 @@ from ...engine import progress
 from ...engine.errors import ConfigError, DrivetrainError, RemoteError
 from .codec import text
 from .comm_id import CommId
-from .messages import ComputeRequest, Error, Reply, Request
-from .names import Names
+from .messages import Call, ComputeRequest, Error, Reply, Request
+from .names import Names, Program
 from .protocol import COMMON_ERRORS, ErrorKind, Op, Registry
 
 if TYPE_CHECKING:
     from .role_host import RoleHost
 
 
+logger = logging.getLogger(__name__)
+
 _FOLDER = Path(__file__).parent
+
+
+MAX_SECONDS = 1e8
+"""Longer times overflow the clocks of torch."""
+INIT_MARGIN_S = 30.0
 
 
 class OpError(Exception):
@@ -49,12 +57,13 @@ class WorkerSettings:
         local_rank: The index of its device; None is the rank.
         init_s: For how many seconds `init` waits for the other ranks.
         timeout_s: The timeout of collectives, in seconds.
-        watchdog_s: For how many seconds an operation may make no progress; 0 is without limit.
-        watchdog: The same for single operations, by name.
+        watchdog_s: For how many seconds an operation may make no progress; 0 is without limit. It is below `timeout_s`, so that
+            its message comes before torch ends the process.
+        watchdog: The same for single operations, by name. That of `init` is a little above `init_s` if not given.
         beat_s: The interval of `beat` messages in seconds; 0 sends none.
         queue_size: The number of requests that may wait.
         names: The names that messages may refer to, beside Drivetrain's own; see `names`.
-        main: The program that names of `__main__` refer to.
+        program: The program that names of `__main__` refer to.
     """
 
     rank: int = 0
@@ -62,24 +71,35 @@ class WorkerSettings:
     local_rank: int | None = None
     init_s: float = 120.0
     timeout_s: float = 1800.0
-    watchdog_s: float = 1800.0
+    watchdog_s: float = 1200.0
     watchdog: Mapping[str, float] = field(default_factory=dict)
     beat_s: float = 0.0
     queue_size: int = 1024
     names: tuple[str, ...] = ()
-    main: Path | None = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank={self.rank}, world_size={self.world_size}; the rank must be at least 0 and below world_size"
             )
-        for name in ("init_s", "timeout_s", "queue_size"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0")
-        for name in ("watchdog_s", "beat_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 0")
+        if self.local_rank is not None and self.local_rank < 0:
+            raise ConfigError(f"local_rank={self.local_rank}; it must be at least 0")
+        times = {name: getattr(self, name) for name in ("init_s", "timeout_s", "queue_size", "watchdog_s", "beat_s")}
+        for name, value in {**times, **{f"watchdog of {op}": seconds for op, seconds in self.watchdog.items()}}.items():
+            zero = "watchdog" in name or name == "beat_s"
+            if not (0 < value <= MAX_SECONDS or (zero and value == 0)):
+                raise ConfigError(
+                    f"{name}={value}; it must be {'at least' if zero else 'above'} 0, and at most {MAX_SECONDS:g}"
+                )
+
+    def watchdog_of(self, op: "Op") -> float:
+        """Return for how many seconds an operation may make no progress; 0 is without limit."""
+        if op.name in self.watchdog:
+            return self.watchdog[op.name]
+        if op.watchdog_s is not None:
+            return op.watchdog_s
+        return self.init_s + INIT_MARGIN_S if op.name == "init" else self.watchdog_s
 
     @property
     def device(self) -> int:
@@ -110,6 +130,12 @@ class Running:
     seen: int
     seen_at: float
 
+    @property
+    def title(self) -> str:
+        """What is being executed, for messages: the role's method, or the operation."""
+        request = self.request
+        return f"{request.role}.{request.method}" if isinstance(request, Call) else self.op.name
+
 
 class ModelWorker:
     """Executes requests, one after the other, on the thread that calls it.
@@ -122,7 +148,7 @@ class ModelWorker:
     def __init__(self, settings: WorkerSettings, registry: Registry | None = None) -> None:
         self.settings = settings
         self.registry = registry or Registry()
-        self.names = Names(settings.names, settings.main)
+        self.names = Names(settings.names, settings.program)
         self.joined: CommId | None = None
         self.listener: socket.socket | None = None
         """The socket at which rank 0 lets the others meet, if it was opened beforehand."""
@@ -185,9 +211,9 @@ class ModelWorker:
             try:
                 loaded = request if load is None else load(request)
             except Exception as e:  # of many types: the frame comes from outside
-                raise OpError("bad_request", f"{op.name}: {e}") from e
+                raise OpError("bad_request", str(e)) from e
             return self.execute(loaded)
-        except Exception as e:  # sent to the leader
+        except BaseException as e:  # sent to the leader; a role that calls sys.exit does not end the worker
             return error_of(op, e)
 
     def running(self) -> Running | None:
@@ -210,29 +236,42 @@ class ModelWorker:
             self.listener.close()
 
 
-def error_of(op: Op, error: Exception) -> Error:
+def error_of(op: Op, error: BaseException) -> Error:
     """Return the reply to a request that raised an error."""
     kind: str = op.failure
     if isinstance(error, OpError):
-        kind = error.kind
-        assert kind in op.errors | COMMON_ERRORS | {op.failure}, f"{op.name} does not declare the error {kind}"
-        return Error(kind=kind, message=text(str(error)), **_origin(error.__cause__ or error))
+        kind, declared = error.kind, op.errors | COMMON_ERRORS | {op.failure}
+        if kind not in declared:
+            logger.error("%s does not declare the error %s; it is a defect of Drivetrain", op.name, kind)
+            kind = op.failure
+        return Error(kind=kind, message=_text(error), **_origin(error.__cause__ or error))
     if is_out_of_memory(error):
         kind = "out_of_memory"
-    message = str(error) if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
+    message = _text(error) if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {_text(error)}"
     return Error(kind=kind, message=text(message), echo=isinstance(error, RemoteError), **_origin(error))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return text(str(error))
+    except Exception as e:  # code of the error's class
+        return f"(its text cannot be read: {type(e).__name__})"
 
 
 def _origin(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OpError):
         return {}
-    origin: dict[str, Any] = {"error_type": f"{type(error).__module__}:{type(error).__qualname__}"}
+    own, *bases = [f"{cls.__module__}:{cls.__qualname__}" for cls in type(error).__mro__ if issubclass(cls, BaseException)]
+    origin: dict[str, Any] = {"error_type": own, "bases": bases}
     if not isinstance(error, DrivetrainError):
         # Without the frames of the worker itself, which say nothing about the error.
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _FOLDER:
             trace = trace.tb_next
-        origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())
+        try:
+            origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())
+        except Exception as e:  # code of the error's class
+            logger.warning("the traceback of a %s cannot be formatted: %s", type(error).__name__, type(e).__name__)
     return origin
 
 
@@ -241,5 +280,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in _text(error))
     )

@@ -49,7 +49,7 @@ class ActorWorker(Worker):
         request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.loss.temperature)
         return self._infer(data, request, {"log_probs": "log_probs", "entropy": "entropy"})
 
-    @register("minibatches", changes_weights=True)
+    @register("minibatches")
     def update(
         self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | None = None
     ) -> list[StepResult]:

@@ -38,7 +38,7 @@ class CriticWorker(Worker):
         """Compute the `values` of the states in which response tokens were chosen, in the caller's format."""
         return self._infer(data, OutputRequest(values=True), {"values": "values"})
 
-    @register("minibatches", changes_weights=True)
+    @register("minibatches")
     def update(self, data: Any, steps: Sequence[Sequence[int]] | None = None) -> list[StepResult]:
         """Train the value function on `returns`; see `ActorWorker.update`."""
         return self._update(data, self.config.loss, steps)

@@ -4,11 +4,15 @@ import os
 import select
 import sys
 import threading
+import time
 from typing import Self
 
+from ....engine.errors import ConfigError
 from .base import Frame, FrameTooLargeError, LeaderLostError, Wakeup
 
 MAX_LINE_BYTES = 256 * 2**20
+CLOSE_S = 5.0
+"""For how long the last replies may take to be read."""
 _CHUNK = 2**18
 
 
@@ -38,6 +42,9 @@ class StdioTransport:
         self._poll.register(write, 0)
         self._poll.register(self._wakeup.fileno(), select.POLLIN)
         self._reading = False
+        self._outgoing = bytearray()
+        self._room = select.poll()
+        self._room.register(write, select.POLLOUT)
 
     @classmethod
     def take(cls, max_line_bytes: int = MAX_LINE_BYTES) -> Self:
@@ -45,8 +52,12 @@ class StdioTransport:
 
         Whatever prints afterward, in Python or in a C library, prints to standard error; whatever reads finds an empty file.
         """
-        sys.stdout.flush()
-        read, write = os.dup(0), os.dup(1)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        try:
+            read, write = os.dup(0), os.dup(1)
+        except OSError as e:
+            raise ConfigError(f"--transport stdio needs standard input and output, and one of them is closed: {e}") from e
         with open(os.devnull, "rb") as empty:
             os.dup2(empty.fileno(), 0)
         os.dup2(2, 1)
@@ -57,9 +68,16 @@ class StdioTransport:
         if (reading and not self._ended) != self._reading:
             self._reading = not self._reading
             (self._poll.register if self._reading else self._poll.unregister)(self._read)
+        waiting = bool(self._outgoing)
+        if waiting:
+            self._poll.modify(self._write, select.POLLOUT)
         ready = dict(self._poll.poll(timeout_s * 1000))
-        if ready.get(self._write, 0) & (select.POLLERR | select.POLLNVAL):
+        # A pipe tells by an error that its reader is gone, a socket by a hang-up.
+        if ready.get(self._write, 0) & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
             raise LeaderLostError("the reader of the replies has closed its end")
+        if waiting:
+            self._poll.modify(self._write, 0)
+            self._flush()
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         if self._read not in ready:
@@ -106,17 +124,30 @@ class StdioTransport:
         self._wakeup.set()
 
     def send(self, frame: Frame) -> None:
-        """Write a line, whole."""
-        data = memoryview(bytes(frame[0]) + b"\n")
+        """Write a line, or as much of it as the leader has room for; the I/O thread writes the rest."""
+        with self._lock:
+            self._outgoing += frame[0]
+            self._outgoing += b"\n"
+        self._flush()
+        if self._outgoing:
+            self._wakeup.set()
+
+    def _flush(self) -> None:
+        """Write without ever waiting: a leader that does not read must not stop beats and the watchdog."""
         with self._lock:
             try:
-                written = os.write(self._write, data)
-                while written < len(data):
-                    written += os.write(self._write, data[written:])
+                while self._outgoing and self._room.poll(0):
+                    # A descriptor that is ready takes this much at once; O_NONBLOCK would affect other processes that share it.
+                    count = os.write(self._write, self._outgoing[: select.PIPE_BUF])
+                    del self._outgoing[:count]
             except OSError as e:
                 raise LeaderLostError(f"the replies cannot be written ({e.strerror})") from e
 
     def close(self) -> None:
-        """Close both descriptors."""
+        """Write what is still waiting, if the leader reads, and close both descriptors."""
+        deadline = time.monotonic() + CLOSE_S
+        while self._outgoing and time.monotonic() < deadline:
+            self._flush()
+            time.sleep(0.01 if self._outgoing else 0.0)
         os.close(self._write)
         os.close(self._read)

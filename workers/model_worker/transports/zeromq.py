@@ -7,6 +7,7 @@ authenticated by CURVE, with keys that the worker inherits.
 import json
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -87,6 +88,7 @@ class ZmqTransport:
         address: The controller's address.
         identity: The name by which the controller knows this worker.
         keys: The keys; None for a socket in a folder.
+        patience_s: For how many seconds to wait for the controller's first message.
 
     Raises:
         ConfigError: The address is malformed, or needs keys.
@@ -95,7 +97,7 @@ class ZmqTransport:
     binary = True
     greets = True
 
-    def __init__(self, address: str, identity: bytes, keys: CurveKeys | None = None) -> None:
+    def __init__(self, address: str, identity: bytes, keys: CurveKeys | None = None, patience_s: float = 120.0) -> None:
         endpoint, local = endpoint_of(address)
         if keys is None and not local:
             raise ConfigError(f"{address} can be reached by other machines, so it needs keys; give --keys-fd")
@@ -121,6 +123,8 @@ class ZmqTransport:
             self._poller.register(source, zmq.POLLIN)
         self._socket.connect(endpoint)
         self._address = address
+        self._heard = False
+        self._patience_s, self._since = patience_s, time.monotonic()
 
     def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
         """Return the messages that have arrived; see `Transport.receive`."""
@@ -138,6 +142,9 @@ class ZmqTransport:
             except zmq.Again:
                 break
             frames.append([received[0].bytes, *(part.buffer for part in received[1:])])
+        self._heard = self._heard or bool(frames)
+        if not self._heard and time.monotonic() - self._since > self._patience_s:
+            raise LeaderLostError(f"no controller answers at {self._address} (--init-timeout {self._patience_s:g})")
         if not frames and self._events in ready:
             event = zmq.Event(recv_monitor_message(self._events)["event"])
             why = "closed the connection" if event == zmq.Event.DISCONNECTED else "does not accept this worker's keys"

@@ -1,0 +1,205 @@
+"""The replies of all processes of a pool to one request, and the error that they amount to."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from ...engine.errors import WorkerError, WorkerLostError
+from ..model_worker.codec import Part
+from ..model_worker.errors import LAST_WORDS, cause_of, describe
+from ..model_worker.messages import Error, Reply, Request
+
+_POLL_S = 1.0
+
+
+class PendingReply(Protocol):
+    """A reply that has not arrived yet."""
+
+    @property
+    def future(self) -> Future[Any]:
+        """The future that is done when the reply has arrived."""
+        ...
+
+    def reply(self) -> Reply:
+        """Return the reply, which has arrived.
+
+        Raises:
+            WorkerLostError: The process died instead.
+        """
+        ...
+
+
+class Channel(Protocol):
+    """A connection to one process."""
+
+    def encode(self, request: Request, parts: Sequence[Part]) -> Any:
+        """Return a message that can be sent: a request whose values are plain data, with the parts that hold tensors.
+
+        Raises:
+            ValueError: The request holds what no message can express.
+        """
+        ...
+
+    def send(self, message: Any) -> PendingReply:
+        """Send a message of `encode`."""
+        ...
+
+    def silence_s(self) -> float:
+        """Return for how many seconds the process has given no sign of life; 0 if that is not known."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait for replies.
+
+    Args:
+        grace_s: For how many seconds the others may finish after one process failed.
+        silence_s: After how many seconds without a sign of life a process counts as dead.
+        limit_s: For how many seconds to wait altogether; None is without limit.
+    """
+
+    grace_s: float
+    silence_s: float
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What has come of one request.
+
+    Args:
+        pool: The pool.
+        what: What was asked, for messages.
+        patience: How long the processes had.
+        replies: The replies by rank.
+        lost: Why a process died, by rank.
+        hung: The ranks without a reply that gave signs of life.
+        silent: The ranks without a reply that gave none.
+    """
+
+    pool: str
+    what: str
+    patience: Patience
+    replies: Mapping[int, Reply]
+    lost: Mapping[int, str]
+    hung: Sequence[int]
+    silent: Sequence[int]
+
+    @property
+    def errors(self) -> dict[int, Error]:
+        """The errors by rank."""
+        return {rank: reply for rank, reply in sorted(self.replies.items()) if isinstance(reply, Error)}
+
+    @property
+    def whole(self) -> bool:
+        """Whether all processes can be used further."""
+        ended = any(error.kind == "watchdog" for error in self.errors.values())
+        return not (self.lost or self.hung or self.silent or ended)
+
+    def fail(self, hint: str) -> NoReturn:
+        """Raise the error that the replies amount to, the reason first.
+
+        Args:
+            hint: The way out where processes have to be started again.
+
+        Raises:
+            WorkerError: A process failed; the cause is its error.
+            WorkerLostError: A process died, hung, or gave no sign of life.
+        """
+        watched = {rank: error for rank, error in self.errors.items() if error.kind == "watchdog"}
+        own = {rank: error for rank, error in self.errors.items() if not error.echo and rank not in watched}
+        where = f"pool {self.pool!r} in {self.what}"
+        messages = [f"rank {rank} of pool {self.pool!r} died during {self.what}: {text}" for rank, text in self.lost.items()]
+        cause: Exception | None = None
+        if self.lost:
+            # Its peers failed only because their connections to it broke.
+            messages += [f"rank {rank} then failed too: {error.message.splitlines()[0]}" for rank, error in own.items()]
+        else:
+            shown = own or ({} if watched else self.errors)
+            for text in dict.fromkeys(error.message for error in shown.values()):
+                same = [rank for rank, error in shown.items() if error.message == text]
+                cause = cause or cause_of(shown[same[0]])
+                messages.append(describe(shown[same[0]], f"rank {_listed(same)} of {where}"))
+            messages += [f"{error.message} [{where}]" for error in watched.values()]
+        if self.silent:
+            messages.append(
+                f"rank {_listed(self.silent)} of pool {self.pool!r} gave no sign of life for {self.patience.silence_s:g} s during "
+                f"{self.what}, and was killed"
+            )
+        if self.hung and messages:
+            messages.append(f"rank {_listed(self.hung)} waited for it and was killed after {self.patience.grace_s:g} s")
+        elif self.hung:
+            messages.append(
+                f"rank {_listed(self.hung)} of pool {self.pool!r} did not answer within {self.patience.limit_s or 0:g} s during "
+                f"{self.what}, and was killed"
+            )
+        if self.whole:
+            raise WorkerError("\n".join(messages)) from cause
+        kind = WorkerError if own and not self.lost and not self.silent else WorkerLostError
+        raise kind("\n".join([*messages, hint] if hint else messages)) from cause
+
+    def reason(self) -> str:
+        """Return the first line of the error, which stays the reason why the group cannot be used."""
+        try:
+            self.fail("")
+        except WorkerError as e:
+            return str(e).splitlines()[0].removesuffix(LAST_WORDS)
+
+
+def read_replies(
+    pool: str, what: str, pending: Sequence[PendingReply], channels: Sequence[Channel], patience: Patience
+) -> Outcome:
+    """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
+
+    Args:
+        pool: The name of the pool.
+        what: What was asked, for messages.
+        pending: The replies, in rank order.
+        channels: The connections, in rank order.
+        patience: How long to wait.
+    """
+    ranks = {reply.future: rank for rank, reply in enumerate(pending)}
+    waiting = set(ranks)
+    replies: dict[int, Reply] = {}
+    lost: dict[int, str] = {}
+    started = time.monotonic()
+    failed_at = silent_since = float("inf")
+    silent: list[int] = []
+    while waiting:
+        now = time.monotonic()
+        # Recomputed every time: a process that was stopped for a while may go on.
+        silent = sorted(ranks[f] for f in waiting if channels[ranks[f]].silence_s() > patience.silence_s)
+        silent_since = min(silent_since, now) if silent else float("inf")
+        limit = float("inf") if patience.limit_s is None else started + patience.limit_s
+        # After a failure the others may be waiting in a collective for the one that failed.
+        deadline = min(limit, failed_at + patience.grace_s, silent_since + patience.grace_s)
+        if now >= deadline:
+            break
+        ready, waiting = wait(waiting, timeout=min(_POLL_S, max(0.05, deadline - now)), return_when=FIRST_COMPLETED)
+        for future in ready:
+            rank = ranks[future]
+            try:
+                replies[rank] = reply = pending[rank].reply()
+            except WorkerLostError as e:
+                lost[rank] = str(e)
+                failed_at = min(failed_at, time.monotonic())
+            else:
+                if isinstance(reply, Error) and not reply.echo:
+                    failed_at = min(failed_at, time.monotonic())
+    left = sorted(ranks[future] for future in waiting)
+    return Outcome(
+        pool=pool,
+        what=what,
+        patience=patience,
+        replies=replies,
+        lost=dict(sorted(lost.items())),
+        hung=[rank for rank in left if rank not in silent],
+        silent=[rank for rank in left if rank in silent],
+    )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
