@@ -217,6 +217,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
                         init_s=self._limits.start_s,
                         timeout_s=self._limits.timeout_s,
                         watchdog_s=self._limits.watchdog_s,
+                        watchdog={"initialize": self._limits.building_s},
                     ),
                 )
                 for rank in range(size)

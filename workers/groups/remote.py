@@ -52,6 +52,11 @@ class Limits:
                 raise ConfigError(f"{field.name}={value!r}; it must be a number of seconds {least} 0, and at most {most:g}")
 
     @property
+    def building_s(self) -> float:
+        """The watchdog's time for building a role, which reads a model and imports much before it makes progress."""
+        return max(self.watchdog_s, self.start_s) if self.watchdog_s else 0.0
+
+    @property
     def patience(self) -> Patience:
         """How long to wait for replies."""
         return Patience(grace_s=self.grace_s, silence_s=self.silence_s)
