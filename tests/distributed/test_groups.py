@@ -4,8 +4,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +37,7 @@ from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionReward
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.hybridflow import EXAMPLES, example, expected
-from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, Trouble, Troubled, fails_on_nine
+from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
@@ -298,6 +302,124 @@ def test_a_role_that_cannot_be_built_is_told_and_leaves_nothing(start: Start, mo
         assert isinstance(found.value.__cause__, ModelError)
 
 
+def test_what_a_role_does_to_itself_is_an_answer(start: Start) -> None:
+    roles = {"troubled": troubled(), "closing": troubled(Trouble(text="cannot be closed"))}
+    with start(roles, {"main": 2}, grace_s=5) as group:
+        # A role that ends its process politely does not.
+        with pytest.raises(WorkerError, match=r"^SystemExit: 3 \[rank 1 of pool 'main' in troubled.leave\]"):
+            group["troubled"].leave()
+        # A string that is no text, a mapping of plain values.
+        assert group["troubled"].echo("\ud800", name="caf\udce9") == [["\ud800"], {"name": "caf\udce9"}]
+        assert group["troubled"].stats() == {"kl": 0.1, "names": ["a"]}
+        # What has been answered does not change with what the role does next.
+        first = group["troubled"].buffer()
+        group["troubled"].buffer()
+        assert first.unique().tolist() == [1.0]
+        began = time.monotonic()
+    assert time.monotonic() - began < 4
+
+
+def test_what_cannot_be_sent_to_one_rank_is_sent_to_none(start: Start) -> None:
+    batch = from_lists([[1, 2], [3, 4]])
+    with start({"troubled": troubled()}, {"main": 2}, grace_s=2) as group:
+        if isinstance(group, RayWorkerGroup):
+            columns: dict[str, Any] = {"x": [1, (value for value in ())]}
+        else:
+            columns = {"x": [1, object()]}
+        with pytest.raises(ConfigError, match=r"options\['columns'\]\['x'\]\[0\]"):
+            group["troubled"].score(batch, columns=columns)
+        # Nobody waits in a collective for a rank that was never asked.
+        with within(5):
+            assert group["troubled"].gather("next") == ["next", "next"]
+        assert group["troubled"].score(batch)["scores"].tolist() == [0.0, 1.0]
+
+
+def test_threads_that_share_a_group_do_not_mix_their_calls(start: Start) -> None:
+    with start({"troubled": troubled()}, {"main": 2}) as group, ThreadPoolExecutor(4) as threads:
+        ballast = torch.zeros(2**20)
+        tags = [f"call {i}" for i in range(24)]
+        assert list(threads.map(lambda tag: group["troubled"].gather(tag, ballast), tags)) == [[tag, tag] for tag in tags]
+
+
+def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:
+    with ProcessWorkerGroup({"troubled": troubled()}, pools={"main": 2}, grace_s=8, silence_s=2) as group:
+        pid = process_ids(group)[1]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+        assert group["troubled"].gather("late") == ["late", "late"]
+
+
+def test_a_forked_process_does_not_end_the_workers_of_its_parent() -> None:
+    with ProcessWorkerGroup({"troubled": troubled()}) as group:
+        child = os.fork()
+        if child == 0:
+            group.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert group["troubled"].echo(1) == [[1], {}]
+
+
+PROGRAM = """
+import argparse, sys
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers import FunctionRewardConfig, FunctionRewardWorker, ProcessWorkerGroup, RoleSpec
+
+ARGUMENTS = argparse.ArgumentParser()
+ARGUMENTS.add_argument("--worth", type=float)
+WORTH = ARGUMENTS.parse_args().worth
+
+
+def reward(answers):
+    return [WORTH for _ in answers]
+
+
+def main():
+    role = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward))
+    group = ProcessWorkerGroup({"reward": role})
+    print(group._controller.address.removeprefix("zmq://"))
+    print(group["reward"].compute_rewards(from_lists([[1, 2]]))["rewards"].tolist())
+    # Neither closed nor left.
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_program_finds_its_own_functions_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As a file, and as a module of a package; with a command line that the workers see too."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text(PROGRAM.replace("import argparse", "from . import other\nimport argparse"))
+    (package / "other.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for words in (["program.py"], ["-m", "package.program"]):
+        done = run_python(tmp_path, *words, "--worth", "3")
+        assert done.returncode == 0, done.stderr
+        address, rewards = done.stdout.splitlines()
+        assert rewards == "[3.0]"
+        assert not Path(address).parent.exists()
+    # Without the guard, and without a file.
+    (tmp_path / "unguarded.py").write_text(PROGRAM.replace('if __name__ == "__main__":\n    main()', "main()"))
+    done = run_python(tmp_path, "unguarded.py", "--worth", "3")
+    assert "this program starts a worker group when a worker imports it; put that under" in done.stderr
+    done = run_python(tmp_path, "-c", PROGRAM, "--worth", "3")
+    assert "reward is defined in a program without a file" in done.stderr
+
+
+def run_python(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +454,46 @@ def check_greedy(answers: Any, prompts: list[list[int]], folder: Path) -> None:
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0].tolist()
         assert answer.response == out[len(prompt) :]
+
+
+def test_a_generator_follows_every_change_of_its_role(models: Path, tmp_path: Path) -> None:
+    """An update that fails late, a checkpoint, weights from another role."""
+    options, prompts = SamplingOptions(max_tokens=4, seed=1), [r["prompt"] for r in ROWS[::3]]
+    config = RolloutConfig(model=ModelConfig(path=str(models / "reference")))
+    roles = {
+        "actor": replace(actor_role(models, generator=config), worker=LateFailure),
+        "rollout": RoleSpec(worker=RolloutWorker, config=config),
+    }
+    with ProcessWorkerGroup(roles) as group:
+
+        def agrees() -> bool:
+            group.sync_weights("actor", "rollout")
+            return bool(group["actor"].generate(prompts, options) == group["rollout"].generate(prompts, options))
+
+        assert agrees()
+        before = group["actor"].generate(prompts, options)
+        folder = group["actor"].save_checkpoint(str(tmp_path), 0)
+        data = batch_of(group)
+        for _ in range(5):
+            with pytest.raises(WorkerError, match="too late"):
+                group["actor"].update(data)
+        assert group["actor"].generate(prompts, options) != before
+        assert agrees()
+        group["actor"].load_checkpoint(folder)
+        assert group["actor"].generate(prompts, options) == before
+        # It rests with the engine.
+        group["actor"].to("host")
+        assert group["actor"].generate(prompts, options) == before
+
+
+def test_a_stream_that_is_not_read_to_its_end_is_an_error() -> None:
+    roles = {"giver": troubled(Trouble(rank=-1)), "taker": troubled(Trouble(rank=-1, text="reads too little"), pool="taker")}
+    with (
+        ProcessWorkerGroup(roles, pools={"main": 1, "taker": 1}) as group,
+        within(20),
+        pytest.raises(WorkerError, match="load_weights returned before it had read all weights"),
+    ):
+        group.sync_weights("giver", "taker")
 
 
 @pytest.mark.parametrize("trouble", ["none", pytest.param("fails", marks=pytest.mark.slow)])

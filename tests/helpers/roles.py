@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -116,6 +117,34 @@ class Troubled:
         return text
 
     @register("all")
+    def leave(self) -> None:
+        if self.mine:
+            sys.exit(3)
+
+    @register("all")
+    def stats(self) -> dict[str, Any]:
+        return {"kl": 0.1, "names": ["a"]}
+
+    @register("all")
+    def buffer(self) -> torch.Tensor:
+        """A tensor that the role goes on working with."""
+        if not hasattr(self, "_buffer"):
+            self._buffer = torch.zeros(2**22)
+        self._buffer += 1
+        return self._buffer
+
+    @register("all")
+    def gather(self, tag: str, ballast: torch.Tensor | None = None) -> list[Any]:
+        """What all ranks were called with."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, tag)
+        return found
+
+    @register("dp", returns="rows", columns="columns")
+    def score(self, batch: Any, *, columns: Any = None) -> dict[str, torch.Tensor]:
+        return {"scores": torch.full((batch.num_sequences,), float(dist.get_rank()))}
+
+    @register("all")
     def total(self) -> float:
         return float(sum(float(t.float().sum()) for t in self.loaded.values()))
 
@@ -131,7 +160,13 @@ class Troubled:
                 die(self.trouble.note)
             yield f"weight {i}", torch.full((100,), float(i), dtype=torch.bfloat16)
 
+    def close(self) -> None:
+        if self.trouble.text == "cannot be closed":
+            raise RuntimeError("it cannot be closed")
+
     def load_weights(self, weights: Any) -> None:
+        if self.trouble.text == "reads too little":
+            return
         for name, tensor in weights:
             if self.trouble.text == "dies while fed" and len(self.loaded) == 5:
                 die(self.trouble.note)
@@ -227,3 +262,12 @@ class Model:
 def make_model(config: Mapping[str, Any]) -> Model:
     """A factory."""
     return Model(config)
+
+
+class LateFailure(ActorWorker):
+    """An actor whose update fails when the weights have changed already."""
+
+    @register("minibatches")
+    def update(self, *args: Any, **options: Any) -> Any:
+        super().update(*args, **options)
+        raise RuntimeError("too late")

@@ -170,9 +170,9 @@ class _Writer:
             raise ConfigError(
                 f"{where} is an array of {array.dtype}, which cannot be sent to a worker; send an array of numbers"
             )
-        native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        flat = np.require(array.reshape(-1), array.dtype.newbyteorder("="), ["C", "W"])
         try:
-            tensor = torch.from_numpy(native.reshape(-1)).reshape(array.shape)
+            tensor = torch.from_numpy(flat).reshape(array.shape)
         except TypeError as e:
             raise ConfigError(f"{where} is an array of {array.dtype}, which cannot be sent to a worker: {e}") from None
         if isinstance(value, np.generic):
