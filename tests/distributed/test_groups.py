@@ -341,6 +341,7 @@ def test_threads_that_share_a_group_do_not_mix_their_calls(start: Start) -> None
         assert list(threads.map(lambda tag: group["troubled"].gather(tag, ballast), tags)) == [[tag, tag] for tag in tags]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:
     with ProcessWorkerGroup({"troubled": troubled()}, pools={"main": 2}, grace_s=8, silence_s=2) as group:
         pid = process_ids(group)[1]
@@ -349,6 +350,7 @@ def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:
         assert group["troubled"].gather("late") == ["late", "late"]
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_end_the_workers_of_its_parent() -> None:
     with ProcessWorkerGroup({"troubled": troubled()}) as group:
         child = os.fork()
@@ -386,6 +388,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_finds_its_own_functions_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """As a file, and as a module of a package; with a command line that the workers see too."""
     package = tmp_path / "package"
@@ -486,6 +489,7 @@ def test_a_generator_follows_every_change_of_its_role(models: Path, tmp_path: Pa
         assert group["actor"].generate(prompts, options) == before
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_not_read_to_its_end_is_an_error() -> None:
     roles = {"giver": troubled(Trouble(rank=-1)), "taker": troubled(Trouble(rank=-1, text="reads too little"), pool="taker")}
     with (

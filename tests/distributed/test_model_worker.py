@@ -236,6 +236,46 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
         assert "ends: the reader of the replies has closed its end" in second.errors()
 
 
+@pytest.mark.slow
+def test_a_leader_that_reads_nothing_does_not_keep_a_wedged_worker_alive() -> None:
+    """Neither a full pipe of replies nor one of prints stops the watchdog."""
+    with Worker(0, 1, *ALLOW, "--watchdog", "call=1") as worker:
+        worker.join(new_comm_id())
+        worker.initialize("troubled", "Troubled", {"rank": 0})
+        for _ in range(3):
+            worker.send(call("large", 100_000))
+        worker.send(call("hang"))
+        assert worker.process.wait(40) == 70
+    with Worker(0, 1, *ALLOW, "--watchdog", "call=1") as worker:
+        worker.join(new_comm_id())
+        worker.initialize("troubled", "Troubled", {"rank": 0})
+        # It hangs in print, because nobody reads its standard error.
+        reply = worker.ask(call("flood", 1_000_000))
+        assert reply["kind"] == "watchdog"
+        assert worker.process.wait(40) == 70
+
+
+def test_a_large_reply_arrives_whole_beside_small_ones(pair: list[Worker]) -> None:
+    pair[0].send(call("large", 3_000_000, id="large"))
+    for i in range(20):
+        pair[0].send({"op": "ping", "id": i})
+    found = [pair[0].receive() for _ in range(21)]
+    assert sorted(reply["id"] for reply in found if reply["id"] != "large") == list(range(20))
+    (large,) = (reply for reply in found if reply["id"] == "large")
+    assert large["result"] == "y" * 3_000_000
+
+
+def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
+    """What other languages give their children instead of pipes."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-m", "drivetrain.workers.model_worker"], stdin=theirs, stdout=theirs)
+    theirs.close()
+    ours.sendall(b'{"op":"ping"}\n')
+    assert ours.recv(1000).startswith(b'{"op":"pong"')
+    ours.close()
+    assert process.wait(10) in (0, 1)
+
+
 LEADER = """
 import sys, time
 from drivetrain.workers import ProcessWorkerGroup, RoleSpec
@@ -346,6 +386,21 @@ def test_meetings_that_fail_say_why() -> None:
         assert not [address for address in listening if address.startswith("00000000") and int(address[9:], 16) > 32768]
 
 
+def test_an_address_that_accepts_but_does_not_answer_is_given_up() -> None:
+    """Rank 0 is bound, and has not been sent init."""
+    found, listener = mint()
+    with listener, Worker(1, 2, "--init-timeout", "2") as worker:
+        reply = worker.ask({"op": "init", "comm_id": found.hex()}, 20)
+        assert reply["kind"] == "nccl_init_failed"
+        assert "did not come to 127.0.0.1" in reply["message"]
+        assert "accepts connections, but does not answer" in reply["message"]
+        # The next attempt may work.
+        alone, other = mint()
+        other.close()
+        assert worker.ask({"op": "ping"})["op"] == "pong"
+        assert alone.port != found.port
+
+
 def rank_leader_is_rank_0(comm_id: str) -> int:
     """A Python leader that is itself rank 0, with the worker as rank 1."""
     import datetime
@@ -386,8 +441,16 @@ def test_a_leader_in_python_may_be_rank_0() -> None:
         (["--transport", "zmq:///" + "x" * 200], {}, "is too long for a socket"),
         (["--transport", "zmq://h:1", "--keys-fd", "99"], {}, "--keys-fd 99 does not hold CURVE keys"),
         (["--watchdog", "init=soon"], {}, "--watchdog init=soon; give seconds"),
+        (["--watchdog", "bogus=3"], {}, "there is no operation 'bogus'; there are hello"),
+        (["--watchdog", "init=nan"], {}, "watchdog of init=nan; it must be at least 0"),
+        (["--watchdog", "call=-5"], {}, "watchdog of call=-5.0"),
         (["--queue-size", "0"], {}, "queue_size=0; it must be above 0"),
         (["--beat", "nan"], {}, "beat_s=nan"),
+        (["--timeout", "1e20"], {}, "timeout_s=1e+20; it must be above 0, and at most 1e+08"),
+        (["--local-rank", "-1"], {}, "local_rank=-1"),
+        (["--max-line-mib", "0"], {}, "--max-line-mib 0; it must be at least 1"),
+        (["--transport", "zmq:///tmp/x", "--identity", "x" * 300], {}, "--identity has 300 bytes"),
+        (["--program", "{"], {}, "--program {:"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(
@@ -519,6 +582,19 @@ def test_a_worker_that_nobody_started_is_not_heard(caplog: pytest.LogCaptureFixt
     controller.close()
     # Closed twice is closed.
     controller.close()
+
+
+def test_a_worker_whose_controller_does_not_answer_ends() -> None:
+    words = ["--transport", "zmq:///tmp/no-controller-is-here.sock", "--init-timeout", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain.workers.model_worker", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no controller answers at zmq:///tmp/no-controller-is-here.sock" in done.stderr
 
 
 def test_a_port_in_use_is_told() -> None:

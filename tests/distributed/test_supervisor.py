@@ -137,6 +137,67 @@ def test_a_request_without_progress_ends_the_worker() -> None:
         assert worker.control.restarts == 1
 
 
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def run() -> int | None:
+        worker = start_model_worker(make_model, {"seconds": 30.0}, settings())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await worker.__aenter__()
+        assert worker.control.is_completed()
+        return worker.pid
+
+    began = time.monotonic()
+    pid = asyncio.run(run())
+    assert time.monotonic() - began < 15
+    assert until(lambda: not alive(pid))
+
+
+def test_a_call_may_be_made_when_another_one_is_done() -> None:
+    with start_model_worker(make_model, {}, settings()) as worker:
+        found: list[Any] = []
+        future = worker.submit("add", 1, 1)
+        future.add_done_callback(lambda done: found.append(worker.call("add", done.result(), 1)))
+        assert until(lambda: found == [3])
+        # Nobody waits for this one any more, and nothing is said of it.
+        assert worker.submit("sleep", 0.2).cancel()
+        # What it started ends with it.
+        child = worker.call("child")
+        assert alive(child)
+        with pytest.raises(ConfigError, match="model-worker was started before"):
+            worker.start()
+        pending = worker.submit("sleep", 60.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    with pytest.raises(WorkerLostError, match="model-worker was closed"):
+        pending.result(1)
+    assert until(lambda: not running(child))
+
+
+def running(pid: int) -> bool:
+    """Whether a process that is no child of this one is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_signal_without_a_name_and_a_close_during_a_restart() -> None:
+    with start_model_worker(make_model, {}, settings(restarts=1)) as worker:
+        with pytest.raises(WorkerLostError, match="was killed by signal 40"):
+            worker.call("kill", 40)
+        assert worker.call("add", 1, 2) == 3
+    config = {"seconds": 8.0}
+    worker = start_model_worker(make_model, config, settings(restarts=3)).start()
+    os.kill(worker.pid or 0, 9)
+    assert until(lambda: worker.control.restarts == 1)
+    time.sleep(1.0)
+    began = time.monotonic()
+    worker.close()
+    assert time.monotonic() - began < 5
+    assert not alive(worker.pid)
+
+
 def test_a_model_that_cannot_be_made_is_the_reason_and_leaves_nothing() -> None:
     worker = start_model_worker(make_model, {"fails": True}, settings())
     with pytest.raises(WorkerError, match=r"^ValueError: no such model \[loading the model of model-worker\]") as found:

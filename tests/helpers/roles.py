@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -104,6 +105,16 @@ class Troubled:
     @register("all")
     def pid(self) -> int:
         return os.getpid()
+
+    @register("all")
+    def flood(self, size: int) -> str:
+        """Print more than a pipe holds."""
+        print("x" * size, flush=True)
+        return "flooded"
+
+    @register("all")
+    def large(self, size: int) -> str:
+        return "y" * size
 
     @register("all")
     def write(self, text: str) -> str:
@@ -243,6 +254,16 @@ class Model:
     @register("all")
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    @register("all")
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    @register("all")
+    def child(self) -> int:
+        """A process that would outlive this one."""
+        return subprocess.Popen(["sleep", "600"]).pid
 
     @register("all")
     def environment(self, name: str) -> str | None:
