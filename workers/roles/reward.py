@@ -78,7 +78,7 @@ class FunctionRewardConfig:
     """The configuration of a reward that is computed by a function.
 
     Args:
-        function: The function that maps a list of answers to their rewards. In a group of processes it must be picklable, so
+        function: The function that maps a list of answers to their rewards. In a group of processes these find it by its name, so
             define it at the top level of a module.
         tokenizer: The model folder whose tokenizer decodes the answers; None leaves the texts empty.
         passengers: The names of fields in the caller's batches that are carried along. The function sees those that hold one

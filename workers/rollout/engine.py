@@ -160,7 +160,8 @@ class RolloutConfig:
 
     Args:
         model: The model. Only path, added_tokens and trust_remote_code are used.
-        engine: A function that builds the inference engine from this configuration; None uses transformers.
+        engine: A function that builds the inference engine from this configuration; None uses transformers. In a group of
+            processes these find it by its name, so define it at the top level of a module.
         dtype: The data type of the weights: float32 or bfloat16.
         batch_tokens: The number of tokens in a batch, counting prompts and responses of maximum length.
         continuous: Whether to use the continuous batching of transformers, which reuses the memory of finished responses at
