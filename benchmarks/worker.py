@@ -3,7 +3,8 @@
     python -m benchmarks.worker [--rounds 2000]
 
 The bare ones echo the same bytes: a process with nothing but read and write on pipes, and one with nothing but pyzmq. All run in
-turns; reported are medians. `to_bare` is the ratio of the two.
+turns, on one core where the system allows it, because the time to wake another core is several times that of a round trip;
+reported are medians. A call is compared with the time that the same method takes inside its process. `to_bare` is the ratio.
 """
 
 import argparse
@@ -19,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.engine.parallel.process_groups import close_distributed, init_distributed
 from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.model_worker.controller import Controller
@@ -65,13 +64,36 @@ class Empty:
         pass
 
 
+class TimedReference(ReferenceWorker):
+    """A reference that measures itself."""
+
+    _seconds = 0.0
+
+    @register("dp")
+    def compute_log_probs(self, data: Any) -> Any:
+        begin = time.perf_counter()
+        found = super().compute_log_probs(data)
+        self._seconds = time.perf_counter() - begin
+        return found
+
+    @register("all")
+    def seconds(self) -> float:
+        return self._seconds
+
+
 def main() -> None:
     """Print one line of JSON for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2000, help="round trips of each transport")
     rounds = parser.parse_args().rounds
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if cores:
+        # Inherited by the processes that are started from here on.
+        os.sched_setaffinity(0, {min(cores)})
     for case, (ours, bare) in {"ping on stdio": on_pipes(rounds), "ping on a socket": on_sockets(rounds)}.items():
         report(case, ours, bare)
+    if cores:
+        os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory() as folder:
         calls(Path(folder), rounds // 4)
 
@@ -153,37 +175,31 @@ def on_sockets(rounds: int) -> tuple[list[float], list[float]]:
 
 
 def calls(folder: Path, rounds: int) -> None:
-    """Measure calls on a group of one process, and the same methods called directly in this one."""
+    """Measure calls on a group of one process, and the same methods inside that process."""
     from drivetrain.trainers.tasks.addition import write_model
 
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     write_model(folder / "model", 0)
     model, engine = ModelConfig(path=str(folder / "model")), EngineConfig(micro_batch=MicroBatchConfig(max_tokens=8192))
-    config = ReferenceConfig(model=model, engine=engine)
     roles = {
         "empty": RoleSpec(worker=Empty, config=NoConfig()),
-        "reference": RoleSpec(worker=ReferenceWorker, config=config),
+        "reference": RoleSpec(worker=TimedReference, config=ReferenceConfig(model=model, engine=engine)),
     }
-    init_distributed()
-    direct_empty, direct = Empty(NoConfig()), ReferenceWorker(config).initialize()
+    direct = Empty(NoConfig())
     with ProcessWorkerGroup(roles) as group:
-        seconds = timed({"group": group["empty"].nothing, "direct": direct_empty.nothing}, rounds)
+        seconds = timed({"group": group["empty"].nothing, "direct": direct.nothing}, rounds)
         report("call of an empty method", seconds["group"], seconds["direct"])
-        batch = from_lists([[3 + (i + j) % 10 for j in range(100)] for i in range(200)])
-        begin = time.perf_counter()
-        direct.compute_log_probs(batch)
-        # As many sequences as make a call of about a second.
-        scale = max(round(CALL_SECONDS / (time.perf_counter() - begin)), 1)
-        batch = from_lists([[3 + (i + j) % 10 for j in range(100)] for i in range(200 * scale)])
-        trips = {
-            "group": lambda: group["reference"].compute_log_probs(batch),
-            "direct": lambda: direct.compute_log_probs(batch),
-        }
-        seconds = timed(trips, 11)
-        report(f"compute_log_probs of {batch.num_tokens} tokens", seconds["group"], seconds["direct"])
-    direct.close()
-    close_distributed()
+
+        def trip(documents: int) -> tuple[float, float]:
+            batch = from_lists([[3 + (i + j) % 10 for j in range(60)] for i in range(documents)])
+            begin = time.perf_counter()
+            group["reference"].compute_log_probs(batch)
+            return time.perf_counter() - begin, group["reference"].seconds()
+
+        trip(300)
+        # As many documents as make a call of about a second.
+        documents = max(round(300 * CALL_SECONDS / trip(300)[1]), 1)
+        pairs = [trip(documents) for _ in range(11)]
+        report(f"compute_log_probs of {60 * documents} tokens", [total for total, _ in pairs], [inside for _, inside in pairs])
 
 
 if __name__ == "__main__":

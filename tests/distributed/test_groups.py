@@ -323,7 +323,7 @@ def test_what_cannot_be_sent_to_one_rank_is_sent_to_none(start: Start) -> None:
     batch = from_lists([[1, 2], [3, 4]])
     with start({"troubled": troubled()}, {"main": 2}, grace_s=2) as group:
         if isinstance(group, RayWorkerGroup):
-            columns: dict[str, Any] = {"x": [1, (value for value in ())]}
+            columns: dict[str, Any] = {"x": [1, threading.Lock()]}
         else:
             columns = {"x": [1, object()]}
         with pytest.raises(ConfigError, match=r"options\['columns'\]\['x'\]\[0\]"):

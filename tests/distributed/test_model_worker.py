@@ -268,7 +268,9 @@ def test_a_large_reply_arrives_whole_beside_small_ones(pair: list[Worker]) -> No
 def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
     """What other languages give their children instead of pipes."""
     ours, theirs = socket.socketpair()
-    process = subprocess.Popen([sys.executable, "-m", "drivetrain.workers.model_worker"], stdin=theirs, stdout=theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drivetrain.workers.model_worker"], stdin=theirs.fileno(), stdout=theirs.fileno()
+    )
     theirs.close()
     ours.sendall(b'{"op":"ping"}\n')
     assert ours.recv(1000).startswith(b'{"op":"pong"')
