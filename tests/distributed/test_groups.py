@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.errors import BatchError, ConfigError, ModelError, WorkerError, WorkerLostError
+from drivetrain.engine.errors import BatchError, ConfigError, ModelError, RemoteError, WorkerError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.groups import remote
 from drivetrain.workers.groups.base import WorkerGroup
@@ -36,6 +36,7 @@ from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
+from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected
 from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
 
@@ -150,6 +151,67 @@ def test_a_failure_is_the_reason_first_and_leaves_no_reply_behind(start: Start) 
         # Several ranks with the same reason are one message.
         with pytest.raises(WorkerError, match=r"a nine \[rank 0, 1 of pool"):
             group["reward"].compute_rewards(from_lists([[9, 1], [9, 3]]))
+
+
+def check_shared(group: Any) -> None:
+    """What every group does alike, on two ranks; in a local group every rank runs this."""
+    assert group["troubled"].echo(1, x=(2, None)) == [[1], {"x": (2, None)}]
+    assert group["troubled"].stats() == {"kl": 0.1, "names": ["a"]}
+    assert group["troubled"].gather("all") == ["all", "all"]
+    for kind, cause in (("value", ValueError), ("batch", BatchError)):
+        error = failure_of(lambda kind=kind: group["troubled"].fail(kind))  # type: ignore[misc]
+        # In a local group it is the error itself, and the other rank's report of it.
+        assert isinstance(error, cause) or isinstance(error.__cause__, cause) or isinstance(error, RemoteError)
+        assert "not me" in str(error).splitlines()[0]
+        assert group["troubled"].echo(kind) == [[kind], {}]
+    error = failure_of(lambda: group["reward"].compute_rewards(from_lists([[9, 1], [2, 3]])))
+    assert "a nine" in str(error).splitlines()[0]
+    rewards = group["reward"].compute_rewards(from_lists([[8, 1], [2, 3]]), columns={"worth": ["4", "5"]})["rewards"]
+    assert rewards.tolist() == [4.0, 5.0]
+    batch = from_lists([[1, 2], [3, 4], [5]])
+    assert sorted(group["troubled"].score(batch)["scores"].unique().tolist()) == [0.0, 1.0]
+    group.sync_weights("giver", "troubled")
+    assert group["troubled"].total() == 100 * sum(range(20))
+    for call in (lambda: group["nobody"], lambda: group["troubled"].nothing(), lambda: group["reward"].compute_rewards()):
+        error = failure_of(call)
+        assert isinstance(error, ConfigError)
+        assert "\n" not in str(error)
+    group.close()
+    error = failure_of(lambda: group["troubled"].echo())
+    assert isinstance(error, WorkerLostError)
+    assert "closed" in str(error)
+    assert "\n" not in str(error)
+
+
+def failure_of(run: Callable[[], Any]) -> Exception:
+    try:
+        run()
+    except Exception as e:
+        return e
+    raise AssertionError("it did not fail")
+
+
+def shared_roles() -> dict[str, RoleSpec]:
+    return {
+        "troubled": troubled(),
+        "giver": troubled(Trouble(rank=-1)),
+        "reward": RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=fails_on_nine)),
+    }
+
+
+def test_what_all_groups_do_alike(start: Start) -> None:
+    with start(shared_roles(), {"main": 2}) as group:
+        check_shared(group)
+
+
+def rank_shared() -> bool:
+    with LocalWorkerGroup(shared_roles()) as group:
+        check_shared(group)
+    return True
+
+
+def test_a_local_group_does_so_too() -> None:
+    assert run_ranks(rank_shared, 2) == [True, True]
 
 
 def test_a_role_that_dies_is_told_and_is_built_again_from_its_checkpoint(start: Start, models: Path, tmp_path: Path) -> None:

@@ -19,13 +19,16 @@ class Worker:
         rank: its rank.
         size: the number of ranks.
         arguments: more arguments of the command.
-        environment: more environment variables.
+        environment: more environment variables; None removes one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, *arguments: str, environment: dict[str, str | None] | None = None
+    ) -> None:
         path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         # A worker refuses another number of ranks than that of its launcher.
         inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        wanted: dict[str, str | None] = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "drivetrain.workers.model_worker", "--rank", str(rank), "--world-size", str(size)),
@@ -34,7 +37,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})},
+            env={name: value for name, value in wanted.items() if value is not None},
         )
         self._buffer = b""
 

@@ -64,7 +64,7 @@ REQUESTS: list[tuple[p.Request, str]] = [
     (p.ModelConfig(role="a"), '{"op":"model_config","role":"a"}'),
     (p.ClearDataCache(ids=["x"]), '{"op":"clear_data_cache","ids":["x"]}'),
     (p.Generate(role="a", ids=["x"]), '{"op":"generate","role":"a","ids":["x"]}'),
-    (p.Inference(role="a", ids=["x"]), '{"op":"inference","role":"a","ids":["x"]}'),
+    (p.Inference(role="a", method="m", ids=["x"]), '{"op":"inference","role":"a","method":"m","ids":["x"]}'),
     (p.TrainStep(role="a", ids=["x"]), '{"op":"train_step","role":"a","ids":["x"]}'),
     (p.Empty(pre_hooks=[{"hook": "save"}]), '{"op":"empty","pre_hooks":[{"hook":"save"}]}'),
     (p.Flush(ids=[1, "a"], digest="d"), '{"op":"flush","ids":[1,"a"],"digest":"d"}'),

@@ -435,24 +435,45 @@ class ClearDataCache(Request, kw_only=True):
 
 
 class Generate(ComputeRequest, kw_only=True):
-    """Generate with a role on samples of the data store. Not served by this version."""
+    """Generate with a role on samples of the data store. Not served by this version.
+
+    Args:
+        role: The role.
+        ids: The samples.
+        method: The method of the role's generator.
+    """
 
     role: str
     ids: list[str]
+    method: str = "generate"
 
 
 class Inference(ComputeRequest, kw_only=True):
-    """Run a role's inference on samples of the data store. Not served by this version."""
+    """Run a role's inference on samples of the data store. Not served by this version.
+
+    Args:
+        role: The role.
+        method: The method of the role, for example `compute_log_probs`.
+        ids: The samples.
+    """
 
     role: str
+    method: str
     ids: list[str]
 
 
 class TrainStep(ComputeRequest, kw_only=True):
-    """Train a role on samples of the data store. Not served by this version."""
+    """Train a role on samples of the data store. Not served by this version.
+
+    Args:
+        role: The role.
+        ids: The samples.
+        method: The method of the role.
+    """
 
     role: str
     ids: list[str]
+    method: str = "update"
 
 
 class Empty(ComputeRequest, kw_only=True):
