@@ -59,7 +59,7 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
     if world_size % product:
         raise TopologyError(
             f"engine.parallel ({shown}) needs a multiple of {product} processes, but the world size is {world_size}; start "
-            "a multiple (torchrun --nproc-per-node, or --nproc), or make the layout smaller"
+            "a multiple (torchrun --nproc-per-node, --nproc, or the pool of a worker group), or make the layout smaller"
         )
     return replace(parallel, dp_shard=world_size // product)
 
