@@ -327,9 +327,9 @@ def test_a_wedged_rank_is_told_from_a_slow_one(start: Start) -> None:
             group["troubled"].hang()
         told = str(found.value)
         assert re.search(r"rank 1 of 2 made no progress in troubled.hang for \d+ s, in hang of ", told)
-        assert re.search(
-            r"rank 0 of 2 made no progress in troubled.hang for \d+ s, waiting for other ranks in .*, called by hang", told
-        )
+        # On a busy machine the other one may come too late to say where it stood.
+        waits = r"rank 0 of 2 made no progress in troubled.hang for \d+ s, waiting for other ranks in .*, called by hang"
+        assert re.search(waits, told) or "rank 0 then failed too: " in told
         # Its connections are not used again.
         with pytest.raises(WorkerLostError, match=r"cannot be used: rank \d of 2 made no progress"):
             group["troubled"].echo()

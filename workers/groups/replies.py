@@ -114,16 +114,16 @@ class Outcome:
         where = f"pool {self.pool!r} in {self.what}"
         messages = [f"rank {rank} of pool {self.pool!r} died during {self.what}: {text}" for rank, text in self.lost.items()]
         cause: Exception | None = None
-        if self.lost:
+        messages += [f"{error.message} [{where}]" for error in watched.values()]
+        if self.lost or watched:
             # Its peers failed only because their connections to it broke.
             messages += [f"rank {rank} then failed too: {error.message.splitlines()[0]}" for rank, error in own.items()]
         else:
-            shown = own or ({} if watched else self.errors)
+            shown = own or self.errors
             for text in dict.fromkeys(error.message for error in shown.values()):
                 same = [rank for rank, error in shown.items() if error.message == text]
                 cause = cause or cause_of(shown[same[0]])
                 messages.append(describe(shown[same[0]], f"rank {_listed(same)} of {where}"))
-            messages += [f"{error.message} [{where}]" for error in watched.values()]
         if self.silent:
             messages.append(
                 f"rank {_listed(self.silent)} of pool {self.pool!r} gave no sign of life for {self.patience.silence_s:g} s during "
@@ -138,7 +138,7 @@ class Outcome:
             )
         if self.whole:
             raise WorkerError("\n".join(messages)) from cause
-        kind = WorkerError if own and not self.lost and not self.silent else WorkerLostError
+        kind = WorkerError if own and not (self.lost or self.silent or watched) else WorkerLostError
         raise kind("\n".join([*messages, hint] if hint else messages)) from cause
 
     def reason(self) -> str:

@@ -14,6 +14,8 @@ from .worker import ModelWorker
 
 ABORT_S = 10.0
 """For how long the communicator may take to abort."""
+OTHERS_S = 1.5
+"""For how long the process stays after its report, in seconds."""
 EXIT_CODE = 70
 _GAP_S = 5.0
 
@@ -70,6 +72,8 @@ class Watchdog:
         last = threading.Timer(2 * ABORT_S, os._exit, (EXIT_CODE,))
         last.daemon = True
         last.start()
+        # The other ranks are about to say where they stand; their connections to this one would break before that.
+        time.sleep(OTHERS_S)
         transport.close()
         if "torch" in sys.modules:
             abort = threading.Thread(target=_abort, daemon=True)
