@@ -82,7 +82,9 @@ def test_only_frames_with_an_id_overtake(pair: list[Worker]) -> None:
 
 def test_a_waiting_request_can_be_cancelled_and_a_running_one_not(pair: list[Worker]) -> None:
     worker = pair[0]
-    worker.send(call("work_slowly", 1.0, id=1))
+    worker.send(call("work_slowly", 2.0, id=1))
+    # It is running, and no longer in the queue.
+    time.sleep(0.5)
     worker.send(call("echo", "never", id=2))
     worker.send({"op": "cancel", "id": 3, "request": 2})
     worker.send({"op": "cancel", "id": 4, "request": 1})
@@ -193,6 +195,16 @@ def test_it_ends_politely() -> None:
         with pytest.raises(EOFError):
             worker.receive()
         assert worker.process.wait(10) == 0
+    # The end of the input does not cut off what had to wait for room in the queue.
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain.workers.model_worker", "--queue-size", "1"],
+        input=b'{"op":"clear_kv_cache","model_id":"m"}\n' * 300,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert done.stdout.count(b"model_not_loaded") == 300
     # The end of the input is one too, after the requests before it; the last line may lack its end.
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain.workers.model_worker"],

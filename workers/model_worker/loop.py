@@ -96,9 +96,10 @@ class RequestLoop:
                 if not self._queue:
                     break
                 waiting = self._queue.popleft()
-            # There is room again.
-            if self._held:
-                self._transport.wake()
+                if self._held:
+                    # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
+                    self._queue.append(self._held.popleft())
+                    self._transport.wake()
             reply = waiting.reply or self._execute(waiting)
             if reply is None:
                 # The watchdog has answered, and ends the process.
@@ -181,7 +182,6 @@ class RequestLoop:
                         self._changed.notify()
                 for frame in frames or ():
                     self._accept(frame)
-                self._admit()
                 self._tick()
         except LeaderLostError as e:
             if not self._done:
@@ -238,12 +238,6 @@ class RequestLoop:
                 return
             self._queue.append(waiting)
             self._changed.notify()
-
-    def _admit(self) -> None:
-        with self._changed:
-            while self._held and len(self._queue) < self._worker.settings.queue_size:
-                self._queue.append(self._held.popleft())
-                self._changed.notify()
 
     def _cancel(self, request_id: Any) -> bool:
         with self._changed:
