@@ -63,6 +63,7 @@ class BaseEngine(CheckpointableEngine):
         self._ranks = ranks
         self._topology: Topology | None = None
         self._mode: Mode | None = None
+        self._incomplete = ""
         self._offloader = Offloader(self._tensors)
         self._finite = True
         self._was_deterministic: bool | None = None
@@ -172,6 +173,7 @@ class BaseEngine(CheckpointableEngine):
         if self._mode == mode:
             yield
             return
+        self._require_complete()
         if self._mode is not None:
             raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the outer mode before entering the other")
         parts: tuple[Part, ...] = PARTS if mode == "train" else ("params",)
@@ -183,6 +185,10 @@ class BaseEngine(CheckpointableEngine):
             finally:
                 self._mode = None
                 self._set_training(False)
+
+    def _require_complete(self) -> None:
+        if self._incomplete:
+            raise ConfigError(f"the weights are incomplete ({self._incomplete}); load all weights, or a checkpoint, first")
 
     def to(self, place: str, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         """Move state to `device`, `host` or `disk` (temporary files in TMPDIR).
@@ -374,6 +380,7 @@ class BaseEngine(CheckpointableEngine):
             An iterator over names and tensors.
         """
         check_adapters(adapters)
+        self._require_complete()
         with self._offloader.on_device(("params",)) as moved:
             stream = self._stream_weights(adapters)
             try:

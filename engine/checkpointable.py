@@ -2,19 +2,23 @@
 
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from .backend import Backend
 from .checkpoint.load import RestoredState, load_state, restore_random_state
+from .checkpoint.local_shards import LocalShard
 from .checkpoint.save import HostCopies, Snapshot, take_snapshot, write_snapshot
 from .checkpoint.storage import open_store
 from .config import EngineConfig, ModelConfig, OptimConfig
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .hf.model_path import fingerprint
 from .offload import PARTS, Offloader
 
@@ -30,6 +34,8 @@ class CheckpointableEngine(Backend):
     step: int
     _mode: Mode | None
     _offloader: Offloader
+    _incomplete: str
+    """Why the weights are not a complete set; empty if they are."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -129,6 +135,7 @@ class CheckpointableEngine(Backend):
             )
             self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
             self.zero_grad()
+        self._incomplete = ""
         self.step = manifest.data["schedule"]["step"]
         same_layout = restore_random_state(manifest, self.topology, self.config.seed, self.step)
         return RestoredState(
@@ -138,3 +145,62 @@ class CheckpointableEngine(Backend):
             model=manifest.data["model"].get("path"),
             fingerprint=manifest.data.get("fingerprint"),
         )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """Load full tensors under Hugging Face names, as `named_weights` of another engine streams them. Collective.
+
+        The optimizer keeps its state. Until a complete set has been loaded, the engine refuses to compute.
+
+        Args:
+            weights: The names and tensors, the same on all ranks.
+            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current.
+
+        Raises:
+            ConfigError: `eta` is not between 0 and 1, the engine is in a mode, or its model has adapters.
+            ModelError: A tensor is unknown, has another shape, or is missing.
+        """
+        if not 0 <= eta <= 1:
+            raise ConfigError(f"eta={eta}; the weight of the new tensors must be between 0 and 1")
+        if self._mode is not None:
+            raise ConfigError(f"load_weights() inside {self._mode}_mode(); leave the mode first")
+        if self.model_config.lora is not None:
+            raise ConfigError(
+                "this engine trains adapters, so full weights cannot be loaded into it; load a checkpoint instead"
+            )
+        left = {name: shape for name, (_, shape) in self.weight_shapes().items()}
+        with self._offloader.on_device(PARTS), torch.no_grad():
+            shards: dict[str, list[LocalShard]] = {}
+            for shard in self._local_shards():
+                if shard.kind == "value":
+                    shards.setdefault(shard.name, []).append(shard)
+            self._incomplete = "a load of weights was not finished"
+            for name, tensor in weights:
+                if name not in left:
+                    raise ModelError(
+                        f"the weights have {name}, which the model does not have or has already; it is another model"
+                    )
+                if tuple(tensor.shape) != left[name]:
+                    raise ModelError(
+                        f"{name} is {list(tensor.shape)}, but {list(left[name])} in the model; it is another model"
+                    )
+                del left[name]
+                for shard in shards.get(name, ()):
+                    _mix(shard, tensor, eta)
+            if left:
+                raise ModelError(
+                    f"the weights lack {len(left)} tensors, including {', '.join(list(left)[:3])}; stream all of them"
+                )
+            # As after a checkpoint: what is derived from the values is brought up to date.
+            self._restore_optimizer(None if self.optim_config is None else self._optimizer_scalars())
+        self._incomplete = ""
+
+
+def _mix(shard: LocalShard, tensor: Tensor, eta: float) -> None:
+    part = tensor[shard.box.within((0,) * tensor.dim())] if shard.offset else tensor
+    new = part.to(shard.data.device)
+    if eta == 1 or not shard.data.is_floating_point():
+        shard.data.copy_(new)
+    else:
+        # In 16 bits, small changes would be lost before they add up in the sum.
+        wide = torch.promote_types(shard.data.dtype, torch.float32)
+        shard.data.copy_(torch.lerp(shard.data.to(wide), new.to(wide), eta))

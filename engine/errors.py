@@ -5,6 +5,8 @@ names the setting, both values and the way out.
 """
 
 import errno
+from collections.abc import Sequence
+from typing import Self
 
 
 class DrivetrainError(Exception):
@@ -66,6 +68,31 @@ class WorkerError(DrivetrainError):
 
 class WorkerLostError(WorkerError):
     """A process of a worker group died; the group must be rebuilt."""
+
+
+class DataMissingError(DrivetrainError, LookupError):
+    """Samples, or columns of samples, are not in the workers' data stores.
+
+    Args:
+        message: The message.
+        ids: The samples.
+    """
+
+    def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ids = list(ids)
+
+    @classmethod
+    def of(cls, ids: Sequence[str], keys: Sequence[str] = ()) -> Self:
+        """Return the error for samples that lack some columns, or everything."""
+        shown = ", ".join(repr(sample) for sample in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+        if keys:
+            return cls(f"the samples {shown} have no {', '.join(keys)}; compute or put it first", ids)
+        return cls(f"the samples {shown} are not in the data store; they were dropped, or never put there", ids)
+
+
+class ManifestError(DrivetrainError):
+    """The ranks were not sent the same requests in the same order."""
 
 
 class RemoteError(DrivetrainError):

@@ -1,4 +1,4 @@
-"""Distribution of a global batch over data-parallel ranks, and reassembly of the ranks' results.
+"""Distribution of a global batch over data-parallel ranks.
 
 A worker's methods take this rank's data-parallel shard, like an engine's. A group of workers is called with the global batch.
 How a method's arguments are split, and what it returns, is declared where the method is defined, with `register`. The
@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..engine.errors import BatchError, ConfigError
-from ..engine.packing.batch import PackedBatch
 from ..engine.packing.microbatch import balance
 
 Split = Literal["all", "dp", "minibatches"]
-Returns = Literal["tokens", "rows", "objects"]
+Returns = Literal["tokens", "rows", "objects", "numbers"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -30,8 +27,8 @@ class Dispatch:
         split: How the arguments are split. `all`: every rank is called with the same arguments. `dp`: the first argument is a
             batch, which is split over the data-parallel ranks. `minibatches`: like `dp`, but separately for each mini-batch of
             an update.
-        returns: What a `dp` method returns: named values per token (`tokens`) or per row (`rows`), or a list with one object
-            per row (`objects`).
+        returns: What a `dp` method returns: named values per token (`tokens`) or per row (`rows`), a list with one object per
+            row (`objects`), or named numbers of the entire batch, the same on all ranks (`numbers`).
         columns: The name of the option of a `dp` method that maps column names to one object per row and is split with the
             rows.
         changes_weights: Whether the method changes the weights of the role; an update always does.
@@ -145,18 +142,26 @@ class Assignment:
     steps: list[list[list[int]]] | None = None
 
 
-def assign_batch(batch: PackedBatch, dp_size: int, ratio: float) -> Assignment:
-    """Assign the sequences of a batch to ranks, balanced by cost."""
-    groups = None if batch.group_ids is None else batch.groups()
-    return Assignment(rows=balance(batch.lengths, dp_size, groups=groups, ratio=ratio))
+def assign_rows(lengths: Sequence[int], groups: Sequence[int] | None, dp_size: int, ratio: float) -> Assignment:
+    """Assign the sequences of a batch to ranks, balanced by cost.
+
+    Args:
+        lengths: The number of tokens of each sequence.
+        groups: The group of each sequence; None if each is a group of its own.
+        dp_size: The number of data-parallel ranks.
+        ratio: The relative cost of attention.
+    """
+    return Assignment(rows=balance(lengths, dp_size, groups=groups, ratio=ratio))
 
 
-def assign_mini_batches(batch: PackedBatch, dp_size: int, ratio: float, mini_batches: MiniBatches) -> Assignment:
+def assign_mini_batches(
+    lengths: Sequence[int], groups: Sequence[int] | None, dp_size: int, ratio: float, mini_batches: MiniBatches
+) -> Assignment:
     """Assign each optimizer step of an update separately, so that every step is balanced.
 
     A rank receives each of its sequences once, no matter how many steps use it.
     """
-    lengths, groups = batch.lengths, batch.groups()
+    groups = list(range(len(lengths))) if groups is None else groups
     rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for step in mini_batches.steps(groups):
         assigned = balance([lengths[i] for i in step], dp_size, groups=[groups[i] for i in step], ratio=ratio)
@@ -165,33 +170,3 @@ def assign_mini_batches(batch: PackedBatch, dp_size: int, ratio: float, mini_bat
     rows = [sorted({i for step in rank for i in step}) for rank in rank_steps]
     indices = [{row: index for index, row in enumerate(rank_rows)} for rank_rows in rows]
     return Assignment(rows=rows, steps=[[[indices[r][i] for i in step] for step in rank] for r, rank in enumerate(rank_steps)])
-
-
-def gather(
-    batch: PackedBatch, rows: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Tensor]], returns: Returns
-) -> dict[str, Tensor]:
-    """Arrange the ranks' results in the order of the tokens or rows of the global batch.
-
-    Args:
-        batch: The global batch.
-        rows: For each rank, its sequences of the batch.
-        answers: For each rank, its named results.
-        returns: What the results hold values of: `tokens` or `rows`.
-
-    Raises:
-        BatchError: The size of a result does not match its shard.
-    """
-    count = batch.num_tokens if returns == "tokens" else batch.num_sequences
-    indices = [
-        batch.token_index(rank_rows) if returns == "tokens" else torch.tensor(rank_rows, dtype=torch.long)
-        for rank_rows in rows
-    ]
-    gathered: dict[str, Tensor] = {}
-    for name in answers[0]:
-        for index, answer in zip(indices, answers, strict=True):
-            if answer[name].shape[:1] != index.shape:
-                raise BatchError(f"{name} has {len(answer[name])} numbers for a shard of {len(index)} {returns}")
-            if name not in gathered:
-                gathered[name] = answer[name].new_zeros((count, *answer[name].shape[1:]))
-            gathered[name][index] = answer[name]
-    return gathered

@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, ModelError, RemoteError, WorkerError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.groups import remote
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.groups.planned import Manifest, PlannedRequest, Submission
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
+from drivetrain.workers.model_worker import compute_messages as c
+from drivetrain.workers.model_worker import data_messages as d
 from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker.comm_id import mint
 from drivetrain.workers.model_worker.errors import RemoteWorkerError
@@ -253,31 +255,48 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
     """Rank 1 fails in each in turn; the next request gets its own replies, on all ranks."""
     comm_id = mint()
     comm_id[1].close()
-    built = p.Initialize(role="again", worker=Troubled, config=Trouble(rank=1))
+    built = c.Initialize(role="again", worker=Troubled, config=Trouble(rank=1))
     steps: list[tuple[p.Request, str]] = [
         (p.Init(comm_id=comm_id[0].hex()), "has its communicator already"),
-        (p.Initialize(role="mortal", worker=FailsWhileBuilt, config=Trouble()), "not built"),
-        (p.Initialize(role="troubled", worker=Troubled, config=Trouble()), "there is a role 'troubled' already"),
-        (p.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),
-        (p.Call(role="troubled", method="nothing"), "no method 'nothing'"),
-        (p.CopyWeights(source="troubled", target="taker"), "no more weights"),
-        (p.NextWeights(role="troubled", max_bytes=10**9), "no more weights"),
-        (p.ReceiveWeights(role="taker", tensors=[]), "no weights of 'taker' are being loaded"),
-        (p.FinishWeights(role="taker"), "no weights of 'taker' are being loaded"),
-        (p.BeginWeights(role="nobody"), "there is no role 'nobody'"),
+        (c.Initialize(role="mortal", worker=FailsWhileBuilt, config=Trouble()), "not built"),
+        (c.Initialize(role="troubled", worker=Troubled, config=Trouble()), "there is a role 'troubled' already"),
+        (c.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),
+        (c.Call(role="troubled", method="nothing"), "no method 'nothing'"),
+        (c.Call(role="nobody", method="nothing"), "there is no role 'nobody'"),
+        (c.Inference(role="troubled", method="score", ids=["x"], rows=[0]), "no input_ids"),
+        (d.Get(ids=["nothing"], keys=["x"]), "the samples 'nothing' are not in the data store"),
+        (d.Spec(role="troubled"), "role 'troubled' has no data set"),
+        (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
+        (d.ModelConfig(role="troubled"), "has no engine"),
+        (d.Peers(addresses={}), "does not listen"),
         (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "cannot load shards"),
         (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
-        (p.Flush(ids=[], digest=""), "flush is not served by this version"),
+        (c.Flush(ids=[7], digest=""), "request 7 of the flush did not come"),
     ]
-    roles = {"troubled": troubled(), "taker": troubled(Trouble(rank=-1))}
-    with start(roles, {"main": 2}, grace_s=5) as group:
+    with start({"troubled": troubled(), "taker": troubled(Trouble(rank=-1))}, {"main": 2}, grace_s=5) as group:
         for i, (request, message) in enumerate(steps):
             with pytest.raises(WorkerError, match=message):
-                group._ask("main", "the test", request)
+                ask(group, request)
             # Nothing has been left half-done either.
             assert group["troubled"].echo(i) == [[i], {}]
-        assert len(group._ask("main", "the test", built)) == 2
-        assert [reply.observed_sum for reply in group._ask("main", "the test", p.NcclSanityCheck())] == [2, 2]
+        with pytest.raises(WorkerError, match="no more weights"):
+            group.sync_weights("troubled", "taker")
+        assert group["troubled"].echo() == [[], {}]
+        assert len(ask(group, built)) == 2
+        assert [reply.observed_sum for reply in ask(group, p.NcclSanityCheck())] == [2, 2]
+
+
+def ask(group: Any, request: p.Request) -> list[Any]:
+    """Send a request to both ranks, with a flush if it needs one."""
+    if not isinstance(request, c.ComputeRequest):
+        return [replies[0] for replies in group._ask("the test", {"main/0": [request], "main/1": [request]}).values()]
+    planned = PlannedRequest(
+        id=group.next_id(), title="the test", mesh=("main/0", "main/1"), make=lambda name: request, common=""
+    )
+    submission = Submission(request=planned)
+    group._run(Manifest.of([planned]), [submission])
+    submission.result()
+    return list(submission.replies.values())
 
 
 @pytest.mark.slow
@@ -488,8 +507,7 @@ def run_python(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_go_to_a_pool_of_their_own(start: Start, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 100_000)
+def test_weights_go_to_a_pool_of_their_own(start: Start, models: Path) -> None:
     rollout = RoleSpec(
         worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(models / "reference"))), pool="answers"
     )
@@ -563,9 +581,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["none", pytest.param("fails", marks=pytest.mark.slow)])
-def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
-    # A part of four tensors.
-    monkeypatch.setattr(remote, "PART_BYTES", 800)
+def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, trouble: str) -> None:
     roles = {
         "giver": troubled(Trouble(rank=-1 if trouble == "none" else 1)),
         "taker": troubled(Trouble(rank=-1), pool="taker"),
@@ -597,9 +613,8 @@ def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, monkeypat
     ],
 )
 def test_a_process_that_dies_in_the_middle_of_a_stream_is_told(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, text: str, message: str
+    start: Start, tmp_path: Path, dying: int, text: str, message: str
 ) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 400)
     note = tmp_path / "note"
     roles = {
         "giver": troubled(Trouble(rank=dying, note=note)),

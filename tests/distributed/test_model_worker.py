@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from drivetrain.workers.model_worker.names import Names
 from drivetrain.workers.model_worker.transports.zeromq import CurveKeys
 from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
-from helpers.leader import Worker
+from helpers.leader import Worker, flush_of, initialize
 
 ALLOW = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
 ROOT = Path(__file__).parents[2]
@@ -36,8 +37,15 @@ def new_comm_id() -> str:
     return found.hex()
 
 
+NUMBERS = count(1000)
+
+
 def call(method: str, *args: Any, **more: Any) -> dict[str, Any]:
-    return {"op": "call", "role": "troubled", "method": method, "args": list(args), **more}
+    return {"op": "call", "id": next(NUMBERS), "role": "troubled", "method": method, "args": list(args), **more}
+
+
+def without_id(reply: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in reply.items() if name != "id"}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,8 @@ def pair() -> Iterator[list[Worker]]:
 
 def test_only_frames_with_an_id_overtake(pair: list[Worker]) -> None:
     worker = pair[0]
-    worker.send(call("work_slowly", 2.0))
+    worker.run(call("work_slowly", 2.0))
+    assert worker.receive() == {"op": "flush_ok"}
     worker.send({"op": "ping"})
     worker.send(b"{broken")
     worker.send({"op": "ping", "id": "now"})
@@ -75,17 +84,17 @@ def test_only_frames_with_an_id_overtake(pair: list[Worker]) -> None:
     assert worker.receive(1.5) == {"op": "pong", "id": "now", "rank": 0, "world_size": 2, "cuda_device": 0}
     assert worker.receive(1.5)["id"] == 4
     replies = [worker.receive() for _ in range(3)]
-    assert replies[0] == {"op": "call_ok", "result": "done"}
+    assert without_id(replies[0]) == {"op": "call_ok", "result": "done"}
     assert replies[1] == {"op": "pong", "rank": 0, "world_size": 2, "cuda_device": 0}
     assert (replies[2]["op"], replies[2]["kind"]) == ("error", "bad_request")
 
 
 def test_a_waiting_request_can_be_cancelled_and_a_running_one_not(pair: list[Worker]) -> None:
     worker = pair[0]
-    worker.send(call("work_slowly", 2.0, id=1))
-    # It is running, and no longer in the queue.
-    time.sleep(0.5)
-    worker.send(call("echo", "never", id=2))
+    worker.run(call("work_slowly", 2.0, id=1))
+    # It is running, and no longer waiting.
+    assert worker.receive() == {"op": "flush_ok"}
+    worker.send({"op": "clear_kv_cache", "model_id": "never", "id": 2})
     worker.send({"op": "cancel", "id": 3, "request": 2})
     worker.send({"op": "cancel", "id": 4, "request": 1})
     worker.send({"op": "cancel", "id": 5, "request": "nobody"})
@@ -97,41 +106,51 @@ def test_a_waiting_request_can_be_cancelled_and_a_running_one_not(pair: list[Wor
     ]
     assert replies[3] == {"op": "call_ok", "id": 1, "result": "done"}
     assert (replies[4]["id"], replies[4]["kind"]) == (2, "cancelled")
+    # Also before its flush, which then lacks it.
+    worker.send(call("echo", id=6))
+    assert worker.ask({"op": "cancel", "id": 7, "request": 6})["kind"] == "cancelled"
+    assert worker.receive() == {"op": "cancel_ok", "id": 7, "found": True}
+    reply = worker.ask(flush_of({"id": 6}, ranks=[0]))
+    assert (reply["kind"], "request 6 of the flush did not come" in reply["message"]) == ("manifest_mismatch", True)
 
 
 def test_after_a_failure_of_one_rank_the_next_reply_is_the_next(pair: list[Worker]) -> None:
     for kind, message in (("value", "ValueError: not me"), ("batch", "not me")):
+        request = call("fail", kind)
         for worker in pair:
-            worker.send(call("fail", kind))
-        good, bad = (worker.receive() for worker in pair)
-        assert good == {"op": "call_ok", "result": 0}
+            worker.run(request, alone=False)
+        good, bad = (worker.reply_after_flush() for worker in pair)
+        assert without_id(good) == {"op": "call_ok", "result": 0}
         assert (bad["kind"], bad["message"]) == ("forward_failed", message)
-        assert [worker.ask(call("echo", kind))["result"] for worker in pair] == [[[kind], {}]] * 2
+        assert [worker.ask_flushed(call("echo", kind))["result"] for worker in pair] == [[[kind], {}]] * 2
+    request = call("fail", "memory")
     for worker in pair:
-        worker.send(call("fail", "memory"))
-    assert [worker.receive().get("kind") for worker in pair] == [None, "out_of_memory"]
+        worker.run(request, alone=False)
+    assert [worker.reply_after_flush().get("kind") for worker in pair] == [None, "out_of_memory"]
 
 
 def test_values_of_a_call_in_json(pair: list[Worker]) -> None:
     tensor = {"$": "tensor", "dtype": "int64", "shape": [1], "data": "AQAAAAAAAAE="}
-    (found,), options = pair[0].ask(call("echo", tensor, options={"x": {"$": "tuple", "items": [1]}}))["result"]
+    (found,), options = pair[0].ask_flushed(call("echo", tensor, options={"x": {"$": "tuple", "items": [1]}}))["result"]
     assert found == tensor
     assert options == {"x": {"$": "tuple", "items": [1]}}
     for args, message in (
         ([{"$": "name", "value": "os:system"}], "os:system is not on the list"),
         ([{"$": "tensor"}], "is not a value"),
     ):
+        # Told at once; the flush would lack it.
         reply = pair[0].ask(call("echo", *args))
         assert reply["kind"] == "bad_request"
         assert message in reply["message"]
-    assert "no method 'loaded'" in pair[0].ask(call("loaded"))["message"]
-    assert pair[0].ask({"op": "call", "role": "critic", "method": "to"})["kind"] == "model_not_loaded"
+    assert "no method 'loaded'" in pair[0].ask_flushed(call("loaded"))["message"]
+    assert pair[0].ask_flushed({"op": "call", "id": 1, "role": "critic", "method": "to"})["kind"] == "model_not_loaded"
+    assert "which names it by its id; give it one" in pair[0].ask({"op": "call", "role": "x", "method": "to"})["message"]
 
 
 def test_what_prints_does_not_disturb_the_frames(pair: list[Worker]) -> None:
     """From Python, and from a C library that writes to descriptor 1."""
     for text in ("loud", '{"op":"pong"}'):
-        assert pair[0].ask(call("write", text)) == {"op": "call_ok", "result": text}
+        assert without_id(pair[0].ask_flushed(call("write", text))) == {"op": "call_ok", "result": text}
     assert pair[0].process.stderr is not None
     printed = [pair[0].process.stderr.readline().decode().strip() for _ in range(4)]
     assert printed == ["loud", "loud", '{"op":"pong"}', '{"op":"pong"}']
@@ -170,18 +189,28 @@ def test_a_full_queue_refuses_what_has_an_id_and_holds_the_rest_back() -> None:
     with Worker(0, 1, *ALLOW, "--queue-size", "2") as worker:
         worker.join(new_comm_id())
         worker.initialize("troubled", "Troubled", {"rank": 1})
-        worker.send(call("work_slowly", 1.0))
+        worker.run(call("work_slowly", 1.0))
+        assert worker.receive() == {"op": "flush_ok"}
         for i in range(8):
-            worker.send(call("echo", i, id=i))
+            worker.send({"op": "clear_kv_cache", "model_id": "m", "id": i})
         for i in range(8):
-            worker.send(call("echo", f"in order {i}"))
+            worker.send({"op": "clear_kv_cache", "model_id": f"in order {i}"})
         replies = [worker.receive() for _ in range(17)]
         refused = [reply["id"] for reply in replies if reply.get("kind") == "queue_full"]
         assert len(refused) >= 5
         assert refused == sorted(refused)
-        served = [reply["result"][0][0] for reply in replies if reply["op"] == "call_ok" and reply["result"] != "done"]
-        assert [x for x in served if isinstance(x, str)] == [f"in order {i}" for i in range(8)]
-        assert sorted([*refused, *(x for x in served if isinstance(x, int))]) == list(range(8))
+        served = [reply for reply in replies if reply.get("kind") == "model_not_loaded"]
+        named = [reply["message"].split("'")[1] for reply in served if "id" not in reply]
+        assert named == [f"in order {i}" for i in range(8)]
+        assert sorted([*refused, *(reply["id"] for reply in served if "id" in reply)]) == list(range(8))
+        # What waits for a flush has its place in the queue too.
+        kinds = [worker.ask({"op": "ping"})["op"]]
+        for i in range(3):
+            worker.send(call("echo", i, id=i))
+        assert worker.receive()["kind"] == "queue_full"
+        worker.send(flush_of(call("echo", id=0), call("echo", id=1)))
+        assert [worker.receive()["op"] for _ in range(3)] == ["flush_ok", "call_ok", "call_ok"]
+        assert kinds == ["pong"]
 
 
 # ---- its end ------------------------------------------------------------------------------------------------------------
@@ -225,21 +254,14 @@ def test_a_signal_ends_it_also_in_the_middle_of_a_collective(pair: list[Worker])
         second.join(comm_id)
         assert first.receive() == {"op": "init_ok"}
         for worker in (first, second):
-            worker.send(
-                {
-                    "op": "initialize",
-                    "role": "troubled",
-                    "worker": {"$": "name", "value": "helpers.roles:Troubled"},
-                    "config": {"$": "helpers.roles:Trouble", "fields": {"rank": 1}},
-                }
-            )
-        assert [worker.receive()["op"] for worker in (first, second)] == ["initialize_ok"] * 2
-        first.send(call("hang"))
+            worker.run(initialize("troubled", "Troubled", {"rank": 1}), alone=False)
+        assert [worker.reply_after_flush()["op"] for worker in (first, second)] == ["initialize_ok"] * 2
+        first.run(call("hang"))
         time.sleep(0.5)
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(5) == -signal.SIGTERM
         # The leader of the second closes both its ends while it is running.
-        second.send(call("hang"))
+        second.run(call("hang"))
         time.sleep(0.5)
         assert second.process.stdin is not None
         assert second.process.stdout is not None
@@ -256,20 +278,21 @@ def test_a_leader_that_reads_nothing_does_not_keep_a_wedged_worker_alive() -> No
         worker.join(new_comm_id())
         worker.initialize("troubled", "Troubled", {"rank": 0})
         for _ in range(3):
-            worker.send(call("large", 100_000))
-        worker.send(call("hang"))
+            worker.run(call("large", 100_000))
+        worker.run(call("hang"))
         assert worker.process.wait(40) == 70
     with Worker(0, 1, *ALLOW, "--watchdog", "call=1") as worker:
         worker.join(new_comm_id())
         worker.initialize("troubled", "Troubled", {"rank": 0})
         # It hangs in print, because nobody reads its standard error.
-        reply = worker.ask(call("flood", 1_000_000))
+        reply = worker.ask_flushed(call("flood", 1_000_000))
         assert reply["kind"] == "watchdog"
         assert worker.process.wait(40) == 70
 
 
 def test_a_large_reply_arrives_whole_beside_small_ones(pair: list[Worker]) -> None:
-    pair[0].send(call("large", 3_000_000, id="large"))
+    pair[0].run(call("large", 3_000_000, id="large"))
+    assert pair[0].receive() == {"op": "flush_ok"}
     for i in range(20):
         pair[0].send({"op": "ping", "id": i})
     found = [pair[0].receive() for _ in range(21)]
@@ -395,7 +418,7 @@ def test_meetings_that_fail_say_why() -> None:
         assert alone.ask({"op": "hello", "protocol": 99})["message"].startswith(
             "the controller speaks version 99 of the protocol"
         )
-        assert "expects 4 ranks" in alone.ask({"op": "hello", "protocol": 1, "world_size": 4})["message"]
+        assert "expects 4 ranks" in alone.ask({"op": "hello", "protocol": p.PROTOCOL, "world_size": 4})["message"]
         # The store listens on the loopback address only.
         listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"}
         assert not [address for address in listening if address.startswith("00000000") and int(address[9:], 16) > 32768]
@@ -452,7 +475,12 @@ def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:
         assert worker.ask({"op": "nccl_sanity_check"}) == {"op": "nccl_sanity_result", "observed_sum": 1}
         worker.initialize("troubled", "Troubled", {"rank": -1})
         # An int32 one, from the device.
-        assert worker.ask(call("on_device"))["result"] == {"$": "tensor", "dtype": "int32", "shape": [1], "data": "AQAAAA=="}
+        assert worker.ask_flushed(call("on_device"))["result"] == {
+            "$": "tensor",
+            "dtype": "int32",
+            "shape": [1],
+            "data": "AQAAAA==",
+        }
         assert worker.ask({"op": "shutdown"}) == {"op": "bye"}
         assert worker.process.wait(30) == 0
 

@@ -15,7 +15,7 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DrivetrainError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.batch_adapters import adapt_batch
-from drivetrain.workers.dispatch import MiniBatches, assign_batch, assign_mini_batches, gather
+from drivetrain.workers.dispatch import MiniBatches, assign_mini_batches, assign_rows
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.losses.sft import SFTLoss
@@ -396,18 +396,11 @@ def test_mini_batches_cover_every_epoch_and_keep_groups_together() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_shares_and_steps_come_back_in_order(ranks: int) -> None:
-    batch = from_lists([list(range(1, n + 2)) for n in (3, 9, 1, 4, 4, 2, 7)])
-    shares = assign_batch(batch, ranks, 1e-3)
+    lengths = [4, 10, 2, 5, 5, 3, 8]
+    shares = assign_rows(lengths, None, ranks, 1e-3)
     assert sorted(i for own in shares.rows for i in own) == list(range(7))
-    answers = [{"x": batch.select(own).input_ids.float(), "n": batch.select(own).input_ids} for own in shares.rows]
-    found = gather(batch, shares.rows, answers, "tokens")
-    assert torch.equal(found["x"], batch.input_ids.float())
-    rows = gather(batch, shares.rows, [{"r": torch.tensor([float(i) for i in own])} for own in shares.rows], "rows")
-    assert rows["r"].tolist() == [float(i) for i in range(7)]
-    with pytest.raises(BatchError, match="has 1 numbers for a shard of"):
-        gather(batch, shares.rows, [{"r": torch.ones(1)} for _ in shares.rows], "tokens")
     plan = MiniBatches(size=3, epochs=2, shuffle=True)
-    deal = assign_mini_batches(batch, ranks, 1e-3, plan)
+    deal = assign_mini_batches(lengths, None, ranks, 1e-3, plan)
     assert deal.steps is not None
     for number, step in enumerate(plan.steps(list(range(7)))):
         together = sorted(deal.rows[r][place] for r in range(ranks) for place in deal.steps[r][number])

@@ -1,5 +1,6 @@
 """A leader that drives model workers over pipes, as a program in any language would."""
 
+import hashlib
 import json
 import os
 import select
@@ -10,6 +11,24 @@ from pathlib import Path
 from typing import Any, Self
 
 TESTS = str(Path(__file__).parents[1])
+
+
+def initialize(role: str, worker: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """A request to build a role of the helpers."""
+    return {
+        "op": "initialize",
+        "id": f"initialize {role}",
+        "role": role,
+        "worker": {"$": "name", "value": f"helpers.roles:{worker}"},
+        "config": {"$": "helpers.roles:Trouble", "fields": fields},
+    }
+
+
+def flush_of(*frames: dict[str, Any], ranks: list[int] | None = None) -> dict[str, Any]:
+    """The flush of requests, as in docs/model-worker.md."""
+    lines = "".join(f"{json.dumps(frame['id'])} {frame.get('digest', '')}\n" for frame in frames)
+    digest = hashlib.sha256(lines.encode()).hexdigest()
+    return {"op": "flush", "ids": [frame["id"] for frame in frames], "digest": digest, "ranks": ranks or []}
 
 
 class Worker:
@@ -40,6 +59,7 @@ class Worker:
             env={name: value for name, value in wanted.items() if value is not None},
         )
         self._buffer = b""
+        self.rank = rank
 
     def send(self, frame: dict[str, Any] | bytes) -> None:
         assert self.process.stdin is not None
@@ -67,6 +87,23 @@ class Worker:
         self.send(frame)
         return self.receive(timeout_s)
 
+    def run(self, *frames: dict[str, Any], alone: bool = True) -> None:
+        """Send requests with the flush that runs them; `alone` of all ranks."""
+        for frame in frames:
+            self.send(frame)
+        self.send(flush_of(*frames, ranks=[self.rank] if alone else []))
+
+    def ask_flushed(self, frame: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+        """A request that waits for a flush, and its reply."""
+        self.run(frame)
+        return self.reply_after_flush(timeout_s)
+
+    def reply_after_flush(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The next reply that does not acknowledge a flush."""
+        while (reply := self.receive(timeout_s))["op"] == "flush_ok":
+            continue
+        return reply
+
     def errors(self) -> str:
         """What it printed to standard error, after its end."""
         assert self.process.stderr is not None
@@ -78,14 +115,9 @@ class Worker:
 
     def initialize(self, role: str, worker: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Build a role of the helpers."""
-        return self.ask(
-            {
-                "op": "initialize",
-                "role": role,
-                "worker": {"$": "name", "value": f"helpers.roles:{worker}"},
-                "config": {"$": "helpers.roles:Trouble", "fields": fields},
-            }
-        )
+        frame = initialize(role, worker, fields)
+        self.run(frame, alone=False)
+        return self.reply_after_flush()
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import pytest
 from drivetrain.engine.errors import BatchError, WorkerError, WorkerLostError
 from drivetrain.workers.groups.replies import Outcome, Patience, read_replies
 from drivetrain.workers.model_worker import messages as m
+from drivetrain.workers.model_worker.compute_messages import CallOk
 
 PATIENCE = Patience(grace_s=0.2, silence_s=0.5)
 BAD = m.Error(kind="forward_failed", message="no field x", error_type="drivetrain.engine.errors:BatchError")
@@ -106,13 +107,13 @@ class Silent:
 
 def read(pending: list[Pending], channels: list[Silent], limit_s: float | None = None) -> Outcome:
     patience = Patience(grace_s=0.2, silence_s=0.5, limit_s=limit_s)
-    return read_replies("main", "actor.update", pending, channels, patience)  # type: ignore[arg-type]
+    return read_replies("main", "actor.update", dict(enumerate(pending)), channels, patience)  # type: ignore[arg-type]
 
 
 def test_all_replies_are_read_before_anything_is_raised() -> None:
     calm = Silent(0.0)
     late = Pending(None)
-    late._reply = m.CallOk(result=1)
+    late._reply = CallOk(result=1)
     threading.Timer(0.1, late.future.set_result, (None,)).start()
     found = read([Pending(BAD), late], [calm, calm])
     assert sorted(found.replies) == [0, 1]
@@ -126,7 +127,7 @@ def test_all_replies_are_read_before_anything_is_raised() -> None:
 
 def test_a_silence_that_ends_is_forgotten() -> None:
     late = Pending(None)
-    late._reply = m.CallOk(result=1)
+    late._reply = CallOk(result=1)
     threading.Timer(0.6, late.future.set_result, (None,)).start()
     found = read([late], [Silent(9.0, 0.0)])
     assert found.whole

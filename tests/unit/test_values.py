@@ -22,9 +22,9 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker import protocol
 from drivetrain.workers.model_worker.codec import Codec
+from drivetrain.workers.model_worker.compute_messages import Call, CallOk
 from drivetrain.workers.model_worker.names import BUILT_IN, Names, Program, collect, name_of
 from drivetrain.workers.model_worker.values import ValueDecodeError, dump, load
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
@@ -39,10 +39,10 @@ REGISTRY = protocol.Registry()
 def through(value: Any, names: Names = NAMES, *, binary: bool = True) -> Any:
     """A value after a trip over the wire."""
     codec = Codec(REGISTRY, binary=binary)
-    plain, parts = dump(p.Call(role="r", method="m", args=[value]), names, inline=not binary)
+    plain, parts = dump(Call(role="r", method="m", args=[value]), names, inline=not binary)
     request = codec.decode_request(codec.encode(plain))
     loaded = load(request, [bytes(part) for part in parts], names)
-    assert isinstance(loaded, p.Call)
+    assert isinstance(loaded, Call)
     return loaded.args[0]
 
 
@@ -93,8 +93,8 @@ def test_tensors_come_back_bit_for_bit(binary: bool) -> None:
 def test_a_part_does_not_change_with_the_tensor_that_it_was_made_from() -> None:
     """What has been handed over for sending is not what the role goes on working with."""
     tensor = torch.zeros(4)
-    _, (copied,) = dump(p.CallOk(result=tensor), NAMES)
-    _, (shared,) = dump(p.CallOk(result=tensor), NAMES, copy=False)
+    _, (copied,) = dump(CallOk(result=tensor), NAMES)
+    _, (shared,) = dump(CallOk(result=tensor), NAMES, copy=False)
     tensor.fill_(1.0)
     assert not any(bytes(copied))
     assert any(bytes(shared))
@@ -182,7 +182,7 @@ def test_only_processes_of_ones_own_get_pickles() -> None:
     own = Names(pickler=pickle)
     assert through(timedelta(seconds=3), own) == timedelta(seconds=3)
     assert through({"x": [Mine(3)]}, own) == {"x": [Mine(3)]}
-    plain, parts = dump(p.Call(role="r", method="m", args=[timedelta(seconds=3)]), own)
+    plain, parts = dump(Call(role="r", method="m", args=[timedelta(seconds=3)]), own)
     with pytest.raises(ValueDecodeError, match="pickled values are accepted from a process of one's own only"):
         load(plain, parts, NAMES)
     with pytest.raises(ConfigError, match=r"args\[0\] cannot be sent to a worker: .*pickle"):
@@ -250,7 +250,7 @@ def test_what_cannot_be_sent_is_refused_by_its_place() -> None:
 )
 def test_what_no_worker_of_ours_sends_is_refused(plain: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        load(p.Call(role="r", method="m", args=[plain]), [], NAMES)
+        load(Call(role="r", method="m", args=[plain]), [], NAMES)
 
 
 def test_a_name_outside_the_list_is_not_even_imported() -> None:

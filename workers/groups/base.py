@@ -1,28 +1,27 @@
 """Groups of workers: a controller calls a role's method once with the global batch and gets the global result.
 
-The batch is distributed over the data-parallel ranks, balanced by cost. The results of the output ranks are put back in order
-and returned in the caller's format. This module holds what all groups have in common; `local`, `process` and `ray` differ in how
-requests reach the workers.
+A batch is a `DataRef`, samples in the data stores of the workers, or holds tensors, which are put there for the call and got back.
+It is distributed over the data-parallel ranks, balanced by cost. This module holds what all groups have in common; `local`,
+`process` and `ray` differ in how requests reach the workers.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, Self
 
-import torch
-
 from ...engine.errors import ConfigError
-from ...engine.packing.batch import PackedBatch
-from ...engine.packing.convert import from_lists
-from ..batch_adapters import adapt_batch
-from ..dispatch import Assignment, MiniBatches, assign_batch, assign_mini_batches, check_columns, gather
-from ..model_worker.messages import Call
+from ..data_plane.plan import place
+from ..data_plane.sequence_buffer import SequenceBuffer
+from ..dispatch import MiniBatches
+from ..model_worker.compute_messages import Empty
 from ..model_worker.role_host import RankInfo, RoleSpec
-from ..roles.actor import ActorConfig
-from ..roles.base import Worker
-from ..roles.reference import ReferenceConfig
-from ..rollout.engine import SamplingOptions, check_prompts
+from . import hooks as h
+from .call_planner import CallPlanner, CallSpec
+from .group_data import GroupData
+from .planned import Manifest, PlannedRequest, Submission
+from .state_hooks import plan_hook
 
 
 class RoleHandle:
@@ -43,7 +42,7 @@ class RoleHandle:
         return lambda *args, **options: self._group.call(self._name, method, *args, **options)
 
 
-class WorkerGroup(ABC):
+class WorkerGroup(GroupData, ABC):
     """The workers of several roles.
 
     Args:
@@ -66,18 +65,14 @@ class WorkerGroup(ABC):
                 )
             role.check(name)
         self.roles = dict(roles)
-        temperatures = {
-            name: role.config.temperature
-            for name, role in roles.items()
-            if isinstance(role.config, ActorConfig | ReferenceConfig)
-        }
-        if len(set(temperatures.values())) > 1:
-            raise ConfigError(
-                "the roles compute log-probabilities at different temperatures "
-                f"({', '.join(f'{n}: {t:g}' for n, t in temperatures.items())}), so these could not be compared; give all "
-                "roles the temperature at which responses are sampled"
-            )
-        self._temperature = next(iter(temperatures.values()), None)
+        self.buffer = SequenceBuffer()
+        """What the workers' data stores hold."""
+        self._submitted: list[Submission] = []
+        self._in_flight: list[Manifest] = []
+        self._versions = count(1)
+        # Held by a call from its submission to its result, so that threads may share a group.
+        self._lock = threading.RLock()
+        self._planner = CallPlanner(self)
 
     def __getitem__(self, name: str) -> RoleHandle:
         """Return the handle of a role.
@@ -85,146 +80,190 @@ class WorkerGroup(ABC):
         Raises:
             ConfigError: The group has no role of this name.
         """
-        self._role(name)
+        self.role(name)
         return RoleHandle(self, name)
 
-    def _role(self, name: str) -> RoleSpec:
+    def role(self, name: str) -> RoleSpec:
+        """Return a role.
+
+        Raises:
+            ConfigError: The group has no role of this name.
+        """
         if name not in self.roles:
             raise ConfigError(f"there is no role {name!r}; the roles are {', '.join(self.roles)}")
         return self.roles[name]
 
-    def _check_sync(self, source: str, target: str) -> None:
+    def check_sync(self, source: str, target: str) -> None:
+        """Check that one role gives weights and another takes them.
+
+        Raises:
+            ConfigError: One of them does not.
+        """
         for name, method in ((source, "weights"), (target, "load_weights")):
-            worker = self._role(name).worker
+            worker = self.role(name).worker
             if not hasattr(worker, method):
                 raise ConfigError(
                     f"sync_weights({source!r}, {target!r}): {worker.__name__}, the worker of {name!r}, has no method {method}"
                 )
 
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
     def call(self, role: str, method: str, *args: Any, mini_batches: MiniBatches | None = None, **options: Any) -> Any:
-        """Call a method of a role's workers.
+        """Call a method of a role's workers and return its result.
 
         Args:
             role: The name of the role.
             method: The name of the method, which must be marked with `dispatch.register`.
-            args: The positional arguments. If the method takes a batch, the first one is the global batch, in a format of
-                `workers.batch_adapters`.
+            args: The positional arguments. If the method takes a batch, the first one is the global batch: a DataRef, or tensors
+                in a format of `workers.batch_adapters`.
             mini_batches: The mini-batches of an update; None makes one step on the entire batch.
             options: The keyword arguments.
 
         Returns:
-            Values in the caller's format; for an update the results of its steps; otherwise the result of the first process.
+            For a DataRef, one with the new columns, or with the responses of a generator. For tensors, values in the caller's
+            format. For an update the results of its steps; otherwise the result of the first process.
 
         Raises:
             WorkerError: A process failed.
+            DataMissingError: Samples are not in the stores; the message names them.
         """
-        spec = self._role(role)
-        dispatch = spec.dispatch(method)
-        if mini_batches is not None and not isinstance(mini_batches, MiniBatches):
-            raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
-        if mini_batches is not None and dispatch.split != "minibatches":
-            raise ConfigError(f"mini_batches applies to updates only; {role}.{method} is not an update")
-        infos = self._rank_infos(role)
-        if dispatch.split == "all":
-            same = Call(role=role, method=method, args=list(args), options=options)
-            return self._run(role, lambda dp_rank: same, infos, gather=False)[0]
-        if not args:
-            raise ConfigError(f"{role}.{method} needs a batch")
-        if dispatch.returns == "objects" and not isinstance(args[0], PackedBatch):
-            # Prompts, which consist of tokens only.
-            args = (from_lists(check_prompts(args[0])), *args[1:])
-        self._check_temperature(f"{role}.{method}", (*args, *options.values()))
-        # The passengers of one role are accepted by all, because the same batch goes from role to role.
-        declared = {name for other in self.roles.values() for name in getattr(other.config, "passengers", ())}
-        adapter = adapt_batch(args[0], declared, every=not issubclass(spec.owner(method), Worker))
-        batch = adapter.batch
-        if spec.generates(method):
-            # Generators work independently of each other, whatever the layout of the role's engine.
-            infos = [RankInfo(dp_rank=rank, dp_size=len(infos), answers=True, ratio=0.0) for rank in range(len(infos))]
-        if batch.names is None:
-            # A sequence's index in a shard differs from the index that the caller knows, so errors name it by the latter.
-            batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
-        if dispatch.returns == "objects":
-            # The row numbers in the global batch seed the sampling, which must not depend on the rank that processes a row.
-            batch = batch.with_sequence_fields(row=torch.arange(batch.num_sequences))
-        dp_size, ratio = infos[0].dp_size, infos[0].ratio
-        assignment: Assignment
-        if dispatch.split == "dp":
-            assignment = assign_batch(batch, dp_size, ratio)
-        else:
-            assignment = assign_mini_batches(batch, dp_size, ratio, mini_batches or MiniBatches())
-        columns = None if dispatch.columns is None else options.get(dispatch.columns)
-        if columns is not None:
-            check_columns(columns, batch.num_sequences)
-
-        def shard(dp_rank: int) -> Call:
-            rows, own = assignment.rows[dp_rank], dict(options)
-            if assignment.steps is not None:
-                own["steps"] = assignment.steps[dp_rank]
-            if columns is not None:
-                own[str(dispatch.columns)] = {name: [values[row] for row in rows] for name, values in columns.items()}
-            return Call(role=role, method=method, args=[batch.select(rows), *args[1:]], options=own)
-
-        replies = self._run(role, shard, infos, gather=dispatch.split == "dp")
-        if dispatch.split == "minibatches":
-            return replies[0]
-        shard_results: list[Any] = [None] * dp_size
-        for info, reply in zip(infos, replies, strict=True):
-            if info.answers:
-                shard_results[info.dp_rank] = reply
-        if dispatch.returns == "objects":
-            by_row = {
-                row: result
-                for rows, results in zip(assignment.rows, shard_results, strict=True)
-                for row, result in zip(rows, results, strict=True)
-            }
-            return [by_row[row] for row in range(batch.num_sequences)]
-        gathered = gather(batch, assignment.rows, shard_results, dispatch.returns)
-        return adapter.answer(gathered) if dispatch.returns == "tokens" else adapter.answer_rows(gathered)
-
-    def _check_temperature(self, call: str, arguments: Sequence[Any]) -> None:
-        """Check that responses to be trained on are sampled at the temperature that the roles compute at.
-
-        Raises:
-            ConfigError: The temperatures differ, and the responses are not for evaluation.
-        """
-        for options in arguments:
-            if not isinstance(options, SamplingOptions) or options.evaluation or self._temperature is None:
-                continue
-            if options.temperature not in (0.0, self._temperature):
+        with self._lock:
+            if self._submitted:
                 raise ConfigError(
-                    f"{call} samples at temperature={options.temperature:g}, but the group's other roles compute "
-                    f"log-probabilities at {self._temperature:g}, so importance ratios and KL estimates would compare "
-                    "different distributions; use the same temperature, or set SamplingOptions(evaluation=True) if nothing is "
-                    "trained on the responses"
+                    f"{role}.{method} cannot be called: {self._submitted[0].request.title} has been submitted; flush() first"
                 )
+            submission = self.submit(role, method, *args, mini_batches=mini_batches, **options)
+            self.flush()
+            return submission.result()
 
-    @abstractmethod
-    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
-        """Return the info of each process of the role's pool, in rank order."""
-
-    @abstractmethod
-    def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
-        """Send a call to every process of the role's pool.
+    def submit(
+        self,
+        role: str,
+        method: str,
+        *args: Any,
+        before: Sequence[h.Hook] = (),
+        after: Sequence[h.Hook] = (),
+        mini_batches: MiniBatches | None = None,
+        **options: Any,
+    ) -> Submission:
+        """Submit a call, which runs with the next `flush`.
 
         Args:
-            role: The role.
-            make: Returns the call for a data-parallel shard.
-            infos: The info of each process for this call, in rank order.
-            gather: Whether to return the results of all output ranks; otherwise only the first process's.
+            role: The name of the role.
+            method: The name of the method.
+            args: The positional arguments; see `call`.
+            before: What to do before the calls of the flush.
+            after: What to do after this call.
+            mini_batches: The mini-batches of an update.
+            options: The keyword arguments.
+
+        Raises:
+            ConfigError: An argument or a hook is not possible here.
+        """
+        with self._lock:
+            call = CallSpec(
+                role=role,
+                method=method,
+                args=args,
+                options=options,
+                mini_batches=mini_batches,
+                before=before,
+                after=after,
+            )
+            request = self._planner.plan(call)
+            submission = Submission(request=request)
+            self._submitted.append(submission)
+            return submission
+
+    def submit_hooks(self, *hooks: h.Hook) -> Submission:
+        """Submit hooks without a call, which run with the next `flush`."""
+        with self._lock:
+            planned = [plan_hook(self, hook) for hook in hooks]
+            title = ", ".join(hook.name for hook in planned)
+            request = PlannedRequest(
+                id=self.next_id(), title=title, mesh=(), make=lambda name: Empty(), common="", before=planned
+            )
+            submission = Submission(request=request)
+            self._submitted.append(submission)
+            return submission
+
+    def flush(self) -> list[Submission]:
+        """Send all submitted calls, which run together: see `docs/model-worker.md`. Does not wait for them.
 
         Returns:
-            The results in rank order, None from ranks that have none; or a list of the first process's alone.
-        """
+            The submissions, whose `result` waits.
 
-    @abstractmethod
-    def sync_weights(self, source: str, target: str) -> None:
-        """Send the weights of one role to another, for example from an actor to its rollout.
+        Raises:
+            ConfigError: A flush that has not been answered needs the same processes.
+        """
+        with self._lock:
+            submissions, self._submitted = self._submitted, []
+            if not submissions:
+                return []
+            manifest = Manifest.of([submission.request for submission in submissions])
+            try:
+                manifest.check(self._in_flight)
+                self._run(manifest, submissions)
+            except BaseException:
+                for submission in submissions:
+                    submission.request.undo()
+                raise
+            return submissions
+
+    def sync_weights(self, source: str, target: str, *, eta: float = 1.0) -> None:
+        """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
 
         Args:
             source: The name of a role with `weights`.
-            target: The name of a role with `load_weights`.
+            target: The name of a role with `load_weights`, on any pool.
+            eta: The weight of the new weights in a moving average: target = eta x source + (1 - eta) x target.
+
+        Raises:
+            ConfigError: A role cannot do this.
+            WorkerError: A process failed. The target must then be given a complete set before it is used.
         """
+        with self._lock:
+            self.check_sync(source, target)
+            submission = self.submit_hooks(h.SyncParams(source=source, target=target, eta=eta))
+            self.flush()
+            submission.result()
+
+    def _forget_data(self) -> None:
+        """Forget all samples, which are lost, and what refers to them."""
+        self.buffer = SequenceBuffer()
+        self._submitted, self._in_flight = [], []
+
+    # ---- what a transport implements ---------------------------------------------------------------------------------
+
+    def next_version(self) -> int:
+        """Return the version of the next columns."""
+        return next(self._versions)
+
+    def places(self, role: str) -> tuple[str, ...]:
+        """Return the processes of a role, in rank order."""
+        spec = self.role(role)
+        ranks = range(self._pool_size(spec.pool)) if spec.ranks is None else spec.ranks
+        return tuple(place(spec.pool, rank) for rank in ranks)
+
+    @abstractmethod
+    def _pool_size(self, pool: str) -> int:
+        """Return the number of processes of a pool."""
+
+    @abstractmethod
+    def next_id(self) -> int:
+        """Return the id of the next request."""
+
+    @abstractmethod
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """Return the info of each process of the role, in rank order.
+
+        Raises:
+            WorkerLostError: The group cannot be used.
+        """
+
+    @abstractmethod
+    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
+        """Send requests with their flush, and let the submissions know how to wait."""
 
     @abstractmethod
     def close(self) -> None:

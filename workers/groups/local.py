@@ -1,18 +1,21 @@
 """A group in which every process is a controller: SPMD under torchrun, or a single process."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
 from ...engine.errors import ConfigError, WorkerLostError
-from ...engine.parallel.collectives import all_gather_object, collective_errors
-from ...engine.parallel.process_groups import init_distributed
-from ..model_worker.messages import Call, CallOk, CopyWeights, Initialize, InitializeOk
-from ..model_worker.role_host import RankInfo, RoleSpec
+from ...engine.parallel.collectives import all_gather_object
+from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
+from ..data_plane.plan import place, rank_of
+from ..model_worker.compute_messages import ComputeRequest, Initialize
+from ..model_worker.messages import Reply, Request
+from ..model_worker.role_host import RankInfo, RoleSpec, info_of
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .base import WorkerGroup
+from .planned import Manifest, Submission
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -22,7 +25,7 @@ class LocalWorkerGroup(WorkerGroup):
         roles: The roles by name, all on one pool.
 
     Raises:
-        ConfigError: The roles are on more than one pool.
+        ConfigError: The roles are on more than one pool, or on ranks that do not exist.
     """
 
     def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
@@ -34,42 +37,119 @@ class LocalWorkerGroup(WorkerGroup):
                 "ProcessWorkerGroup or RayWorkerGroup"
             )
         init_distributed()
-        self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=dist.get_world_size()))
+        size = dist.get_world_size()
+        for name, role in roles.items():
+            if role.ranks is not None and role.ranks[-1] >= size:
+                raise ConfigError(f"role {name!r} is on ranks {list(role.ranks)}, but there are {size} processes")
+        # The processes of a program may come to a call minutes apart.
+        wait_s = DEFAULT_TIMEOUT.total_seconds()
+        self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=wait_s))
+        self._worker.pool = pools[0]
         self._infos: dict[str, list[RankInfo]] = {}
+        self._ids = count(1)
         self._closed = False
         try:
             for name, role in roles.items():
-                request = Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
-                reply = self._worker.execute(request)
-                assert isinstance(reply, InitializeOk)
-                info = RankInfo(dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio)
-                self._infos[name] = all_gather_object(info)
+                self._infos[name] = self._build(name, role)
         except BaseException:
             self._worker.close()
             raise
 
-    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
+    def _build(self, name: str, role: RoleSpec) -> list[RankInfo]:
+        request = Initialize(
+            role=name,
+            worker=role.worker,
+            config=role.config,
+            generator=role.generator,
+            dataset=role.dataset,
+            ranks=list(role.ranks or ()),
+        )
+        reply: Any = None
+        error: Exception | None = None
+        if self._worker.place in self.places(name):
+            try:
+                reply = self._worker.execute(request)
+            except Exception as e:  # raised on all ranks by the exchange, and on those of the role already
+                if role.ranks is None:
+                    raise
+                error = e
+        info = None if reply is None else info_of(reply)
+        return [found for found in all_gather_object(info, error=error) if found is not None]
+
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """See `WorkerGroup.rank_infos`."""
         self._check_open()
+        self.role(role)
         return self._infos[role]
 
-    def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
-        self._check_open()
-        info = infos[dist.get_rank()]
-        request = make(info.dp_rank)
-        # An engine raises its own errors on all ranks. After any other error its peers are inside a collective that no message
-        # can end: this process must exit, so that its launcher ends them.
-        with nullcontext() if self._worker.host.collective(role, request.method) else collective_errors():
-            reply = self._worker.execute(request)
-        assert isinstance(reply, CallOk)
-        # The result of an update, or of a call with the same arguments on all ranks, is the same everywhere or local to a
-        # rank.
-        return all_gather_object(reply.result if info.answers else None) if gather else [reply.result]
+    def next_id(self) -> int:
+        """See `WorkerGroup.next_id`."""
+        return next(self._ids)
 
-    def sync_weights(self, source: str, target: str) -> None:
-        """Copy the weights within each process."""
+    def _pool_size(self, pool: str) -> int:
+        return dist.get_world_size()
+
+    def _is_usable(self) -> bool:
+        return not self._closed
+
+    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
         self._check_open()
-        self._check_sync(source, target)
-        self._worker.execute(CopyWeights(source=source, target=target))
+        for submission in submissions:
+            submission.collect = _nothing
+        everyone = [place(self._worker.pool, rank) for rank in range(dist.get_world_size())]
+        own: dict[int, Any] = {}
+        name = self._worker.place
+        if name in manifest.places:
+            requests = manifest.frames(name)
+            for request in requests:
+                self._worker.submit(request)
+            flush = manifest.flush(everyone)
+            outcomes = {id(request): outcome for request, outcome in self._worker.flush(flush, requests)}
+            acknowledged = outcomes[id(flush)]
+            if isinstance(acknowledged, BaseException):
+                # All ranks have this error.
+                raise acknowledged
+            own = {i: outcomes[id(request)] for i, request in enumerate(requests)}
+            for i, request in enumerate(requests):
+                self._raise_alone(request, own[i])
+        by_request = {id(submission.request): submission for submission in submissions}
+        for i, planned in enumerate(manifest.requests):
+            submission = by_request[id(planned)]
+            outcome = own.get(i)
+            error = outcome if isinstance(outcome, Exception) else None
+            try:
+                replies = all_gather_object(None if error is not None else outcome, error=error)
+            except Exception as e:  # raised by the submission's result
+                submission.error = e
+                planned.undo()
+                continue
+            submission.replies = dict(zip(everyone, replies, strict=True))
+
+    def _raise_alone(self, request: ComputeRequest, outcome: Reply | BaseException | None) -> None:
+        """Raise an error whose peers may be inside a collective that no message can end.
+
+        An engine raises its own errors on all ranks. After any other error this process must exit, so that its launcher ends the
+        others.
+        """
+        if not isinstance(outcome, BaseException):
+            return
+        role, method = getattr(request, "role", None), getattr(request, "method", "")
+        # Ranks without the role have no error, and wait in the exchange.
+        collective = role in self.roles and self.roles[role].ranks is None and self._worker.host.collective(role, method)
+        if collective or not isinstance(outcome, Exception):
+            raise outcome
+
+    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """Execute this process's own requests, and exchange the replies."""
+        self._check_open()
+        error: Exception | None = None
+        own: list[Any] = []
+        try:
+            own = [self._worker.execute(request) for request in requests.get(self._worker.place, ())]
+        except Exception as e:  # raised on all ranks by the exchange
+            error = e
+        replies = all_gather_object(own, error=error)
+        return {name: replies[rank_of(name)] for name in requests}
 
     def close(self) -> None:
         """Free all workers."""
@@ -79,3 +159,7 @@ class LocalWorkerGroup(WorkerGroup):
     def _check_open(self) -> None:
         if self._closed:
             raise WorkerLostError("this group was closed; make a new one")
+
+
+def _nothing() -> None:
+    """Wait for nothing: a flush of a local group has run when it returns."""

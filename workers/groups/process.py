@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from ...engine.errors import ConfigError, WorkerLostError
+from ..data_plane.links import new_keys
+from ..data_plane.plan import Keys
 from ..model_worker import comm_id
 from ..model_worker.comm_id import CommId
 from ..model_worker.controller import Channel, Controller
@@ -76,7 +78,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         self._allow = {name_of(target) for target in names}
         for name, role in roles.items():
             try:
-                self._allow |= collect([role.worker, role.config, role.generator])
+                self._allow |= collect([role.worker, role.config, role.generator, role.dataset])
             except ConfigError as e:
                 raise ConfigError(f"role {name!r}: {e}") from None
         self._allowed_names = Names(self._allow)
@@ -84,6 +86,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         self._address = address
         self._processes: list[ChildProcess] = []
         self._comm_ids: dict[str, CommId] = {}
+        self._controller: Controller | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._start()
 
@@ -140,6 +143,26 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
     def _comm_id(self, pool: str) -> str:
         return self._comm_ids[pool].hex()
 
+    def next_id(self) -> int:
+        """See `WorkerGroup.next_id`."""
+        assert self._controller is not None
+        return next(self._controller.ids)
+
+    @property
+    def controller_bytes(self) -> int:
+        """The size of all messages between the controller and its workers so far."""
+        return sum(channel.bytes_sent + channel.bytes_received for channels in self._channels.values() for channel in channels)  # type: ignore[attr-defined]
+
+    def _link_endpoint(self, pool: str, rank: int) -> str:
+        assert self._controller is not None
+        if self._controller.folder is not None:
+            return f"ipc://{self._controller.folder}/{list(self._sizes).index(pool)}-{rank}"
+        return "tcp://127.0.0.1:*"
+
+    def _link_keys(self) -> Keys | None:
+        assert self._controller is not None
+        return None if self._controller.folder is not None else new_keys()
+
     def _end_processes(self, *, politely: bool) -> None:
         if self._finalizer is None or self._finalizer.peek() is None:
             return
@@ -148,7 +171,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 deadline = time.monotonic() + SHUTDOWN_S
                 for channels in self._channels.values():
                     for channel in channels:
-                        channel.send(channel.encode(Shutdown(), []))
+                        channel.send([channel.encode(Shutdown(), [])])
                 for process in self._processes:
                     process.wait(max(deadline - time.monotonic(), 0.0))
         finally:

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 
 from ...engine.errors import ConfigError, WorkerLostError
+from ..data_plane.links import new_keys
+from ..data_plane.plan import Keys
 from ..model_worker import comm_id
 from ..model_worker.codec import Codec, Part
 from ..model_worker.loop import RequestLoop
@@ -24,12 +26,14 @@ from ..model_worker.messages import Reply, Request
 from ..model_worker.names import Names
 from ..model_worker.protocol import Registry
 from ..model_worker.role_host import RoleSpec
+from ..model_worker.transports.base import Frame
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .remote import Limits, RemoteWorkerGroup
 from .replies import Channel
 
+_THREADS: dict[str, Any] = {"concurrency_groups": {"at_once": 1, "in_order": 1}}
 PLACEMENT_TIMEOUT_S = 15.0
 """How long to wait for resources that other Ray jobs occupy."""
 
@@ -52,18 +56,41 @@ class _Actor:
         found, self._worker.listener = comm_id.mint(ray.util.get_node_ip_address())
         return found.hex()
 
-    def exchange(self, header: bytes, parts: Sequence[Any]) -> list[Any]:
-        """Serve a request: its header and parts; return those of the reply."""
-        reply = self._transport.exchange([header, *(memoryview(part) for part in parts)])
-        return [bytes(reply[0]), *(_array(part) for part in reply[1:])]
+    def host(self) -> str:
+        """Return the address of this process's machine."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def exchange(self, frames: Sequence[tuple[int, bytes, Any]]) -> list[list[Any]]:
+        """Serve requests: the id, header and parts of each; return the header and parts of each reply, in the same order."""
+        import ray
+
+        # References inside the argument are not resolved by Ray.
+        numbered: list[tuple[int, Frame]] = []
+        for number, header, ref in frames:
+            parts = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
+            numbered.append((number, [header, *(memoryview(part) for part in parts)]))
+        replies = self._transport.exchange(numbered)
+        return [[bytes(reply[0]), *(_array(part) for part in reply[1:])] for reply in replies]
+
+    def exchange_at_once(self, frames: Sequence[tuple[int, bytes, Any]]) -> list[list[Any]]:
+        """Like `exchange`, in a thread of its own: for requests that are answered while others run."""
+        return self.exchange(frames)
+
+
+def _actor_class(ray: Any) -> type[_Actor]:
+    """Return the class of the actors, whose methods run in two threads."""
+    _Actor.exchange = ray.method(concurrency_group="in_order")(_Actor.exchange)  # type: ignore[method-assign]
+    _Actor.exchange_at_once = ray.method(concurrency_group="at_once")(_Actor.exchange_at_once)  # type: ignore[method-assign]
+    return _Actor
 
 
 class _RayReply:
     """A reply that comes through Ray."""
 
-    def __init__(self, ref: Any, codec: Codec, names: Names) -> None:
-        self._future: Future[Any] = ref.future()
-        self._codec, self._names = codec, names
+    def __init__(self, future: "Future[Any]", index: int, group: "RayWorkerGroup") -> None:
+        self._future, self._index, self._group = future, index, group
 
     @property
     def future(self) -> Future[Any]:
@@ -75,10 +102,11 @@ class _RayReply:
         import ray
 
         try:
-            header, *parts = self._future.result()
+            header, *parts = self._future.result()[self._index]
         except ray.exceptions.RayError as e:
             raise WorkerLostError(_why(e)) from None
-        return load(self._codec.decode_reply(header), [memoryview(part) for part in parts], self._names)
+        self._group.controller_bytes += len(header) + sum(part.nbytes for part in parts)
+        return load(self._group.codec.decode_reply(header), [memoryview(part) for part in parts], self._group.names)
 
 
 class _RayChannel:
@@ -88,14 +116,21 @@ class _RayChannel:
         self.actor = actor
         self._group = group
 
-    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[bytes, Any]:
+    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[bool, tuple[int, bytes, Any]]:
         """Return a message; see `Channel`."""
-        own = msgspec.structs.replace(request, id=next(self._group.ids))
-        return self._group.codec.encode(own), self._group.put(parts)
+        group = self._group
+        own = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
+        at_once = group.registry.of(request).lane in ("immediate", "background")
+        header = group.codec.encode(own)
+        group.controller_bytes += len(header) + sum(memoryview(part).nbytes for part in parts)
+        return at_once, (own.id, header, group.put_parts(parts))  # type: ignore[return-value]
 
-    def send(self, message: tuple[bytes, Any]) -> _RayReply:
-        """Send a message; see `Channel`."""
-        return _RayReply(self.actor.exchange.remote(*message), self._group.codec, self._group.names)
+    def send(self, messages: Sequence[tuple[bool, tuple[int, bytes, Any]]]) -> list[_RayReply]:
+        """Send messages; see `Channel`."""
+        at_once = all(early for early, _ in messages)
+        method = self.actor.exchange_at_once if at_once else self.actor.exchange
+        future = method.remote([message for _, message in messages]).future()
+        return [_RayReply(future, i, self._group) for i in range(len(messages))]
 
     def silence_s(self) -> float:
         """Return 0: Ray itself watches over its processes."""
@@ -153,9 +188,12 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
         self._actors: list[Any] = []
         self._placements: list[Any] = []
-        self._first: dict[str, Any] = {}
+        self._by_pool: dict[str, list[Any]] = {}
         self.names = Names(pickler=_pickler())
-        self.codec, self.ids = Codec(Registry(), binary=True), count(1)
+        self.registry = Registry()
+        self.codec, self.ids = Codec(self.registry, binary=True), count(1)
+        self.controller_bytes = 0
+        """The size of all messages between the controller and its workers so far."""
         self._last_put: tuple[Sequence[Part], Any] = ((), None)
         self._check_room()
         self._start()
@@ -164,7 +202,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _names(self) -> Names:
         return self.names
 
-    def put(self, parts: Sequence[Part]) -> Any:
+    def put_parts(self, parts: Sequence[Part]) -> Any:
         """Put parts into the object store, once for all processes to which they are sent one after the other."""
         if not parts:
             return []
@@ -202,7 +240,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
                     "smaller"
                 )
             actors = [
-                self._ray.remote(_Actor)
+                # Two threads: what is answered at once does not wait for what runs.
+                self._ray.remote(**_THREADS)(_actor_class(self._ray))
                 .options(
                     num_cpus=self._each["CPU"],
                     num_gpus=self._each.get("GPU", 0),
@@ -223,15 +262,25 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 for rank in range(size)
             ]
             self._actors += actors
-            self._first[pool] = actors[0]
+            self._by_pool[pool] = actors
             channels[pool] = [_RayChannel(self, actor) for actor in actors]
         return channels
 
     def _comm_id(self, pool: str) -> str:
         try:
-            return str(self._ray.get(self._first[pool].comm_id.remote()))
+            return str(self._ray.get(self._by_pool[pool][0].comm_id.remote()))
         except self._ray.exceptions.RayError as e:
             raise WorkerLostError(f"rank 0 of pool {pool!r} died during starting: {_why(e)}") from None
+
+    def next_id(self) -> int:
+        """See `WorkerGroup.next_id`."""
+        return next(self.ids)
+
+    def _link_endpoint(self, pool: str, rank: int) -> str:
+        return f"tcp://{self._ray.get(self._by_pool[pool][rank].host.remote())}:*"
+
+    def _link_keys(self) -> Keys | None:
+        return new_keys()
 
     def _end_processes(self, *, politely: bool) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -240,7 +289,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             self._ray.kill(actor)
         for placement in self._placements:
             remove_placement_group(placement)
-        self._actors, self._placements, self._first = [], [], {}
+        self._actors, self._placements, self._by_pool = [], [], {}
         self._last_put = ((), None)
 
 

@@ -1,27 +1,25 @@
-"""Groups whose workers are other processes: sends each request to every process of a pool, and reads all replies."""
+"""Groups whose workers are other processes: sends each process its requests, and reads all replies."""
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
-
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..model_worker import messages
+from ..data_plane.plan import Keys, place, pool_of, rank_of
+from ..model_worker import data_messages, messages
 from ..model_worker.codec import Part
-from ..model_worker.messages import Call, Request
+from ..model_worker.compute_messages import Initialize
+from ..model_worker.messages import Request
 from ..model_worker.names import Names
-from ..model_worker.role_host import RankInfo, RoleSpec
+from ..model_worker.role_host import RankInfo, RoleSpec, info_of
 from ..model_worker.values import dump
 from ..model_worker.worker import MAX_SECONDS
 from .base import WorkerGroup
+from .planned import Manifest, PlannedRequest, Submission
 from .replies import Channel, Outcome, Patience, PendingReply, read_replies
-
-PART_BYTES = 256 * 2**20
-"""Size of one part of the weights on their way from one pool to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +83,18 @@ class RemoteWorkerGroup(WorkerGroup):
         for name, role in roles.items():
             if role.pool not in pools:
                 raise ConfigError(f"role {name!r} is on pool {role.pool!r}; the pools are {', '.join(pools)}")
+            if role.ranks is not None and role.ranks[-1] >= pools[role.pool]:
+                raise ConfigError(
+                    f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes"
+                )
         self._sizes, self._limits = dict(pools), limits
         self._channels: dict[str, list[Channel]] = {}
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
-        self._started = self._busy = False
-        # All ranks must receive requests in the same order.
-        self._lock = threading.RLock()
+        self._started = False
+        self._unread = 0
+        """The number of exchanges whose replies have not all been read."""
+        self._count_lock = threading.Lock()
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
 
@@ -111,6 +114,14 @@ class RemoteWorkerGroup(WorkerGroup):
             politely: Whether they are idle, and can be asked to.
         """
 
+    @abstractmethod
+    def _link_endpoint(self, pool: str, rank: int) -> str:
+        """Return where a process listens for the data of other pools, as a ZeroMQ endpoint."""
+
+    @abstractmethod
+    def _link_keys(self) -> Keys | None:
+        """Return the keys of these connections; None if they stay on this machine."""
+
     @property
     @abstractmethod
     def _names(self) -> Names:
@@ -120,7 +131,14 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def _start(self) -> None:
         requests = {
-            name: messages.Initialize(role=name, worker=role.worker, config=role.config, generator=role.generator)
+            name: Initialize(
+                role=name,
+                worker=role.worker,
+                config=role.config,
+                generator=role.generator,
+                dataset=role.dataset,
+                ranks=list(role.ranks or ()),
+            )
             for name, role in self.roles.items()
         }
         for name, request in requests.items():
@@ -131,41 +149,71 @@ class RemoteWorkerGroup(WorkerGroup):
         with self._lock:
             try:
                 self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
-                hello: dict[str, Request] = {
-                    pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size) for pool, size in self._sizes.items()
+                everyone = [place(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
+                hello = {
+                    pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size, pool=pool)
+                    for pool, size in self._sizes.items()
                 }
-                self._ask_pools("starting", hello, limit_s=self._limits.start_s)
-                self._ask_pools("starting", {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in self._sizes})
+                self._exchange("starting", {name: [hello[pool_of(name)]] for name in everyone}, limit_s=self._limits.start_s)
+                meet = {pool: messages.Init(comm_id=self._comm_id(pool)) for pool in self._sizes}
+                self._exchange("starting", {name: [meet[pool_of(name)]] for name in everyone})
+                if len(self._sizes) > 1:
+                    self._connect_pools(everyone)
                 self._initialize(requests)
             except BaseException:
                 self.close()
                 raise
             self._started = True
 
-    def _initialize(self, requests: Mapping[str, Request]) -> None:
+    def _connect_pools(self, everyone: Sequence[str]) -> None:
+        keys = self._link_keys()
+        listen: dict[str, list[Request]] = {
+            name: [data_messages.Listen(endpoint=self._link_endpoint(pool_of(name), rank_of(name)), keys=keys)]
+            for name in everyone
+        }
+        replies = self._exchange("connecting the pools", listen)
+        peers = data_messages.Peers(addresses={name: replies[name][0].address for name in everyone})
+        self._exchange("connecting the pools", {name: [peers] for name in everyone})
+
+    def _initialize(self, requests: Mapping[str, Initialize]) -> None:
         """Build the roles: one after the other in each pool, and at the same time in different pools."""
         by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in self._sizes]
         for names in zip_longest(*by_pool):
             present = [name for name in names if name is not None]
-            asked = {self.roles[name].pool: requests[name] for name in present}
-            found = self._ask_pools(f"building {', '.join(present)}", asked)
-            for name in present:
-                self._infos[name] = [
-                    RankInfo(dp_rank=r.dp_rank, dp_size=r.dp_size, answers=r.answers, ratio=r.ratio)
-                    for r in found[self.roles[name].pool]
-                ]
+            submissions = [self._submit_initialize(name, requests[name]) for name in present]
+            for name, submission in zip(present, submissions, strict=True):
+                self._infos[name] = submission.result()
+
+    def _submit_initialize(self, name: str, request: Initialize) -> Submission:
+        places = self.places(name)
+
+        def infos(replies: Mapping[str, Any]) -> list[RankInfo]:
+            return [info_of(reply) for reply in replies.values()]
+
+        planned = PlannedRequest(
+            id=self.next_id(),
+            title=f"building {name}",
+            mesh=places,
+            make=lambda place_: request,
+            common="",
+            finish=infos,
+        )
+        submission = Submission(request=planned)
+        self._run(Manifest.of([planned]), [submission])
+        return submission
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
-        """Restart all processes, including any that were lost, and resume from checkpoints.
+        """Restart all processes, including any that were lost, and resume from checkpoints. All samples are lost.
 
         Args:
             checkpoints: The folder returned by `save_checkpoint`, by role; other roles start from their model's weights.
         """
         for role in checkpoints or {}:
-            self._role(role).dispatch("load_checkpoint")
+            self.role(role).dispatch("load_checkpoint")
         with self._lock:
             self.close()
             self._broken = None
+            self._forget_data()
             self._start()
             try:
                 for role, folder in (checkpoints or {}).items():
@@ -178,85 +226,147 @@ class RemoteWorkerGroup(WorkerGroup):
     def close(self) -> None:
         """End all processes and release their resources."""
         try:
-            self._end_processes(politely=self._broken is None and not self._busy)
+            self._end_processes(politely=self._broken is None and not self._unread)
         finally:
-            self._channels, self._infos, self._busy = {}, {}, False
+            self._channels, self._infos, self._unread = {}, {}, 0
             self._broken = self._broken or "it was closed"
 
     def _end(self, reason: str) -> None:
-        # Noted first: whatever happens next, these connections are not used again.
-        self._broken = reason
+        # Noted first: whatever happens next, these connections are not used again. The first reason stays.
+        self._broken = self._broken or reason
         self.close()
 
     def _check_whole(self) -> None:
         if self._broken is not None:
             raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
 
-    # ---- calls -------------------------------------------------------------------------------------------------------
+    def _is_usable(self) -> bool:
+        return self._broken is None
 
-    def _rank_infos(self, role: str) -> Sequence[RankInfo]:
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _pool_size(self, pool: str) -> int:
+        return self._sizes[pool]
+
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """See `WorkerGroup.rank_infos`."""
         self._check_whole()
+        self.role(role)
         return self._infos[role]
 
-    def _run(self, role: str, make: Callable[[int], Call], infos: Sequence[RankInfo], *, gather: bool) -> list[Any]:
-        with self._lock:
-            self._check_whole()
-            # Ranks of one shard receive the same bytes.
-            shards: dict[int, tuple[Call, list[Part]]] = {}
-            requests: list[tuple[Request, Sequence[Part]]] = []
-            for rank, info in enumerate(infos):
-                if info.dp_rank not in shards:
-                    # Nothing changes before the replies are here, so no tensor needs a copy.
-                    shards[info.dp_rank] = dump(make(info.dp_rank), self._names, copy=False)
-                request, parts = shards[info.dp_rank]
-                wanted = info.answers if gather else rank == 0
-                requests.append((msgspec.structs.replace(request, wants_result=wanted), parts))
-            what = f"{role}.{next(iter(shards.values()))[0].method}"
-            return [reply.result for reply in self._exchange(what, {self.roles[role].pool: requests})[self.roles[role].pool]]
+    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        self._check_whole()
+        return self._exchange(what, requests)
 
-    def _ask(self, pool: str, what: str, request: Request) -> list[Any]:
-        """Send the same request to all processes of a pool; return the replies in rank order."""
-        return self._ask_pools(what, {pool: request})[pool]
+    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
+        self._check_whole()
+        pools = {pool: [place(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
+        pending = self._post(
+            {name: [*manifest.frames(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.places)}
+        )
+        self._in_flight.append(manifest)
+        lock = threading.Lock()
+        collected = False
 
-    def _ask_pools(self, what: str, requests: Mapping[str, Request], limit_s: float | None = None) -> dict[str, list[Any]]:
-        """Send one request to all processes of each pool; return the replies of each pool in rank order."""
-        plain = {pool: dump(request, self._names, copy=False) for pool, request in requests.items()}
-        return self._exchange(what, {pool: [plain[pool]] * self._sizes[pool] for pool in plain}, limit_s)
+        def collect() -> None:
+            nonlocal collected
+            with lock:
+                if not collected:
+                    self._collect_flush(manifest, submissions, pending)
+                    collected = True
+
+        for submission in submissions:
+            submission.collect = collect
+
+    def _collect_flush(
+        self, manifest: Manifest, submissions: Sequence[Submission], pending: Mapping[str, Sequence[PendingReply]]
+    ) -> None:
+        """Read the replies to a flush and to its requests, in the order in which these run."""
+        error: WorkerError | None = None
+        try:
+            self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()})
+        except WorkerError as e:
+            error = e
+        flush_error = error
+        by_request = {id(submission.request): submission for submission in submissions}
+        places = {id(request): i for i, request in enumerate(manifest.requests)}
+        for request in manifest.in_order():
+            submission, i = by_request[id(request)], places[id(request)]
+            if self._broken is None:
+                try:
+                    submission.replies = self._collect(request.title, {name: replies[i] for name, replies in pending.items()})
+                    continue
+                except WorkerError as e:
+                    # What failed a flush is told of it; what failed one call does not fail the others.
+                    error = flush_error or e
+            submission.error = error or WorkerLostError(f"this group cannot be used: {self._broken}")
+            request.undo()
+        self._in_flight = [other for other in self._in_flight if other is not manifest]
+        self._note_read()
 
     def _exchange(
-        self, what: str, requests: Mapping[str, Sequence[tuple[Request, Sequence[Part]]]], limit_s: float | None = None
+        self, what: str, requests: Mapping[str, Sequence[Request]], limit_s: float | None = None
     ) -> dict[str, list[Any]]:
-        """Send each process its request, and read all replies.
+        """Send each process its requests, and read all replies.
 
         Raises:
             WorkerError: A process failed. The group remains usable if all processes replied.
             WorkerLostError: A process died, or hung after another one failed.
         """
-        with self._lock:
-            pending = self._send(requests)
-            patience = replace(self._limits.patience, limit_s=limit_s)
-            outcomes = [read_replies(pool, what, pending[pool], self._channels[pool], patience) for pool in pending]
-            self._busy = False
-            failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
-            if failed:
-                self._fail(failed)
-            return {outcome.pool: [outcome.replies[rank] for rank in sorted(outcome.replies)] for outcome in outcomes}
+        pending = self._post(requests)
+        found: dict[str, list[Any]] = {name: [] for name in requests}
+        error: WorkerError | None = None
+        for i in range(max((len(some) for some in requests.values()), default=0)):
+            own = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
+            try:
+                for name, reply in self._collect(what, own, limit_s).items():
+                    found[name].append(reply)
+            except WorkerError as e:
+                error = error or e
+        self._note_read()
+        if error is not None:
+            raise error
+        return found
 
-    def _send(self, requests: Mapping[str, Sequence[tuple[Request, Sequence[Part]]]]) -> dict[str, list[PendingReply]]:
+    def _post(self, requests: Mapping[str, Sequence[Request]]) -> dict[str, Sequence[PendingReply]]:
+        """Send each process its requests."""
+        # What several processes are sent is converted once.
+        plain: dict[int, tuple[Request, list[Part]]] = {}
+        for request in (request for some in requests.values() for request in some):
+            if id(request) not in plain:
+                # Nothing changes before the replies are here, so no tensor needs a copy.
+                plain[id(request)] = dump(request, self._names, copy=False)
         # Encoded first: if a value could not be sent, some ranks would otherwise be in a collective without the others.
         encoded = {
-            pool: [channel.encode(*request) for channel, request in zip(self._channels[pool], some, strict=True)]
-            for pool, some in requests.items()
+            name: [self._channel(name).encode(*plain[id(request)]) for request in some] for name, some in requests.items()
         }
-        self._busy = True
+        with self._count_lock:
+            self._unread += 1
         try:
-            return {
-                pool: [channel.send(message) for channel, message in zip(self._channels[pool], some, strict=True)]
-                for pool, some in encoded.items()
-            }
+            return {name: self._channel(name).send(some) for name, some in encoded.items()}
         except BaseException:
             self._end("a request reached only some of its processes")
             raise
+
+    def _note_read(self) -> None:
+        with self._count_lock:
+            self._unread = max(self._unread - 1, 0)
+
+    def _channel(self, name: str) -> Channel:
+        self._check_whole()
+        return self._channels[pool_of(name)][rank_of(name)]
+
+    def _collect(self, what: str, pending: Mapping[str, PendingReply], limit_s: float | None = None) -> dict[str, Any]:
+        """Read one reply of each process."""
+        patience = replace(self._limits.patience, limit_s=limit_s)
+        outcomes: list[Outcome] = []
+        for pool in dict.fromkeys(pool_of(name) for name in pending):
+            own = {rank_of(name): reply for name, reply in pending.items() if pool_of(name) == pool}
+            outcomes.append(read_replies(pool, what, own, self._channels.get(pool, ()), patience))
+        failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
+        if failed:
+            self._fail(failed)
+        return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
 
     def _fail(self, outcomes: Sequence[Outcome]) -> None:
         # Where processes died, the errors of others follow from that.
@@ -264,40 +374,3 @@ class RemoteWorkerGroup(WorkerGroup):
         if not worst.whole:
             self._end(worst.reason())
         worst.fail("rebuild() restarts the group" if self._started else "")
-
-    # ---- weights -----------------------------------------------------------------------------------------------------
-
-    def sync_weights(self, source: str, target: str) -> None:
-        """Copy the weights within each process if both roles share a pool; otherwise send them from pool to pool in parts."""
-        with self._lock:
-            self._check_whole()
-            what = f"weights of {source} to {target}"
-            self._check_sync(source, target)
-            source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
-            if source_pool == target_pool:
-                self._ask(source_pool, what, messages.CopyWeights(source=source, target=target))
-                return
-            try:
-                self._stream(source, target, what)
-            except BaseException as e:
-                # Streams are partly read and weights partly loaded, so the group cannot be used any further.
-                told = str(e).splitlines()[0] if isinstance(e, WorkerError) else f"{what} ended early: {type(e).__name__}"
-                self._end(self._broken or told)
-                raise
-
-    def _stream(self, source: str, target: str, what: str) -> None:
-        source_pool, target_pool = self.roles[source].pool, self.roles[target].pool
-        self._ask(target_pool, what, messages.BeginWeights(role=target))
-        part = self._ask(source_pool, what, messages.NextWeights(role=source, max_bytes=PART_BYTES))[0]
-        while part.more:
-            # The next part is read while this one is loaded.
-            found = self._ask_pools(
-                what,
-                {
-                    source_pool: messages.NextWeights(role=source, max_bytes=PART_BYTES),
-                    target_pool: messages.ReceiveWeights(role=target, tensors=part.tensors),
-                },
-            )
-            part = found[source_pool][0]
-        self._ask(target_pool, what, messages.ReceiveWeights(role=target, tensors=part.tensors))
-        self._ask(target_pool, what, messages.FinishWeights(role=target))

@@ -42,8 +42,8 @@ class Channel(Protocol):
         """
         ...
 
-    def send(self, message: Any) -> PendingReply:
-        """Send a message of `encode`."""
+    def send(self, messages: Sequence[Any]) -> Sequence[PendingReply]:
+        """Send messages of `encode` one after the other, without any of another thread between them."""
         ...
 
     def silence_s(self) -> float:
@@ -150,18 +150,18 @@ class Outcome:
 
 
 def read_replies(
-    pool: str, what: str, pending: Sequence[PendingReply], channels: Sequence[Channel], patience: Patience
+    pool: str, what: str, pending: Mapping[int, PendingReply], channels: Sequence[Channel], patience: Patience
 ) -> Outcome:
     """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
 
     Args:
         pool: The name of the pool.
         what: What was asked, for messages.
-        pending: The replies, in rank order.
+        pending: The replies, by rank.
         channels: The connections, in rank order.
         patience: How long to wait.
     """
-    ranks = {reply.future: rank for rank, reply in enumerate(pending)}
+    ranks: dict[Future[Any], int] = {reply.future: rank for rank, reply in pending.items()}
     waiting = set(ranks)
     replies: dict[int, Reply] = {}
     lost: dict[int, str] = {}

@@ -20,6 +20,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ...engine.errors import ConfigError, WorkerLostError
 from .codec import Codec, Part
+from .compute_messages import ComputeRequest, Flush
+from .manifest import digest_of
 from .messages import Beat, Reply, Request
 from .names import Names
 from .protocol import Registry
@@ -68,6 +70,8 @@ class Channel:
         self.identity = identity
         self.heard_at = self._checked_at = time.monotonic()
         self.beat: Beat | None = None
+        self.bytes_sent = self.bytes_received = 0
+        """The size of all messages to and from the worker."""
         self._controller = controller
         self._lock = threading.Lock()
         self._pending: dict[int, ReplyFuture] = {}
@@ -81,30 +85,44 @@ class Channel:
         Raises:
             ConfigError: A value cannot be sent.
         """
-        return self.send(self.encode(*dump(request, self._controller.names)))
+        return self.send([self.encode(*dump(request, self._controller.names))])[0]
+
+    def ask_flushed(self, request: ComputeRequest) -> ReplyFuture:
+        """Send a request together with the flush that runs it, to a worker that is the only one of its pool.
+
+        Raises:
+            ConfigError: A value cannot be sent.
+        """
+        numbered = msgspec.structs.replace(request, id=next(self._controller.ids))
+        flush = Flush(ids=[numbered.id or 0], digest=digest_of([(numbered.id, numbered.digest)]))
+        # What is wrong with the flush is wrong with the request.
+        return self.send([self.encode(*dump(numbered, self._controller.names)), self.encode(flush, [])])[0]
 
     def encode(self, request: Request, parts: Sequence[Part]) -> tuple[int, Frame]:
-        """Return a message with an id; see `Channel` of `groups.replies`."""
-        number = next(self._controller.ids)
+        """Return a message, with an id of its own if it has none; see `Channel` of `groups.replies`."""
+        number = request.id if isinstance(request.id, int) else next(self._controller.ids)
         header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))
+        self.bytes_sent += len(header) + sum(memoryview(part).nbytes for part in parts)
         return number, [self.identity.encode(), header, *parts]
 
-    def send(self, message: tuple[int, Frame]) -> ReplyFuture:
-        """Send a message of `encode`."""
-        future = ReplyFuture()
-        future.names = self._controller.names
-        number, frame = message
+    def send(self, messages: Sequence[tuple[int, Frame]]) -> list[ReplyFuture]:
+        """Send messages of `encode` one after the other, without any of another thread between them."""
+        futures = []
         with self._lock:
-            if self._lost is not None:
-                future.set_exception(WorkerLostError(str(self._lost)))
-                return future
-            self._pending[number] = future
-            # A router drops what is sent to a worker that has not connected yet.
-            if self._connected:
-                self._controller.send(frame)
-            else:
-                self._early.append(frame)
-        return future
+            for number, frame in messages:
+                future = ReplyFuture()
+                future.names = self._controller.names
+                futures.append(future)
+                if self._lost is not None:
+                    future.set_exception(WorkerLostError(str(self._lost)))
+                    continue
+                self._pending[number] = future
+                # A router drops what is sent to a worker that has not connected yet.
+                if self._connected:
+                    self._controller.send(frame)
+                else:
+                    self._early.append(frame)
+        return futures
 
     @property
     def pending(self) -> int:
@@ -130,9 +148,10 @@ class Channel:
             # Each its own: an exception that is raised in several places collects their tracebacks.
             future.set_exception(WorkerLostError(str(error)))
 
-    def receive(self, reply: Reply, parts: Frame) -> None:
+    def receive(self, reply: Reply, parts: Frame, size: int = 0) -> None:
         """Take a message of the worker. Called by the controller's thread."""
         self.heard_at = time.monotonic()
+        self.bytes_received += size
         with self._lock:
             for frame in self._early:
                 self._controller.send(frame)
@@ -163,17 +182,17 @@ class Controller:
         self.names = names
         self.codec = Codec(registry or Registry(), binary=True)
         self.ids = itertools.count(1)
-        self._folder: Path | None = None
+        self.folder: Path | None = None
         self._channels: dict[str, Channel] = {}
         self._outgoing: deque[Frame] = deque()
         self._closed = False
         self._accepted: set[bytes] = set()
         self._server: tuple[bytes, bytes] | None = None
         if address is None:
-            self._folder = _private_folder()
+            self.folder = _private_folder()
             # Also at the end of a program that does not close it.
-            self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            address = f"{SCHEME}{self._folder}/controller.sock"
+            self._cleanup = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            address = f"{SCHEME}{self.folder}/controller.sock"
         endpoint, local = endpoint_of(address)
         self._wakeup = Wakeup()
         self._context = zmq.Context()
@@ -244,7 +263,7 @@ class Controller:
             self._authenticator.stop()
         self._context.term()
         self._wakeup.close()
-        if self._folder is not None:
+        if self.folder is not None:
             self._cleanup()
 
     def _serve(self) -> None:
@@ -278,7 +297,8 @@ class Controller:
         except (ValueError, IndexError) as e:
             logger.warning("a message of %s was dropped, because it is not a reply: %s", identity, e)
             return
-        channel.receive(reply, [part.buffer for part in received[2:]])
+        size = 0 if isinstance(reply, Beat) else sum(len(part) for part in received[1:])
+        channel.receive(reply, [part.buffer for part in received[2:]], size)
 
 
 def _private_folder() -> Path:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import comm_id as comm_ids
+from . import compute_messages as c
 from . import messages as m
 from .worker import ModelWorker, OpError
 
@@ -27,6 +28,7 @@ def hello(worker: ModelWorker, request: m.Hello) -> m.Welcome:
             f"the controller expects {request.world_size} ranks, but this worker was started with --world-size "
             f"{settings.world_size}",
         )
+    worker.pool = request.pool
     return m.Welcome(protocol=m.PROTOCOL, rank=settings.rank, world_size=settings.world_size, pid=os.getpid())
 
 
@@ -129,60 +131,36 @@ def model_step(worker: ModelWorker, request: Any) -> m.GenerateStepOk:
 # ---- roles --------------------------------------------------------------------------------------------------------------
 
 
-def initialize(worker: ModelWorker, request: m.Initialize) -> m.InitializeOk:
+def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
     """Build the worker of a role."""
     _check_joined()
     if request.role in worker.host:
         raise OpError("already_loaded", f"there is a role {request.role!r} already; choose another name")
     if not callable(request.worker):
         raise OpError("bad_request", f"worker={request.worker!r:.60}; give the name of a worker class")
-    info = worker.host.build(request.role, request.worker, request.config, request.generator)
-    return m.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
+    info = worker.host.build(
+        request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
+    )
+    return c.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
 
 
-def call(worker: ModelWorker, request: m.Call) -> m.CallOk:
+def call(worker: ModelWorker, request: c.Call) -> c.CallOk:
     """Run a method of a role."""
-    _check_role(worker, request.role)
+    check_role(worker, request.role)
     result = worker.host.call(request.role, request.method, request.args, request.options)
-    return m.CallOk(result=result if request.wants_result else None)
+    return c.CallOk(result=result if request.wants_result else None)
 
 
-def copy_weights(worker: ModelWorker, request: m.CopyWeights) -> m.WeightsOk:
-    """Copy weights within this process."""
-    _check_role(worker, request.source)
-    _check_role(worker, request.target)
-    worker.host.copy_weights(request.source, request.target)
-    return m.WeightsOk()
+def empty(worker: ModelWorker, request: c.Empty) -> c.EmptyOk:
+    """Do nothing but the hooks."""
+    return c.EmptyOk()
 
 
-def next_weights(worker: ModelWorker, request: m.NextWeights) -> m.WeightsPart:
-    """Read the next tensors of a role."""
-    _check_role(worker, request.role)
-    tensors = worker.host.next_weights(request.role, request.max_bytes)
-    return m.WeightsPart(tensors=tensors, more=worker.host.more_weights(request.role))
+def check_role(worker: ModelWorker, role: str) -> None:
+    """Check that a role exists.
 
-
-def begin_weights(worker: ModelWorker, request: m.BeginWeights) -> m.WeightsOk:
-    """Start to load weights."""
-    _check_role(worker, request.role)
-    worker.host.begin_weights(request.role)
-    return m.WeightsOk()
-
-
-def receive_weights(worker: ModelWorker, request: m.ReceiveWeights) -> m.WeightsOk:
-    """Load some tensors."""
-    _check_role(worker, request.role)
-    worker.host.receive_weights(request.role, request.tensors or ())
-    return m.WeightsOk()
-
-
-def finish_weights(worker: ModelWorker, request: m.FinishWeights) -> m.WeightsOk:
-    """Wait until all tensors are loaded."""
-    _check_role(worker, request.role)
-    worker.host.finish_weights(request.role)
-    return m.WeightsOk()
-
-
-def _check_role(worker: ModelWorker, role: str) -> None:
+    Raises:
+        OpError: It does not.
+    """
     if role not in worker.host:
         raise OpError("model_not_loaded", f"there is no role {role!r}; send initialize first")

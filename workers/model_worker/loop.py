@@ -1,7 +1,8 @@
 """The request loop of a model worker process: an I/O thread, and the executor on the main thread.
 
 The I/O thread reads frames, answers immediate operations, beats, and watches the executor. The executor alone owns the device and
-takes part in collectives. Frames without an id are answered strictly in order; only frames with an id may overtake.
+takes part in collectives; requests that wait for a flush are collected there. Data sets are read by a third thread. Frames without
+an id are answered strictly in order; only frames with an id may overtake.
 """
 
 import logging
@@ -12,17 +13,22 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from ...engine import progress
 from ...engine.parallel.process import exit_process
 from . import metrics
+from .background import Background
 from .codec import Codec, FrameError, text
-from .messages import Beat, Bye, Error, Reply, Request, WeightsPart
+from .compute_messages import ComputeRequest, Flush
+from .data_messages import GetOk
+from .manifest import AbandonedError
+from .messages import Beat, Bye, Error, Reply, Request
 from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from .watchdog import Watchdog
-from .worker import ModelWorker
+from .worker import ModelWorker, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,11 @@ class _Waiting:
     def __init__(self, reply: Reply | None, request: Request | None = None, parts: Frame = ()) -> None:
         self.reply, self.request, self.parts = reply, request, parts
 
+    @property
+    def number(self) -> Any:
+        """The id of the request."""
+        return self.reply.id if self.request is None and self.reply is not None else getattr(self.request, "id", None)
+
 
 class RequestLoop:
     """Serves the requests of one leader.
@@ -56,6 +67,9 @@ class RequestLoop:
         self._worker, self._transport, self._parent = worker, transport, parent
         self._codec = Codec(worker.registry, binary=transport.binary)
         self._queue: deque[_Waiting] = deque()
+        self._unflushed: list[_Waiting] = []
+        self._flushing: list[_Waiting] = []
+        self._background = Background(self._serve_data)
         self._changed = threading.Condition()
         self._held: deque[_Waiting] = deque()
         self._outstanding = 0
@@ -100,50 +114,93 @@ class RequestLoop:
                     # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
                     self._queue.append(self._held.popleft())
                     self._transport.wake()
-            reply = waiting.reply or self._execute(waiting)
-            if reply is None:
+            try:
+                self._serve(waiting)
+            except AbandonedError:
                 # The watchdog has answered, and ends the process.
                 threading.Event().wait()
-                continue
-            if isinstance(reply, Bye):
-                # The last reply.
-                self._refuse_rest("the worker has been shut down")
-                self._done = True
-            self._send(reply)
-            with self._changed:
-                self._outstanding -= 1
             if self._done:
                 return
+        self._refuse_rest("the input has ended before a flush")
         try:
             self._worker.close()
         except Exception:
             logger.exception("a role could not be closed")
 
-    def _execute(self, waiting: _Waiting) -> Reply | None:
+    def _serve(self, waiting: _Waiting) -> None:
         request = waiting.request
-        assert request is not None
+        if waiting.reply is not None or request is None:
+            assert waiting.reply is not None
+            self._finish(waiting, waiting.reply)
+        elif isinstance(request, ComputeRequest):
+            self._hold_back(waiting, request)
+        elif isinstance(request, Flush):
+            self._flush(waiting, request)
+        else:
+            reply = self._worker.answer(request, self._loader(waiting))
+            metrics.add("requests")
+            if isinstance(reply, Bye):
+                # The last reply.
+                self._refuse_rest("the worker has been shut down")
+                self._done = True
+            self._finish(waiting, reply)
+
+    def _hold_back(self, waiting: _Waiting, request: ComputeRequest) -> None:
+        """Keep a request for the next flush. What is wrong with it by itself is told at once; the flush then lacks it."""
+        try:
+            self._worker.submit(request)
+            # Its id stays: with it the request is found when it is cancelled.
+            waiting.request = self._worker.loaded(request, self._loader(waiting))
+        except Exception as e:
+            self._finish(waiting, error_of(self._worker.registry.of(request), e))
+            return
+        with self._changed:
+            self._unflushed.append(waiting)
+
+    def _flush(self, waiting: _Waiting, flush: Flush) -> None:
+        with self._changed:
+            self._flushing, self._unflushed = self._unflushed, []
+            by_request = {id(w.request): w for w in self._flushing}
+        requests: list[Any] = [w.request for w in by_request.values()]
+        for request, outcome in self._worker.flush(flush, requests):
+            own = waiting if request is flush else by_request[id(request)]
+            reply = error_of(self._worker.registry.of(request), outcome) if isinstance(outcome, BaseException) else outcome
+            metrics.add("requests")
+            with self._changed:
+                if own is not waiting:
+                    self._flushing.remove(own)
+            self._finish(own, reply)
+
+    def _finish(self, waiting: _Waiting, reply: Reply) -> None:
+        """Send the reply to a request that was in the queue."""
+        reply.id = waiting.number
+        self._release(waiting)
+        self._send(reply)
+        with self._changed:
+            self._outstanding -= 1
+
+    def _loader(self, waiting: _Waiting) -> Any:
+        assert waiting.request is not None
 
         def load(plain: Any) -> Any:
             from .values import load as load_values
 
             return load_values(plain, waiting.parts, self._worker.names)
 
-        reply = self._worker.answer(request, load if request.values else None)
-        metrics.add("requests")
-        return reply
+        return load if waiting.request.values else None
 
     def _refuse_rest(self, reason: str) -> None:
         with self._changed:
             self._refusal = reason
-            rest = [*self._queue, *self._held]
+            rest = [*self._flushing, *self._unflushed, *self._queue, *self._held]
+            self._flushing.clear()
+            self._unflushed.clear()
             self._queue.clear()
             self._held.clear()
         for waiting in rest:
-            reply = waiting.reply
-            if reply is None:
-                assert waiting.request is not None
-                reply = Error(id=waiting.request.id, kind="cancelled", message=reason)
-            self._send(reply)
+            self._send(waiting.reply or Error(id=waiting.number, kind="cancelled", message=reason))
+        for request in self._background.take_rest():
+            self._send(Error(id=request.id, kind="cancelled", message=reason))
 
     def _send(self, reply: Reply) -> None:
         try:
@@ -160,8 +217,8 @@ class RequestLoop:
             if reply.values:
                 from .values import dump
 
-                # A part of the weights has been copied already.
-                copy = not isinstance(reply, WeightsPart)
+                # What is in the data store does not change.
+                copy = not isinstance(reply, GetOk)
                 plain, parts = dump(reply, self._worker.names, inline=not self._codec.binary, copy=copy)
             return [self._codec.encode(plain), *parts]
         except Exception as e:  # a result of any type
@@ -202,18 +259,35 @@ class RequestLoop:
             self._answer_in_order(e.reply)
             return
         op = self._worker.registry.of(request)
+        waiting = _Waiting(None, request, frame[1:])
         if op.lane == "immediate" and (request.id is not None or self._idle()):
-            reply = self._worker.answer(request)
-            assert reply is not None
-            self._send(reply)
+            self._send(self._worker.answer(request, self._loader(waiting)))
+            return
+        if op.lane == "background" and request.id is not None:
+            if len(self._background) >= self._worker.settings.queue_size:
+                self._refuse_full(request)
+            else:
+                self._background.submit(request)
             return
         with self._changed:
-            full = len(self._queue) >= self._worker.settings.queue_size
+            full = len(self._queue) + len(self._unflushed) >= self._worker.settings.queue_size and not isinstance(
+                request, Flush
+            )
         if full and request.id is not None:
-            limit = self._worker.settings.queue_size
-            self._send(Error(id=request.id, kind="queue_full", message=f"{limit} requests are waiting; send it again later"))
+            self._refuse_full(request)
             return
-        self._enqueue(_Waiting(None, request, frame[1:]))
+        if isinstance(request, ComputeRequest):
+            self._worker.hold(request)
+        self._enqueue(waiting)
+
+    def _refuse_full(self, request: Request) -> None:
+        limit = self._worker.settings.queue_size
+        self._send(Error(id=request.id, kind="queue_full", message=f"{limit} requests are waiting; send it again later"))
+
+    def _serve_data(self, request: Request) -> Callable[[], None]:
+        """Execute a request that may take long, in a thread of its own."""
+        reply = self._worker.answer(request)
+        return lambda: self._send(reply)
 
     def _answer_in_order(self, reply: Error) -> None:
         if reply.id is not None or self._idle():
@@ -243,11 +317,21 @@ class RequestLoop:
         with self._changed:
             for waiting in [*self._queue, *self._held]:
                 if waiting.request is not None and waiting.request.id == request_id:
+                    self._release(waiting)
                     # In its place, so that the order of replies stays.
                     waiting.reply = Error(id=request_id, kind="cancelled", message="the request was cancelled while it waited")
                     waiting.request, waiting.parts = None, ()
                     return True
-        return False
+            unflushed = next((w for w in self._unflushed if w.number == request_id), None)
+            if unflushed is not None:
+                self._unflushed.remove(unflushed)
+        if unflushed is not None:
+            self._finish(unflushed, Error(kind="cancelled", message="the request was cancelled before its flush"))
+        return unflushed is not None
+
+    def _release(self, waiting: _Waiting) -> None:
+        if isinstance(waiting.request, ComputeRequest):
+            self._worker.release(waiting.request)
 
     def _tick(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
@@ -255,6 +339,9 @@ class RequestLoop:
         error = self._watchdog.check()
         if error is not None:
             self._send(error)
+            with self._changed:
+                # That was its reply.
+                self._flushing = [w for w in self._flushing if w.number != error.id]
             self._refuse_rest(error.message)
             self._watchdog.end_process(self._transport)
         beat_s = self._worker.settings.beat_s

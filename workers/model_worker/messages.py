@@ -5,12 +5,12 @@ A request is answered by exactly one reply, which repeats the request's `id` if 
 """
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the protocol between Drivetrain's own controllers and workers."""
 
 
@@ -45,18 +45,6 @@ def tag_of(struct: type[Message]) -> str:
 
 class Request(Message, kw_only=True):
     """A message from the leader to a worker."""
-
-
-class ComputeRequest(Request, kw_only=True):
-    """A request that may carry hooks.
-
-    Args:
-        pre_hooks: What to do before the request.
-        post_hooks: What to do after it.
-    """
-
-    pre_hooks: list[dict[str, Any]] = []
-    post_hooks: list[dict[str, Any]] = []
 
 
 class Reply(Message, kw_only=True):
@@ -110,10 +98,12 @@ class Hello(Request, kw_only=True):
     Args:
         protocol: The version of the leader's protocol.
         world_size: The number of ranks that the leader expects; None does not check it.
+        pool: The name of the worker's pool, by which plans refer to it.
     """
 
     protocol: int
     world_size: int | None = None
+    pool: str = "main"
 
 
 class Welcome(Reply, kw_only=True):
@@ -279,214 +269,3 @@ class UnloadModel(Request, kw_only=True):
 
 class Unloaded(Reply):
     """The reply to `unload_model`."""
-
-
-# ---- operations of a trainer's master -----------------------------------------------------------------------------------
-
-
-class Initialize(ComputeRequest, kw_only=True):
-    """Build the worker of a role. Collective.
-
-    Args:
-        role: The name of the role.
-        worker: The worker class, or another function of the configuration that returns a worker.
-        config: Its configuration.
-        generator: The configuration of a generator that the role has beside its engine.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("worker", "config", "generator")
-
-    role: str
-    worker: Any
-    config: Any = None
-    generator: Any = None
-
-
-class InitializeOk(Reply, kw_only=True):
-    """The reply to `initialize`: where this rank stands in the layout of the role's engine.
-
-    Args:
-        dp_rank: The index of the data-parallel shard that the rank works on.
-        dp_size: The number of data-parallel shards.
-        answers: Whether the rank is the output rank of its shard.
-        ratio: The relative cost of attention, for balancing the shards.
-    """
-
-    dp_rank: Count
-    dp_size: Count
-    answers: bool
-    ratio: float
-
-
-class Call(ComputeRequest, kw_only=True):
-    """Call a method of a role's worker.
-
-    Args:
-        role: The name of the role.
-        method: The name of the method, which must be marked with `dispatch.register`.
-        args: The positional arguments: a rank's data-parallel shard first, where the method takes a batch.
-        options: The keyword arguments.
-        wants_result: Whether the reply holds the method's result.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("args", "options")
-
-    role: str
-    method: str
-    args: list[Any] = []
-    options: dict[str, Any] = {}
-    wants_result: bool = True
-
-
-class CallOk(Reply, kw_only=True):
-    """The reply to `call`."""
-
-    values: ClassVar[tuple[str, ...]] = ("result",)
-
-    result: Any = None
-
-
-class CopyWeights(Request, kw_only=True):
-    """Copy the weights of one role of this process to another. Collective."""
-
-    source: str
-    target: str
-
-
-class NextWeights(Request, kw_only=True):
-    """Ask for the next tensors of a role's weights. Collective.
-
-    Args:
-        role: The role.
-        max_bytes: The size of the part, in bytes.
-    """
-
-    role: str
-    max_bytes: Count
-
-
-class WeightsPart(Reply, kw_only=True):
-    """The reply to `next_weights`.
-
-    Args:
-        tensors: Pairs of a name and a tensor; empty on all ranks but the first.
-        more: Whether more tensors follow.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("tensors",)
-
-    tensors: Any = None
-    more: bool = False
-
-
-class BeginWeights(Request, kw_only=True):
-    """Start loading weights that arrive in parts. Collective."""
-
-    role: str
-
-
-class ReceiveWeights(Request, kw_only=True):
-    """Load one part of a stream of weights. Collective.
-
-    Args:
-        role: The role.
-        tensors: Pairs of a name and a tensor.
-    """
-
-    values: ClassVar[tuple[str, ...]] = ("tensors",)
-
-    role: str
-    tensors: Any = None
-
-
-class FinishWeights(Request, kw_only=True):
-    """Finish loading after the last part. Collective."""
-
-    role: str
-
-
-class WeightsOk(Reply):
-    """The reply to operations on weights."""
-
-
-class Fetch(Request, kw_only=True):
-    """Load the next samples of a role's data set. Not served by this version."""
-
-    role: str
-    count: Count
-
-
-class Spec(Request, kw_only=True):
-    """Ask for the size of a role's data set. Not served by this version."""
-
-    role: str
-
-
-class ModelConfig(Request, kw_only=True):
-    """Ask for the configuration of a role's model. Not served by this version."""
-
-    role: str
-
-
-class ClearDataCache(Request, kw_only=True):
-    """Drop samples from the data store. Not served by this version."""
-
-    ids: list[str]
-
-
-class Generate(ComputeRequest, kw_only=True):
-    """Generate with a role on samples of the data store. Not served by this version.
-
-    Args:
-        role: The role.
-        ids: The samples.
-        method: The method of the role's generator.
-    """
-
-    role: str
-    ids: list[str]
-    method: str = "generate"
-
-
-class Inference(ComputeRequest, kw_only=True):
-    """Run a role's inference on samples of the data store. Not served by this version.
-
-    Args:
-        role: The role.
-        method: The method of the role, for example `compute_log_probs`.
-        ids: The samples.
-    """
-
-    role: str
-    method: str
-    ids: list[str]
-
-
-class TrainStep(ComputeRequest, kw_only=True):
-    """Train a role on samples of the data store. Not served by this version.
-
-    Args:
-        role: The role.
-        ids: The samples.
-        method: The method of the role.
-    """
-
-    role: str
-    ids: list[str]
-    method: str = "update"
-
-
-class Empty(ComputeRequest, kw_only=True):
-    """Take part in hooks only. Not served by this version."""
-
-
-class Flush(Request, kw_only=True):
-    """Run the requests sent before. Not served by this version.
-
-    Args:
-        ids: The ids of the requests, in order.
-        digest: The digest of the requests, which all ranks compare.
-    """
-
-    ids: list[Id]
-    digest: str

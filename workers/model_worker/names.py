@@ -37,6 +37,7 @@ BUILT_IN: frozenset[str] = frozenset(
         ),
         "engine.loss": ("StepResult",),
         "engine.packing.batch": ("MediaField", "PackedBatch"),
+        "workers.data_plane.dataset": ("DatasetSpec",),
         "workers.losses.policy": ("PolicyLoss",),
         "workers.losses.value": ("ValueLoss",),
         "workers.roles.actor": ("ActorConfig", "ActorWorker"),

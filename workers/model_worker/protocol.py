@@ -8,59 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from .messages import (
-    Beat,
-    BeginWeights,
-    Bye,
-    Call,
-    CallOk,
-    Cancel,
-    CancelOk,
-    ClearDataCache,
-    ClearKvCache,
-    CopyWeights,
-    Empty,
-    Error,
-    Fetch,
-    FinishWeights,
-    Flush,
-    Generate,
-    GenerateStep,
-    GenerateStepOk,
-    GenerateStepWithImages,
-    Hello,
-    Inference,
-    Init,
-    Initialize,
-    InitializeOk,
-    InitOk,
-    KvCacheCleared,
-    LoadDenseShard,
-    LoadDenseShardOk,
-    ModelConfig,
-    NcclSanityCheck,
-    NcclSanityResult,
-    NextWeights,
-    Ping,
-    Pong,
-    ReceiveWeights,
-    Reply,
-    Request,
-    Shutdown,
-    Spec,
-    TrainStep,
-    Unloaded,
-    UnloadModel,
-    WeightsOk,
-    WeightsPart,
-    Welcome,
-    tag_of,
-)
+from . import compute_messages as c
+from . import data_messages as d
+from . import messages as m
+from .hooks import HookName
+from .messages import Beat, Error, Reply, Request, tag_of
 
 _HANDLERS = f"{__name__.rpartition('.')[0]}.handlers"
 
-Lane = Literal["immediate", "queued"]
-Hook = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
+_HANDLERS_OF_DATA = f"{__name__.rpartition('.')[0]}.data_handlers"
+
+Lane = Literal["immediate", "background", "queued", "flushed"]
 ErrorKind = Literal[
     "unknown_op",
     "bad_request",
@@ -77,6 +35,8 @@ ErrorKind = Literal[
     "watchdog",
     "queue_full",
     "cancelled",
+    "manifest_mismatch",
+    "data_missing",
 ]
 
 
@@ -86,12 +46,13 @@ class Op:
 
     Args:
         request: The request.
-        reply: The reply to a request that succeeded; None if this version does not serve the operation.
+        reply: The reply to a request that succeeded.
         handler: The function that serves it, `(worker, request) -> reply`, as `module:name`, so that it is imported only by a
             worker that needs it.
         failure: The kind of an error that the handler does not name itself.
-        lane: `immediate` operations are answered by the I/O thread, also while another one is running; `queued` ones run one
-            after the other on the main thread, which owns the device and all collectives.
+        lane: `immediate` operations are answered by the I/O thread, also while another one is running; `background` ones by a
+            thread of their own. `queued` ones run one after the other on the main thread, which owns the device and all
+            collectives; so do `flushed` ones, after a `flush`.
         collective: Whether all ranks must receive the request.
         hooks: The hooks that a request may carry.
         errors: The other kinds of error that the handler names, beside `COMMON_ERRORS`.
@@ -99,12 +60,12 @@ class Op:
     """
 
     request: type[Request]
-    reply: type[Reply] | None = None
+    reply: type[Reply]
     handler: str = ""
     failure: ErrorKind = "bad_request"
     lane: Lane = "queued"
     collective: bool = False
-    hooks: frozenset[Hook] = frozenset()
+    hooks: frozenset[HookName] = frozenset()
     errors: frozenset[ErrorKind] = frozenset()
     watchdog_s: float | None = None
 
@@ -119,109 +80,91 @@ COMMON_ERRORS: frozenset[str] = frozenset(
 )
 """The kinds of error that may answer any operation."""
 
-_MOVING: frozenset[Hook] = frozenset({"data_transfer", "offload", "sync_params", "save"})
+_MOVING: frozenset[HookName] = frozenset({"data_transfer", "offload", "sync_params", "save"})
 _STEP_ERRORS: frozenset[ErrorKind] = frozenset(
     {"model_not_loaded", "unsupported_arch", "nccl_not_initialised", "cuda_unavailable"}
 )
+_CALL_ERRORS: frozenset[ErrorKind] = frozenset({"model_not_loaded", "data_missing", "manifest_mismatch"})
+_NO_ROLE: frozenset[ErrorKind] = frozenset({"model_not_loaded"})
 
 
-def _op(request: type[Request], reply: type[Reply] | None = None, handler: str = "", **options: Any) -> Op:
+def _op(request: type[Request], reply: type[Reply], handler: str = "", **options: Any) -> Op:
     return Op(request=request, reply=reply, handler=handler and f"{_HANDLERS}:{handler}", **options)
 
 
+def _data_op(request: type[Request], reply: type[Reply], handler: str, **options: Any) -> Op:
+    return Op(request=request, reply=reply, handler=f"{_HANDLERS_OF_DATA}:{handler}", **options)
+
+
+def _call(
+    request: type[Request], reply: type[Reply], handler: str, hooks: frozenset[HookName] = _MOVING, **options: Any
+) -> Op:
+    """An operation that waits for `flush`."""
+    return Op(
+        request=request,
+        reply=reply,
+        handler=handler,
+        lane="flushed",
+        collective=True,
+        hooks=hooks,
+        **{"failure": "forward_failed", "errors": _CALL_ERRORS, **options},
+    )
+
+
 OPS: tuple[Op, ...] = (
-    _op(Hello, Welcome, "hello", lane="immediate"),
-    _op(Ping, Pong, "ping", lane="immediate"),
-    _op(Cancel, CancelOk, "cancel", lane="immediate"),
-    _op(Init, InitOk, "init", failure="nccl_init_failed", collective=True, errors=frozenset({"cuda_unavailable"})),
+    _op(m.Hello, m.Welcome, "hello", lane="immediate"),
+    _op(m.Ping, m.Pong, "ping", lane="immediate"),
+    _op(m.Cancel, m.CancelOk, "cancel", lane="immediate"),
+    _op(m.Init, m.InitOk, "init", failure="nccl_init_failed", collective=True, errors=frozenset({"cuda_unavailable"})),
     _op(
-        NcclSanityCheck,
-        NcclSanityResult,
+        m.NcclSanityCheck,
+        m.NcclSanityResult,
         "nccl_sanity_check",
         failure="nccl_sanity_failed",
         collective=True,
         errors=frozenset({"nccl_not_initialised"}),
     ),
-    _op(Shutdown, Bye, "shutdown"),
+    _op(m.Shutdown, m.Bye, "shutdown"),
     _op(
-        LoadDenseShard,
-        LoadDenseShardOk,
+        m.LoadDenseShard,
+        m.LoadDenseShardOk,
         "load_dense_shard",
         failure="load_failed",
         collective=True,
         errors=_STEP_ERRORS | {"already_loaded"},
     ),
-    _op(GenerateStep, GenerateStepOk, "model_step", failure="forward_failed", collective=True, errors=_STEP_ERRORS),
-    _op(GenerateStepWithImages, GenerateStepOk, "model_step", failure="forward_failed", collective=True, errors=_STEP_ERRORS),
-    _op(ClearKvCache, KvCacheCleared, "model_step", errors=frozenset({"model_not_loaded"})),
-    _op(UnloadModel, Unloaded, "model_step", errors=frozenset({"model_not_loaded"})),
+    _op(m.GenerateStep, m.GenerateStepOk, "model_step", failure="forward_failed", collective=True, errors=_STEP_ERRORS),
     _op(
-        Initialize,
-        InitializeOk,
-        "initialize",
-        failure="load_failed",
-        collective=True,
-        hooks=_MOVING,
-        errors=frozenset({"nccl_not_initialised", "already_loaded"}),
-    ),
-    _op(
-        Call,
-        CallOk,
-        "call",
+        m.GenerateStepWithImages,
+        m.GenerateStepOk,
+        "model_step",
         failure="forward_failed",
         collective=True,
-        hooks=_MOVING,
-        errors=frozenset({"model_not_loaded"}),
+        errors=_STEP_ERRORS,
     ),
-    _op(
-        CopyWeights,
-        WeightsOk,
-        "copy_weights",
-        failure="forward_failed",
-        collective=True,
-        errors=frozenset({"model_not_loaded"}),
-    ),
-    _op(
-        NextWeights,
-        WeightsPart,
-        "next_weights",
-        failure="forward_failed",
-        collective=True,
-        errors=frozenset({"model_not_loaded"}),
-    ),
-    _op(
-        BeginWeights,
-        WeightsOk,
-        "begin_weights",
+    _op(m.ClearKvCache, m.KvCacheCleared, "model_step", errors=_NO_ROLE),
+    _op(m.UnloadModel, m.Unloaded, "model_step", errors=_NO_ROLE),
+    _call(
+        c.Initialize,
+        c.InitializeOk,
+        f"{_HANDLERS}:initialize",
         failure="load_failed",
-        collective=True,
-        errors=frozenset({"model_not_loaded"}),
+        errors=_CALL_ERRORS | {"nccl_not_initialised", "already_loaded"},
     ),
-    _op(
-        ReceiveWeights,
-        WeightsOk,
-        "receive_weights",
-        failure="load_failed",
-        collective=True,
-        errors=frozenset({"model_not_loaded"}),
-    ),
-    _op(
-        FinishWeights,
-        WeightsOk,
-        "finish_weights",
-        failure="load_failed",
-        collective=True,
-        errors=frozenset({"model_not_loaded"}),
-    ),
-    _op(ModelConfig, lane="immediate"),
-    _op(Fetch, lane="immediate"),
-    _op(Spec, lane="immediate"),
-    _op(ClearDataCache, lane="immediate"),
-    _op(Generate, collective=True, hooks=_MOVING),
-    _op(Inference, collective=True, hooks=_MOVING),
-    _op(TrainStep, collective=True, hooks=_MOVING | {"evaluate"}),
-    _op(Empty, collective=True, hooks=_MOVING),
-    _op(Flush, collective=True),
+    _call(c.Call, c.CallOk, f"{_HANDLERS}:call"),
+    _call(c.Generate, c.GenerateOk, f"{_HANDLERS_OF_DATA}:generate"),
+    _call(c.Inference, c.InferenceOk, f"{_HANDLERS_OF_DATA}:inference"),
+    _call(c.TrainStep, c.TrainStepOk, f"{_HANDLERS_OF_DATA}:train_step", _MOVING | {"evaluate"}),
+    _call(c.Empty, c.EmptyOk, f"{_HANDLERS}:empty"),
+    _op(c.Flush, c.FlushOk, failure="manifest_mismatch", collective=True),
+    _data_op(d.ModelConfig, d.ModelConfigOk, "model_config", lane="immediate", errors=_NO_ROLE),
+    _data_op(d.Spec, d.SpecOk, "spec", lane="immediate", errors=_NO_ROLE),
+    _data_op(d.Fetch, d.FetchOk, "fetch", lane="background", failure="load_failed", errors=_NO_ROLE),
+    _data_op(d.ClearDataCache, d.ClearDataCacheOk, "clear_data_cache", lane="immediate"),
+    _data_op(d.Put, d.PutOk, "put", lane="immediate"),
+    _data_op(d.Get, d.GetOk, "get", lane="immediate", errors=frozenset({"data_missing"})),
+    _data_op(d.Listen, d.Listening, "listen", lane="immediate", failure="nccl_init_failed"),
+    _data_op(d.Peers, d.PeersOk, "peers", lane="immediate"),
 )
 """The operations that a worker serves."""
 
@@ -244,7 +187,7 @@ class Registry:
             self.ops[op.name] = op
         self._by_type = {op.request: op for op in self.ops.values()}
         self.requests: tuple[type[Request], ...] = tuple(op.request for op in self.ops.values())
-        replies = [op.reply for op in self.ops.values() if op.reply is not None]
+        replies = [op.reply for op in self.ops.values()]
         self.replies: tuple[type[Reply], ...] = tuple(dict.fromkeys([*replies, Error, Beat]))
 
     def of(self, request: Request) -> Op:

@@ -1,8 +1,9 @@
 """The roles of one process: builds their workers, runs their methods, and moves weights between them."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
+from inspect import signature
 from typing import Any, get_type_hints
 
 import torch.distributed as dist
@@ -11,11 +12,13 @@ from torch import Tensor
 from ...engine import progress
 from ...engine.errors import ConfigError
 from ...engine.parallel.collectives import collective_errors
+from ...engine.parallel.process_groups import EngineGroups
+from ..data_plane.dataset import DatasetSpec, ShardedDataset
 from ..dispatch import Dispatch, dispatch_of
 from ..roles.base import to_host
 from ..rollout.engine import RolloutConfig
 from ..rollout.worker import RolloutWorker
-from .weight_receiver import WeightReceiver
+from .compute_messages import InitializeOk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +31,16 @@ class RoleSpec:
         pool: The name of the pool of processes that runs the role; roles of one pool share its processes.
         generator: The configuration of a generator that the role has beside its engine. `generate` then works on the role, with
             the weights that the engine has at that moment.
+        dataset: The data set that the role's `fetch` loads.
+        ranks: The ranks of the pool that the role runs on; None for all. The roles of a pool may overlap.
     """
 
     worker: type[Any]
     config: Any
     pool: str = "main"
     generator: RolloutConfig | None = None
+    dataset: DatasetSpec | None = None
+    ranks: tuple[int, ...] | None = None
 
     def check(self, name: str) -> None:
         """Check the types of the fields.
@@ -54,6 +61,14 @@ class RoleSpec:
             )
         if not isinstance(self.pool, str):
             raise ConfigError(f"role {name!r}: pool={self.pool!r:.60}; give the name of a pool")
+        if self.dataset is not None and not isinstance(self.dataset, DatasetSpec):
+            raise ConfigError(f"role {name!r}: dataset is a {type(self.dataset).__name__}; give a DatasetSpec(...)")
+        if self.ranks is not None and (
+            not self.ranks
+            or list(self.ranks) != sorted(set(self.ranks))
+            or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.ranks)
+        ):
+            raise ConfigError(f"role {name!r}: ranks={self.ranks!r}; give different ranks of its pool, in ascending order")
         if self.generator is None:
             return
         if not isinstance(self.generator, RolloutConfig):
@@ -108,59 +123,102 @@ class RankInfo:
     ratio: float
 
 
+def info_of(reply: InitializeOk) -> RankInfo:
+    """Return what a worker has replied to `initialize`."""
+    return RankInfo(dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio)
+
+
 class RoleHost:
     """The roles of one process."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Any] = {}
         self._generators: dict[str, RolloutWorker] = {}
+        self._infos: dict[str, RankInfo] = {}
+        self._datasets: dict[str, ShardedDataset] = {}
         self._stale: set[str] = set()
-        self._streams: dict[str, tuple[Any, Iterator[tuple[str, Tensor]]]] = {}
-        self._receivers: dict[str, WeightReceiver] = {}
+        self._groups = EngineGroups(None)
 
     def __contains__(self, role: str) -> bool:
         return role in self._workers
 
     def build(
-        self, name: str, worker_class: Callable[[Any], Any], config: Any, generator: RolloutConfig | None = None
+        self,
+        name: str,
+        worker_class: Callable[..., Any],
+        config: Any,
+        generator: RolloutConfig | None = None,
+        dataset: DatasetSpec | None = None,
+        ranks: Sequence[int] = (),
     ) -> RankInfo:
-        """Build a role's worker. Collective over the pool; an error in one process is raised on all ranks.
+        """Build a role's worker. Collective over its ranks; an error in one process is raised on all of them.
 
         Args:
             name: The name of the role.
             worker_class: The worker class, or another function that takes the configuration and returns a worker.
             config: The configuration passed to it.
             generator: The configuration of a generator beside the role's engine.
+            dataset: The data set of the role.
+            ranks: The ranks of the pool that the role runs on, which are passed to the worker as `ranks`; empty for all.
 
         Raises:
             DrivetrainError: A setting of the role is invalid.
         """
-        with collective_errors():
-            worker = worker_class(config)
+        if ranks and max(ranks) >= dist.get_world_size():
+            raise ConfigError(f"ranks={list(ranks)}, but the pool has {dist.get_world_size()} processes")
+        group = self._groups.get(ranks, "gloo") if ranks else None
+        with collective_errors(group):
+            worker = worker_class(config, ranks=tuple(ranks)) if ranks else worker_class(config)
         try:
             if hasattr(worker, "initialize"):
                 worker.initialize()
             if generator is not None:
-                with collective_errors():
+                with collective_errors(group):
                     self._generators[name] = RolloutWorker(generator).initialize()
                 self._stale.add(name)
+            info = _info_of(worker, list(ranks) or list(range(dist.get_world_size())))
+            if dataset is not None:
+                with collective_errors(group):
+                    self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.answers)
         except BaseException:
             # Nothing half-built stays behind under this name.
+            self._generators.pop(name, None)
+            self._datasets.pop(name, None)
             if hasattr(worker, "close"):
                 worker.close()
             raise
-        self._workers[name] = worker
-        engine = getattr(worker, "engine", None)
+        self._workers[name], self._infos[name] = worker, info
+        return info
+
+    def info(self, role: str) -> RankInfo:
+        """Return where this process stands in the layout of a role."""
+        return self._infos[role]
+
+    def owner(self, role: str, method: str) -> type:
+        """Return the class that has a method of a role: its worker, or its generator."""
+        return RolloutWorker if method == "generate" and role in self._generators else type(self._workers[role])
+
+    def dataset(self, role: str) -> ShardedDataset:
+        """Return this process's share of a role's data set.
+
+        Raises:
+            ConfigError: The role has none.
+        """
+        if role not in self._datasets:
+            raise ConfigError(f"role {role!r} has no data set; give RoleSpec(..., dataset=DatasetSpec(...))")
+        return self._datasets[role]
+
+    def model_config(self, role: str) -> str:
+        """Return the text of the config.json of a role's model.
+
+        Raises:
+            ConfigError: The role has no engine.
+        """
+        engine = getattr(self._workers[role], "engine", None)
         if engine is None:
-            # Without an engine, every process has a shard of its own.
-            return RankInfo(dp_rank=dist.get_rank(), dp_size=dist.get_world_size(), answers=True, ratio=0.0)
-        topology = engine.topology
-        return RankInfo(
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-            answers=topology.is_output_rank,
-            ratio=engine.model_shape.attention_ratio,
-        )
+            raise ConfigError(f"role {role!r} has no engine, so it has no model configuration")
+        text: str = engine.hf_config.to_json_string(use_diff=False)
+        return text
 
     def call(self, role: str, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run a method of a role; return its result, with tensors in host memory.
@@ -194,82 +252,41 @@ class RoleHost:
             self._generators[role].load_weights(_counted(stream))
         self._stale.discard(role)
 
-    def copy_weights(self, source: str, target: str) -> None:
-        """Copy the weights of one worker of this process to another."""
-        self._stale.add(target)
-        with self._workers[source].weights() as stream:
-            self._workers[target].load_weights(_counted(stream))
-
-    def next_weights(self, source: str, max_bytes: int) -> list[tuple[str, Tensor]]:
-        """Return the next tensors of a worker, about `max_bytes` in total and fewer at the end. Collective over the pool.
-
-        Returns:
-            The named tensors on the pool's first process; an empty list on the others.
-        """
-        if source not in self._streams:
-            context = self._workers[source].weights()
-            self._streams[source] = (context, context.__enter__())
-        context, stream = self._streams[source]
-        tensors: list[tuple[str, Tensor]] = []
-        size, ended, first = 0, False, dist.get_rank() == 0
-        try:
-            while size < max_bytes and not ended:
-                name, tensor = next(stream, ("", None))
-                ended = tensor is None
-                if tensor is not None:
-                    progress.advance()
-                    size += tensor.numel() * tensor.itemsize
-                    if first:
-                        # The stream may reuse this tensor's memory for the next one.
-                        tensors.append((name, tensor.detach().to("cpu", copy=True)))
-        except BaseException:
-            # Its rest would look like its end.
-            del self._streams[source]
-            context.__exit__(*sys.exc_info())
-            raise
-        if ended:
-            del self._streams[source]
-            context.__exit__(None, None, None)
-        return tensors
-
-    def more_weights(self, source: str) -> bool:
-        """Return whether `next_weights` has tensors left."""
-        return source in self._streams
-
-    def begin_weights(self, target: str) -> None:
-        """Start loading weights that arrive in parts.
+    def weights(self, role: str) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """Stream the full tensors of a role. Collective over its ranks.
 
         Raises:
-            ConfigError: Such a load is under way.
+            ConfigError: The role cannot.
         """
-        if target in self._receivers:
-            raise ConfigError(f"weights of {target!r} are being loaded already; finish that first")
-        self._stale.add(target)
-        self._receivers[target] = WeightReceiver(self._workers[target].load_weights)
+        worker = self._workers[role]
+        if not hasattr(worker, "weights"):
+            raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method weights")
+        stream: AbstractContextManager[Iterator[tuple[str, Tensor]]] = worker.weights()
+        return stream
 
-    def receive_weights(self, target: str, part: Sequence[tuple[str, Tensor]]) -> None:
-        """Load one part.
+    def load_weights(self, role: str, weights: Iterator[tuple[str, Tensor]], eta: float) -> None:
+        """Load full tensors into a role. Collective over its ranks.
+
+        Args:
+            role: The role.
+            weights: The names and tensors.
+            eta: The weight of the new ones in a moving average with those of the role.
 
         Raises:
-            ConfigError: No load is under way.
+            ConfigError: The role cannot load weights, or cannot average them.
         """
-        self._receiver(target).put([(name, tensor) for name, tensor in part])
-
-    def finish_weights(self, target: str) -> None:
-        """Finish loading after the last part.
-
-        Raises:
-            ConfigError: No load is under way.
-            Exception: Whatever the loading raised.
-        """
-        receiver = self._receiver(target)
-        del self._receivers[target]
-        receiver.finish()
-
-    def _receiver(self, target: str) -> WeightReceiver:
-        if target not in self._receivers:
-            raise ConfigError(f"no weights of {target!r} are being loaded; begin first")
-        return self._receivers[target]
+        worker = self._workers[role]
+        if not hasattr(worker, "load_weights"):
+            raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method load_weights")
+        self._stale.add(role)
+        if eta == 1:
+            worker.load_weights(weights)
+        elif "eta" in signature(worker.load_weights).parameters:
+            worker.load_weights(weights, eta=eta)
+        else:
+            raise ConfigError(
+                f"eta={eta:g}: {type(worker).__name__}, the worker of {role!r}, cannot average weights; use eta=1"
+            )
 
     def close(self) -> None:
         """Free all workers, also when one of them fails.
@@ -277,11 +294,9 @@ class RoleHost:
         Raises:
             Exception: The first error of a worker.
         """
-        for context, _ in self._streams.values():
-            context.__exit__(None, None, None)
-        self._streams.clear()
         workers = [*self._generators.values(), *self._workers.values()]
         self._generators, self._workers = {}, {}
+        self._datasets, self._infos = {}, {}
         errors = []
         for worker in reversed(workers):
             try:
@@ -289,8 +304,24 @@ class RoleHost:
                     worker.close()
             except Exception as e:  # raised below, when the others are closed
                 errors.append(e)
+        if dist.is_initialized():
+            self._groups.close()
         if errors:
             raise errors[0]
+
+
+def _info_of(worker: Any, ranks: Sequence[int]) -> RankInfo:
+    engine = getattr(worker, "engine", None)
+    if engine is None:
+        # Without an engine, every process has a shard of its own.
+        return RankInfo(dp_rank=ranks.index(dist.get_rank()), dp_size=len(ranks), answers=True, ratio=0.0)
+    topology = engine.topology
+    return RankInfo(
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        answers=topology.is_output_rank,
+        ratio=engine.model_shape.attention_ratio,
+    )
 
 
 def _counted(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

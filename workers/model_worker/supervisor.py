@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ...engine.errors import ConfigError, WorkerLostError
 from . import comm_id, messages
+from .compute_messages import Call, Initialize
 from .controller import Channel, Controller
 from .errors import LAST_WORDS, raise_error
 from .names import Names, collect, name_of
@@ -125,7 +126,7 @@ class SupervisedWorker:
             if self._failure is not None or self._closing or self._channel is None:
                 raise WorkerLostError(str(self._failure or f"{self._settings.name} was closed"))
             channel = self._channel
-        sent = channel.ask(messages.Call(role=ROLE, method=method, args=list(args), options=options))
+        sent = channel.ask_flushed(Call(role=ROLE, method=method, args=list(args), options=options))
         found: Future[Any] = Future()
         # In a thread of its own: what runs when the future is done may call the worker again.
         sent.add_done_callback(
@@ -279,10 +280,11 @@ class SupervisedWorker:
         for request in (
             messages.Hello(protocol=messages.PROTOCOL, world_size=1),
             messages.Init(comm_id=run.hex()),
-            messages.Initialize(role=ROLE, worker=self._factory, config=self._config),
+            Initialize(role=ROLE, worker=self._factory, config=self._config),
         ):
             try:
-                reply = channel.ask(request).reply(max(deadline - time.monotonic(), 0.1))
+                sent = channel.ask_flushed(request) if isinstance(request, Initialize) else channel.ask(request)
+                reply = sent.reply(max(deadline - time.monotonic(), 0.1))
             except TimeoutError:
                 process.terminate(settings.terminate_s)
                 raise WorkerLostError(

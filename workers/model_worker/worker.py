@@ -6,21 +6,28 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine import progress
-from ...engine.errors import ConfigError, DrivetrainError, RemoteError
+from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError
+from ..data_plane.plan import place
 from .codec import text
 from .comm_id import CommId
-from .messages import Call, ComputeRequest, Error, Reply, Request
+from .compute_messages import Call, ComputeRequest, Flush, SampleRequest
+from .hooks import name_of
+from .manifest import AbandonedError, Outcome, needed_ids, run_manifest
+from .messages import Error, Reply, Request
 from .names import Names, Program
 from .protocol import COMMON_ERRORS, ErrorKind, Op, Registry
 
 if TYPE_CHECKING:
+    from ..data_plane.manager import DataManager
+    from .agreement import Agreement
     from .role_host import RoleHost
 
 
@@ -57,6 +64,7 @@ class WorkerSettings:
         local_rank: The index of its device; None is the rank.
         init_s: For how many seconds `init` waits for the other ranks.
         timeout_s: The timeout of collectives, in seconds.
+        flush_s: For how many seconds a flush waits until all ranks have it.
         watchdog_s: For how many seconds an operation may make no progress; 0 is without limit. It is below `timeout_s`, so that
             its message comes before torch ends the process.
         watchdog: The same for single operations, by name. That of `init` is a little above `init_s` if not given.
@@ -71,6 +79,7 @@ class WorkerSettings:
     local_rank: int | None = None
     init_s: float = 120.0
     timeout_s: float = 1800.0
+    flush_s: float = 60.0
     watchdog_s: float = 1200.0
     watchdog: Mapping[str, float] = field(default_factory=dict)
     beat_s: float = 0.0
@@ -85,7 +94,9 @@ class WorkerSettings:
             )
         if self.local_rank is not None and self.local_rank < 0:
             raise ConfigError(f"local_rank={self.local_rank}; it must be at least 0")
-        times = {name: getattr(self, name) for name in ("init_s", "timeout_s", "queue_size", "watchdog_s", "beat_s")}
+        times = {
+            name: getattr(self, name) for name in ("init_s", "timeout_s", "flush_s", "queue_size", "watchdog_s", "beat_s")
+        }
         for name, value in {**times, **{f"watchdog of {op}": seconds for op, seconds in self.watchdog.items()}}.items():
             zero = "watchdog" in name or name == "beat_s"
             if not (0 < value <= MAX_SECONDS or (zero and value == 0)):
@@ -119,6 +130,7 @@ class Running:
     Args:
         request: The request.
         op: Its operation.
+        title: What is being executed, for messages.
         since: The time at which it began, as `time.monotonic`.
         seen: The progress that was last seen.
         seen_at: The time at which the progress last changed.
@@ -126,15 +138,10 @@ class Running:
 
     request: Request
     op: Op
+    title: str
     since: float
     seen: int
     seen_at: float
-
-    @property
-    def title(self) -> str:
-        """What is being executed, for messages: the role's method, or the operation."""
-        request = self.request
-        return f"{request.role}.{request.method}" if isinstance(request, Call) else self.op.name
 
 
 class ModelWorker:
@@ -153,7 +160,11 @@ class ModelWorker:
         self.listener: socket.socket | None = None
         """The socket at which rank 0 lets the others meet, if it was opened beforehand."""
         self.cancel_waiting: Callable[[Any], bool] = lambda request_id: False
+        self.pool = "main"
+        """The name of this worker's pool, by which plans refer to it."""
         self._host: RoleHost | None = None
+        self._data: DataManager | None = None
+        self._agreement: Agreement | None = None
         self._handlers: dict[str, Callable[[ModelWorker, Any], Reply]] = {}
         self._running: Running | None = None
         self._lock = threading.Lock()
@@ -167,54 +178,132 @@ class ModelWorker:
             self._host = RoleHost()
         return self._host
 
+    @property
+    def place(self) -> str:
+        """The name of this process in plans: `pool/rank`."""
+        return place(self.pool, self.settings.rank)
+
+    @property
+    def data(self) -> "DataManager":
+        """The data store of this worker, and what moves samples between stores."""
+        with self._lock:
+            if self._data is None:
+                from ..data_plane.manager import DataManager
+                from ..data_plane.store import DataStore
+
+                self._data = DataManager(DataStore())
+            return self._data
+
+    @property
+    def agreement(self) -> "Agreement":
+        """This worker's part in comparisons between ranks."""
+        if self._agreement is None:
+            from .agreement import Agreement
+
+            self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s)
+        return self._agreement
+
+    def submit(self, request: ComputeRequest) -> None:
+        """Check a request that is to wait for a flush.
+
+        Raises:
+            OpError: It has no id, or carries a hook that it may not carry.
+        """
+        op = self.registry.of(request)
+        if request.id is None:
+            raise OpError("bad_request", f"{op.name} waits for a flush, which names it by its id; give it one")
+        hooks = [(hook, "before") for hook in request.pre_hooks] + [(hook, "after") for hook in request.post_hooks]
+        for hook, when in hooks:
+            name = name_of(hook)
+            if name not in op.hooks or (name == "evaluate" and when == "before"):
+                where = "after train_step" if name == "evaluate" else f"with {', '.join(self._carriers(name))}"
+                raise OpError("bad_request", f"the hook {name} cannot come {when} {op.name}; it can come {where}")
+
+    def _carriers(self, hook: str) -> list[str]:
+        return [op.name for op in self.registry.ops.values() if hook in op.hooks]
+
+    def hold(self, request: Request) -> None:
+        """Keep the samples that a request needs until `release`."""
+        if ids := needed_ids(request, self.place):
+            self.data.store.hold(ids)
+
+    def release(self, request: Request) -> None:
+        """End the effect of `hold`."""
+        if ids := needed_ids(request, self.place):
+            self.data.store.release(ids)
+
+    def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[Outcome]:
+        """Run the requests that wait for a flush; see `manifest`."""
+        return run_manifest(self, flush, requests)
+
     def execute(self, request: Request) -> Reply:
         """Execute a request whose values are loaded.
 
         Raises:
-            OpError: The operation is not served, or carries a hook that it may not carry.
             Exception: Whatever the operation raises.
         """
         op = self.registry.of(request)
-        if isinstance(request, ComputeRequest) and (request.pre_hooks or request.post_hooks):
-            raise OpError("bad_request", f"{op.name} carries hooks, which this version does not serve; leave them out")
-        if not op.handler:
-            raise OpError("unknown_op", f"{op.name} is not served by this version; use call{{role, method, ...}}")
         if op.name not in self._handlers:
             module, _, attribute = op.handler.partition(":")
             self._handlers[op.name] = getattr(import_module(module), attribute)
         return self._handlers[op.name](self, request)
 
-    def answer(self, request: Request, load: Callable[[Any], Any] | None = None) -> Reply | None:
-        """Execute a request and return the reply, which is an `Error` if it failed. Never raises an exception.
+    def answer(self, request: Request, load: Callable[[Any], Any] | None = None) -> Reply:
+        """Execute a request and return the reply, which is an `Error` if it failed.
 
         Args:
             request: The request.
             load: Loads the request's values, if they are still plain data.
 
-        Returns:
-            The reply; None if `abandon` has taken the request away meanwhile.
+        Raises:
+            AbandonedError: The watchdog has answered meanwhile.
         """
         op = self.registry.of(request)
-        if op.lane == "immediate":
-            reply = self._attempt(op, request, load)
-        else:
-            now = time.monotonic()
-            running = self._running = Running(request, op, now, progress.finished(), now)
-            reply = self._attempt(op, request, load)
-            if not self.abandon(running):
-                return None
+        try:
+            if op.lane in ("immediate", "background"):
+                reply = self.execute(self.loaded(request, load))
+            else:
+                with self.executing(request):
+                    reply = self.execute(self.loaded(request, load))
+        except AbandonedError:
+            raise
+        except BaseException as e:  # sent to the leader; a role that calls sys.exit does not end the worker
+            reply = error_of(op, e)
         reply.id = request.id
         return reply
 
-    def _attempt(self, op: Op, request: Request, load: Callable[[Any], Any] | None) -> Reply:
+    def loaded(self, request: Any, load: Callable[[Any], Any] | None) -> Any:
+        """Return a request with its values.
+
+        Raises:
+            OpError: They cannot be loaded.
+        """
         try:
-            try:
-                loaded = request if load is None else load(request)
-            except Exception as e:  # of many types: the frame comes from outside
-                raise OpError("bad_request", str(e)) from e
-            return self.execute(loaded)
-        except BaseException as e:  # sent to the leader; a role that calls sys.exit does not end the worker
-            return error_of(op, e)
+            return request if load is None else load(request)
+        except Exception as e:  # of many types: the frame comes from outside
+            raise OpError("bad_request", str(e)) from e
+
+    @contextmanager
+    def executing(self, request: Request, title: str = "") -> Iterator[None]:
+        """Let the watchdog see what is being executed.
+
+        Raises:
+            AbandonedError: The watchdog has answered meanwhile.
+        """
+        now = time.monotonic()
+        running = Running(request, self.registry.of(request), title or self.title_of(request), now, progress.finished(), now)
+        self._running = running
+        try:
+            yield
+        finally:
+            if not self.abandon(running):
+                raise AbandonedError
+
+    def title_of(self, request: Request) -> str:
+        """Return what a request is called in messages: the role's method, or the operation."""
+        if isinstance(request, Call | SampleRequest):
+            return f"{request.role}.{request.method}"
+        return self.registry.of(request).name
 
     def running(self) -> Running | None:
         """Return the queued request that is being executed."""
@@ -230,6 +319,8 @@ class ModelWorker:
 
     def close(self) -> None:
         """Free all roles."""
+        if self._data is not None:
+            self._data.close()
         if self._host is not None:
             self._host.close()
         if self.listener is not None:
@@ -245,7 +336,11 @@ def error_of(op: Op, error: BaseException) -> Error:
             logger.error("%s does not declare the error %s; it is a defect of Drivetrain", op.name, kind)
             kind = op.failure
         return Error(kind=kind, message=_text(error), **_origin(error.__cause__ or error))
-    if is_out_of_memory(error):
+    if isinstance(error, ManifestError):
+        kind = "manifest_mismatch"
+    elif isinstance(error, DataMissingError):
+        kind = "data_missing"
+    elif is_out_of_memory(error):
         kind = "out_of_memory"
     message = _text(error) if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {_text(error)}"
     return Error(kind=kind, message=text(message), echo=isinstance(error, RemoteError), **_origin(error))

@@ -74,3 +74,12 @@ class ActorWorker(Worker):
                 "use the same temperature"
             )
         return self._update(data, loss or self.config.loss, steps)
+
+    @register("dp", returns="numbers")
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Compute the `loss` of a batch of responses and its metrics, without training.
+
+        Args:
+            data: This rank's data-parallel shard, with the fields that the loss needs.
+        """
+        return self._evaluate(data, self.config.loss)

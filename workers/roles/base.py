@@ -1,7 +1,7 @@
 """The base class of workers that run an engine: setup, state placement, checkpoints."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +102,10 @@ class Worker:
         """Stream full tensors under their Hugging Face names, one at a time, on every rank. See `BaseEngine.named_weights`."""
         return self.engine.named_weights(adapters=adapters)
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+        """Load full tensors, as another role's `weights()` streams them. See `BaseEngine.load_weights`."""
+        self.engine.load_weights(weights, eta=eta)
+
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
@@ -115,6 +119,11 @@ class Worker:
         adapter = self._open(data)
         outputs = self.engine.infer_batch(adapter.batch, request, tokens=loss_mask(adapter.batch))
         return adapter.answer({names[name]: value for name, value in outputs.items()})
+
+    def _evaluate(self, data: Any, loss: Loss) -> dict[str, float]:
+        """Return the loss of a batch and its metrics, without training."""
+        result = self.engine.forward_backward(self._open(data).batch, loss, forward_only=True)
+        return {"loss": result.loss, **result.terms, **result.metrics}
 
     def _update(self, data: Any, loss: Loss, steps: Sequence[Sequence[int]] | None) -> list[StepResult]:
         """Make one optimizer step per entry of `steps`. All of them are checked before the first one runs.

@@ -42,3 +42,12 @@ class CriticWorker(Worker):
     def update(self, data: Any, steps: Sequence[Sequence[int]] | None = None) -> list[StepResult]:
         """Train the value function on `returns`; see `ActorWorker.update`."""
         return self._update(data, self.config.loss, steps)
+
+    @register("dp", returns="numbers")
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Compute the `loss` of a batch of responses and its metrics, without training.
+
+        Args:
+            data: This rank's data-parallel shard, with the fields that the loss needs.
+        """
+        return self._evaluate(data, self.config.loss)

@@ -1,0 +1,152 @@
+"""The controller's handle of samples that are elsewhere. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from ...engine.errors import BatchError
+from .sequence_buffer import SequenceBuffer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataRef:
+    """Samples in the stores of a group's workers. The methods of roles take it where they take a batch.
+
+    A reference never changes, and neither does what it refers to: the results of a call are new columns.
+
+    Args:
+        ids: The samples, in order.
+        lengths: The number of tokens of each.
+        keys: The names of the fields that calls see, with the keys of their columns in the stores.
+        buffer: The group's record of where they are.
+        group_ids: The group of each sample, which is never split over ranks; None if each is a group of its own.
+        names: The origin of each sample, for messages; None for its number.
+        passengers: The names of fields that nothing needs to read.
+    """
+
+    ids: tuple[str, ...]
+    lengths: tuple[int, ...]
+    keys: Mapping[str, str]
+    buffer: SequenceBuffer = field(repr=False)
+    group_ids: tuple[int, ...] | None = None
+    names: tuple[str, ...] | None = None
+    passengers: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all samples."""
+        return sum(self.lengths)
+
+    def locations(self, name: str) -> list[tuple[str, ...]]:
+        """Return the places that hold a field, for each sample: `pool/rank`, sorted.
+
+        Raises:
+            BatchError: There is no such field.
+            DataMissingError: The samples were dropped.
+        """
+        key = self._key(name)
+        self.buffer.check(self.ids, [key])
+        return [tuple(sorted(self.buffer.record(sample).columns[key].holders)) for sample in self.ids]
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Return some samples, in the given order.
+
+        Raises:
+            BatchError: There is no such row, or a row is given twice.
+        """
+        wrong = [row for row in rows if isinstance(row, bool) or not 0 <= row < len(self)]
+        if wrong:
+            raise BatchError(f"select: there is no row {wrong[0]}; the rows are 0 to {len(self) - 1}")
+        if len(set(rows)) < len(rows):
+            raise BatchError("select: a row is given twice; a sample can be in a batch once")
+        return replace(
+            self,
+            ids=tuple(self.ids[row] for row in rows),
+            lengths=tuple(self.lengths[row] for row in rows),
+            group_ids=None if self.group_ids is None else tuple(self.group_ids[row] for row in rows),
+            names=None if self.names is None else tuple(self.names[row] for row in rows),
+        )
+
+    def __or__(self, other: object) -> Self:
+        """Join the columns of two references to the same samples; of two fields of one name, the right one counts.
+
+        Raises:
+            BatchError: The samples differ.
+        """
+        if not isinstance(other, DataRef):
+            return NotImplemented
+        if other.ids != self.ids:
+            if sorted(other.ids) == sorted(self.ids):
+                raise BatchError("the two sides hold the same samples in another order; select() one of them into the other's")
+            raise BatchError(
+                f"the two sides hold different samples ({len(self)} and {len(other)}, {len(set(self.ids) & set(other.ids))} in "
+                "common); columns can be joined for the same samples only"
+            )
+        return replace(
+            self, keys={**self.keys, **other.keys}, passengers=(self.passengers - other.keys.keys()) | other.passengers
+        )
+
+    def rename(self, **names: str) -> Self:
+        """Return the same columns under other names: `rename(log_probs="old_log_probs")`.
+
+        Raises:
+            BatchError: There is no such field, or two would have the same name.
+        """
+        for name in names:
+            self._key(name)
+        keys: dict[str, str] = {}
+        for name, key in self.keys.items():
+            new = names.get(name, name)
+            if new in keys:
+                raise BatchError(f"rename: two fields would be called {new!r}")
+            keys[new] = key
+        return replace(self, keys=keys, passengers=frozenset(names.get(name, name) for name in self.passengers))
+
+    def only(self, *names: str) -> Self:
+        """Return the reference with these fields alone; the samples stay where they are.
+
+        Raises:
+            BatchError: There is no such field.
+        """
+        keys = {name: self._key(name) for name in names}
+        return replace(self, keys=keys, passengers=self.passengers & keys.keys())
+
+    def without(self, *names: str) -> Self:
+        """Return the reference without these fields.
+
+        Raises:
+            BatchError: There is no such field.
+        """
+        for name in names:
+            self._key(name)
+        return self.only(*(name for name in self.keys if name not in names))
+
+    def with_groups(self, group_ids: Sequence[int]) -> Self:
+        """Return the reference with the group of each sample.
+
+        Raises:
+            BatchError: The number of groups is not that of the samples.
+        """
+        if len(group_ids) != len(self):
+            raise BatchError(f"group_ids has {len(group_ids)} entries for {len(self)} samples")
+        return replace(self, group_ids=tuple(int(group) for group in group_ids))
+
+    def with_passengers(self, *names: str) -> Self:
+        """Return the reference with these fields declared as passengers, which nothing needs to read."""
+        return replace(self, passengers=self.passengers | set(names))
+
+    def key_of(self, name: str) -> str:
+        """Return the key of a field in the stores.
+
+        Raises:
+            BatchError: There is no such field.
+        """
+        return self._key(name)
+
+    def _key(self, name: str) -> str:
+        if name not in self.keys:
+            raise BatchError(f"the reference has no field {name!r}; it has {', '.join(self.keys) or 'none'}")
+        return self.keys[name]

@@ -1,0 +1,168 @@
+"""Connections between workers of different pools: bytes from one to the other, without the controller. Imports no torch.
+
+Each worker listens at one ZeroMQ socket. On one machine that is a file in a folder of mode 0700; over machines the connections
+are encrypted and authenticated by CURVE, with keys that only the workers of the group have.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from ...engine import progress
+from ...engine.errors import ManifestError, WorkerLostError
+from .plan import Keys
+
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of one message. The receiver copies one while the next one is on its way."""
+LINGER_MS = 1_000
+_POLL_MS = 1_000
+
+
+def new_keys() -> Keys:
+    """Return fresh keys."""
+    return Keys(*(key.decode() for key in (*zmq.curve_keypair(), *zmq.curve_keypair())))
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What precedes the chunks of a transfer.
+
+    Args:
+        source: The place that sends.
+        title: What is sent, the same on both sides.
+        size: The number of bytes that follow.
+        error: Why nothing follows; empty if all is well.
+        about: What the receiver needs to know beside the bytes.
+    """
+
+    source: str
+    title: str
+    size: int
+    error: str = ""
+    about: Any = None
+
+
+class Links:
+    """One worker's connections to the workers of other pools. Used by one thread.
+
+    Args:
+        name: The place of this worker.
+        endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
+        keys: The keys; None on one machine.
+        timeout_s: For how long to wait for a peer, in seconds.
+    """
+
+    def __init__(self, name: str, endpoint: str, keys: Keys | None, timeout_s: float) -> None:
+        self._name, self._keys, self._timeout_s = name, keys, timeout_s
+        self._context = zmq.Context()
+        self._authenticator: Any = None
+        self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._addresses: dict[str, str] = {}
+        self._inbox: dict[str, deque[Any]] = defaultdict(deque)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        # A sender's messages wait in the memory of the sender.
+        self._socket.setsockopt(zmq.RCVHWM, 8)
+        if keys is not None:
+            self._accept(keys)
+        self._socket.bind(endpoint)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        """Where other workers connect to this one."""
+
+    def _accept(self, keys: Keys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public.encode(), keys.server_secret.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a peer with this public key may connect. Called by ZeroMQ's authenticator."""
+        return self._keys is not None and key == self._keys.client_public.encode()
+
+    def set_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Set the addresses of all workers, by place."""
+        self._addresses = dict(addresses)
+
+    def send(self, target: str, title: str, data: Any, *, about: Any = None, error: str = "") -> None:
+        """Send bytes. Returns when they are on their way; the memory must not change before the peer has them.
+
+        Args:
+            target: The place that receives.
+            title: What is sent, the same on both sides.
+            data: The bytes, as a buffer; ignored with an error.
+            about: Plain data for the receiver.
+            error: Why there is nothing to send.
+        """
+        socket = self._peer(target)
+        view = memoryview(b"" if error else data).cast("B")
+        socket.send(msgspec.msgpack.encode(Header(self._name, title, view.nbytes, error, about)))
+        for begin in range(0, view.nbytes, CHUNK_BYTES):
+            socket.send(self._name.encode(), zmq.SNDMORE)
+            socket.send(view[begin : begin + CHUNK_BYTES], copy=False)
+
+    def receive_header(self, source: str, title: str) -> Header:
+        """Return the header of the next transfer of a peer.
+
+        Raises:
+            ManifestError: The peer sends something else.
+            WorkerLostError: It sends nothing in time.
+        """
+        header: Header = self._next(source, title)
+        if header.title != title:
+            raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
+        return header
+
+    def receive_into(self, header: Header, target: Any) -> None:
+        """Copy the bytes of a transfer into a writable buffer of its size."""
+        view, end = memoryview(target).cast("B"), 0
+        while end < header.size:
+            chunk = self._next(header.source, header.title).buffer
+            view[end : end + chunk.nbytes] = chunk
+            end += chunk.nbytes
+            progress.advance()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for socket in (self._socket, *self._peers.values()):
+            socket.close(linger=LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _peer(self, target: str) -> "zmq.Socket[bytes]":
+        if target not in self._peers:
+            if target not in self._addresses:
+                raise WorkerLostError(f"{self._name} does not know the address of {target}")
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            if self._keys is not None:
+                socket.curve_serverkey = self._keys.server_public.encode()
+                socket.curve_publickey = self._keys.client_public.encode()
+                socket.curve_secretkey = self._keys.client_secret.encode()
+            socket.connect(self._addresses[target])
+            self._peers[target] = socket
+        return self._peers[target]
+
+    def _next(self, source: str, title: str) -> Any:
+        """Return the next header or chunk of a peer; those of others are kept."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._inbox[source]:
+            for sender, message in self._arrived(min(_POLL_MS, int(self._timeout_s * 1000) + 1)):
+                self._inbox[sender].append(message)
+            if not self._inbox[source] and time.monotonic() > deadline:
+                raise WorkerLostError(f"{source} sent nothing of {title!r} to {self._name} within {self._timeout_s:g} s")
+        return self._inbox[source].popleft()
+
+    def _arrived(self, timeout_ms: int) -> Iterator[tuple[str, Any]]:
+        if self._socket.poll(timeout_ms):
+            frames = self._socket.recv_multipart(copy=False)
+            if len(frames) == 1:
+                header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
+                yield header.source, header
+            else:
+                yield frames[0].bytes.decode(), frames[1]

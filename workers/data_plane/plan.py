@@ -1,0 +1,147 @@
+"""The steps of a redistribution, as sent to the workers. Imports no torch.
+
+A **place** is a process: the name of its pool and its rank there, as in `main/0`.
+"""
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+StepKind = Literal["broadcast", "scatter", "gather", "copy"]
+ITEM_SIZES = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
+}
+"""The data types of stored samples, with their sizes in bytes."""
+ALIGNMENT = 16
+"""Every column of a load begins at a multiple of this many bytes, so that it can be viewed as any data type."""
+
+
+def place(pool: str, rank: int) -> str:
+    """Return the name of a process."""
+    return f"{pool}/{rank}"
+
+
+def pool_of(name: str) -> str:
+    """Return the pool of a place."""
+    return name.rpartition("/")[0]
+
+
+def rank_of(name: str) -> int:
+    """Return the rank of a place in its pool."""
+    return int(name.rpartition("/")[2])
+
+
+class Column(Struct, frozen=True, omit_defaults=True):
+    """The values of one key, for several samples.
+
+    Args:
+        key: The key in the store: the name of a field, and the version after an `@`.
+        dtype: The data type, as in `values`.
+        per: What a row is: a token of a sample, the sample itself, or one of several entries that a sample has (`media`).
+        tail: The shape of a row.
+        rows: With `media`, the number of rows of each sample.
+    """
+
+    key: str
+    dtype: str
+    per: Literal["token", "sequence", "media"]
+    tail: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one row."""
+        return math.prod(self.tail) * ITEM_SIZES[self.dtype]
+
+    def counts(self, lengths: "tuple[int, ...] | list[int]") -> list[int]:
+        """Return the number of rows of each sample.
+
+        Args:
+            lengths: The number of tokens of each sample.
+        """
+        if self.per == "token":
+            return list(lengths)
+        return list(self.rows) if self.per == "media" else [1] * len(lengths)
+
+
+class Keys(Struct, frozen=True):
+    """The CURVE keys that all workers of a group share, in Z85.
+
+    Args:
+        server_public: With which a worker recognizes those that it connects to.
+        server_secret: With which it is recognized by those that connect to it.
+        client_public: The only key from which connections are accepted.
+        client_secret: With which it connects.
+    """
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+
+class Load(Struct, frozen=True):
+    """Some columns of some samples, which go from one place to others.
+
+    Args:
+        source: Where they are.
+        targets: Where they go.
+        ids: The samples.
+        lengths: The number of tokens of each.
+        columns: The columns.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    ids: list[str]
+    lengths: list[int]
+    columns: list[Column]
+
+    def layout(self) -> tuple[list[tuple[int, int]], int]:
+        """Return the begin and end of each column in the bytes of the load, and their number."""
+        places, end = [], 0
+        for column in self.columns:
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + sum(column.counts(self.lengths)) * column.row_bytes
+            places.append((begin, end))
+        return places, end
+
+
+class Step(Struct, frozen=True):
+    """One step of a redistribution.
+
+    Args:
+        kind: `broadcast`: one load from one place to several of its pool; `scatter`: several loads from one place of a pool;
+            `gather`: several loads to one place of a pool; `copy`: one load from one place to another, also of another pool.
+        loads: The loads. A process is sent those that it has a part in.
+    """
+
+    kind: StepKind
+    loads: list[Load]
+
+    @property
+    def places(self) -> set[str]:
+        """The processes that take part."""
+        return {name for load in self.loads for name in (load.source, *load.targets)}
+
+
+Round = list[Step]
+"""Steps that do not depend on each other. What one round moves, the next one may move on."""
+
+
+def part_of(rounds: list[Round], name: str) -> list[Round]:
+    """Return a process's part of a plan: the loads that it sends or receives."""
+    own: list[Round] = []
+    for steps in rounds:
+        mine = []
+        for step in steps:
+            loads = [load for load in step.loads if name == load.source or name in load.targets]
+            if loads:
+                mine.append(Step(step.kind, loads))
+        own.append(mine)
+    return own

@@ -1,0 +1,255 @@
+"""What a controller knows of the samples: their lengths, their columns, and where these are. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...engine.errors import BatchError, DataMissingError
+from .plan import ITEM_SIZES, Column, Load
+
+
+@dataclass(slots=True)
+class StoredColumn:
+    """One column of one sample.
+
+    Args:
+        column: Its type, shared by the samples that arrived together; `rows` is left empty.
+        rows: The number of its rows.
+        holders: The places that hold it.
+    """
+
+    column: Column
+    rows: int
+    holders: frozenset[str]
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """One sample.
+
+    Args:
+        length: The number of its tokens.
+        columns: Its columns by key.
+        used_by: The calls that have taken the sample from the buffer.
+    """
+
+    length: int
+    columns: dict[str, StoredColumn] = field(default_factory=dict)
+    used_by: set[str] = field(default_factory=set)
+
+
+class SequenceBuffer:
+    """The metadata of all samples that the workers hold, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, SampleRecord] = {}
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __contains__(self, sample: str) -> bool:
+        return sample in self._samples
+
+    def record(self, sample: str) -> SampleRecord:
+        """Return what is known of a sample.
+
+        Raises:
+            DataMissingError: It is not in the stores.
+        """
+        found = self._samples.get(sample)
+        if found is None:
+            raise DataMissingError.of([sample])
+        return found
+
+    def check(self, ids: Iterable[str], keys: Collection[str]) -> None:
+        """Check that samples and their columns are in the stores.
+
+        Raises:
+            DataMissingError: Some are not; the message names them.
+        """
+        if missing := [sample for sample in ids if sample not in self._samples]:
+            raise DataMissingError.of(missing)
+        lacking = self.lacking(ids, keys)
+        if lacking:
+            raise DataMissingError.of(list(lacking), sorted({key for keys in lacking.values() for key in keys}))
+
+    def lacking(self, ids: Iterable[str], keys: Collection[str]) -> dict[str, list[str]]:
+        """Return the keys that samples still lack, for each sample that lacks any."""
+        found = {}
+        for sample in ids:
+            columns = self.record(sample).columns
+            missing = [key for key in keys if key not in columns]
+            if missing:
+                found[sample] = missing
+        return found
+
+    def add(self, ids: Sequence[str], lengths: Sequence[int], columns: Sequence[Column], holders: Collection[str]) -> None:
+        """Note columns of samples, which may be new.
+
+        Args:
+            ids: The samples.
+            lengths: The number of tokens of each.
+            columns: The columns; one with rows per sample has as many counts as there are samples.
+            holders: The places that hold them.
+
+        Raises:
+            BatchError: A sample has another length already.
+        """
+        own = self._shared(frozenset(holders))
+        plain = [Column(c.key, c.dtype, c.per, c.tail) for c in columns]
+        for i, (sample, length) in enumerate(zip(ids, lengths, strict=True)):
+            record = self._samples.get(sample)
+            if record is None:
+                record = self._samples[sample] = SampleRecord(length)
+            elif record.length != length:
+                raise BatchError(f"sample {sample!r} has {record.length} tokens, so columns of {length} do not fit it")
+            for full, column in zip(columns, plain, strict=True):
+                rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
+                record.columns[column.key] = StoredColumn(column, rows, own)
+
+    def note_moved(self, loads: Iterable[Load]) -> None:
+        """Note that the targets of loads hold these as well."""
+        for load in loads:
+            grown: dict[frozenset[str], frozenset[str]] = {}
+            for sample in load.ids:
+                record = self._samples.get(sample)
+                if record is None:
+                    continue
+                for column in load.columns:
+                    stored = record.columns[column.key]
+                    if stored.holders not in grown:
+                        grown[stored.holders] = self._shared(stored.holders | set(load.targets))
+                    stored.holders = grown[stored.holders]
+
+    def note_lost(self, loads: Iterable[Load]) -> None:
+        """Take `note_moved` back, because it is not known whether the loads have arrived."""
+        for load in loads:
+            for sample in load.ids:
+                for column in load.columns if sample in self._samples else ():
+                    stored = self._samples[sample].columns.get(column.key)
+                    if stored is not None:
+                        stored.holders = self._shared(stored.holders - set(load.targets))
+
+    def drop(self, ids: Iterable[str], keys: Collection[str] = ()) -> None:
+        """Forget samples, or some of their columns."""
+        for sample in ids:
+            if not keys:
+                self._samples.pop(sample, None)
+            elif sample in self._samples:
+                for key in keys:
+                    self._samples[sample].columns.pop(key, None)
+        if not self._samples:
+            self._sets.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._samples.clear()
+        self._sets.clear()
+
+    def ready(self, needs: Collection[str], call: str, count: int | None = None) -> list[str]:
+        """Take the oldest samples that have all columns that a call needs, each once for each call.
+
+        Args:
+            needs: The names of the fields that the call needs, in any version.
+            call: The name of the call, by which it is remembered that it has taken a sample.
+            count: The number of samples; None takes all that are ready.
+
+        Returns:
+            The ids; none if fewer than `count` are ready.
+        """
+        found = []
+        for sample, record in self._samples.items():
+            have = {name_of_key(key) for key in record.columns}
+            if call not in record.used_by and have.issuperset(needs):
+                found.append(sample)
+                if len(found) == count:
+                    break
+        if count is not None and len(found) < count:
+            return []
+        for sample in found:
+            self._samples[sample].used_by.add(call)
+        return found
+
+    def newest(self, sample: str) -> dict[str, str]:
+        """Return the keys of a sample's columns by name, each in its newest version."""
+        keys: dict[str, str] = {}
+        for key in self.record(sample).columns:
+            name = name_of_key(key)
+            if name not in keys or version_of_key(key) > version_of_key(keys[name]):
+                keys[name] = key
+        return keys
+
+    def column(self, ids: Sequence[str], key: str) -> Column:
+        """Return the type of a column of several samples.
+
+        Raises:
+            DataMissingError: A sample lacks it.
+            BatchError: Samples have it in different types.
+        """
+        if not ids:
+            raise BatchError(f"there are no samples, so {key!r} has no type")
+        stored = [self.record(sample).columns.get(key) for sample in ids]
+        if missing := [sample for sample, found in zip(ids, stored, strict=True) if found is None]:
+            raise DataMissingError.of(missing, [key])
+        kinds = Counter(found.column for found in stored if found is not None)
+        if len(kinds) > 1:
+            one, other = list(kinds)[:2]
+            raise BatchError(
+                f"{key!r} is {one.dtype} {list(one.tail)} per {one.per} in some samples and {other.dtype} {list(other.tail)} per "
+                f"{other.per} in others, so they cannot be one batch"
+            )
+        column = next(iter(kinds))
+        if column.per != "media":
+            return column
+        return Column(
+            column.key, column.dtype, column.per, column.tail, tuple(found.rows for found in stored if found is not None)
+        )
+
+    def holders(self, sample: str, key: str) -> frozenset[str]:
+        """Return the places that hold a column of a sample.
+
+        Raises:
+            DataMissingError: None does.
+        """
+        stored = self.record(sample).columns.get(key)
+        if stored is None:
+            raise DataMissingError.of([sample], [key])
+        return stored.holders
+
+    def bytes_held(self) -> int:
+        """Return the size of all columns, each counted once for every place that holds it."""
+        return sum(
+            stored.rows * stored.column.row_bytes * len(stored.holders)
+            for record in self._samples.values()
+            for stored in record.columns.values()
+        )
+
+    def _shared(self, holders: frozenset[str]) -> frozenset[str]:
+        """Return one object for equal sets, which samples of one step share by the thousand."""
+        return self._sets.setdefault(holders, holders)
+
+
+def key_of(name: str, version: int) -> str:
+    """Return the key of a version of a field; version 0 is the data as it was loaded."""
+    return f"{name}@{version}" if version else name
+
+
+def name_of_key(key: str) -> str:
+    """Return the field of a key."""
+    return key.partition("@")[0]
+
+
+def version_of_key(key: str) -> int:
+    """Return the version of a key."""
+    return int(key.partition("@")[2] or 0)
+
+
+def check_dtype(dtype: str, key: str) -> None:
+    """Check that samples may have a data type.
+
+    Raises:
+        BatchError: They may not.
+    """
+    if dtype not in ITEM_SIZES:
+        raise BatchError(f"{key!r} is {dtype}; a sample's data must be one of {', '.join(ITEM_SIZES)}")

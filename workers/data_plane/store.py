@@ -1,0 +1,275 @@
+"""The data store of a worker: (sample, key) -> tensor, in host memory.
+
+Columns arrive for many samples at once, as one tensor whose rows belong to the samples one after the other. The store keeps such
+a block whole, so that reading the same samples again costs nothing, and copies what is left of it when most of it was dropped.
+"""
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...engine.errors import BatchError, DataMissingError
+from .plan import Column, Load
+from .sequence_buffer import check_dtype, version_of_key
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("bool", "complex64", "complex128"),
+    )
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(eq=False)
+class _Block:
+    """One column of several samples.
+
+    Args:
+        column: Its type.
+        values: `[R, ...]`, the rows of all samples.
+        alive: The number of rows that belong to samples which are still stored.
+    """
+
+    column: Column
+    values: Tensor
+    alive: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    block: _Block
+    begin: int
+    end: int
+
+
+class DataStore:
+    """The samples of one worker. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[str, _Entry]] = {}
+        self._lengths: dict[str, int] = {}
+        self._needed: dict[str, int] = {}
+        self._deferred: dict[str, set[str]] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __contains__(self, sample: str) -> bool:
+        return sample in self._samples
+
+    @property
+    def bytes_held(self) -> int:
+        """The memory of all blocks, in bytes."""
+        with self._lock:
+            blocks = {id(e.block): e.block for columns in self._samples.values() for e in columns.values()}
+        storages = {block.values.untyped_storage().data_ptr(): block.values.untyped_storage() for block in blocks.values()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def put(self, ids: Sequence[str], lengths: Sequence[int], columns: Iterable[tuple[Column, Tensor]]) -> None:
+        """Store columns of samples, which may be new. Columns that are there already are replaced.
+
+        Args:
+            ids: The samples.
+            lengths: The number of tokens of each.
+            columns: The type of each column with its values `[R, ...]`, in host memory, which must not change from here on.
+
+        Raises:
+            BatchError: A tensor does not fit its type or the samples.
+        """
+        checked = [(column, values, column.counts(list(lengths))) for column, values in columns]
+        for column, values, counts in checked:
+            _check(column, values, counts, len(ids))
+        with self._lock:
+            for sample, length in zip(ids, lengths, strict=True):
+                if self._lengths.get(sample, length) != length:
+                    raise BatchError(
+                        f"sample {sample!r} has {self._lengths[sample]} tokens, so columns of {length} do not fit it"
+                    )
+            for sample, length in zip(ids, lengths, strict=True):
+                self._lengths[sample] = length
+                self._samples.setdefault(sample, {})
+            for column, values, counts in checked:
+                block, begin = _Block(column, values, 0), 0
+                for sample, count in zip(ids, counts, strict=True):
+                    self._forget(sample, column.key)
+                    self._samples[sample][column.key] = _Entry(block, begin, begin + count)
+                    block.alive += count
+                    begin += count
+
+    def get(self, ids: Sequence[str], key: str) -> tuple[Column, Tensor]:
+        """Return a column of samples: its type and its rows, one sample after the other. The rows must not be changed.
+
+        Raises:
+            DataMissingError: A sample does not have it.
+            BatchError: It has different types in different samples.
+        """
+        with self._lock:
+            self.check(ids, [key])
+            entries = [self._samples[sample][key] for sample in ids]
+        if not entries:
+            raise BatchError(f"there are no samples, so {key!r} has no type")
+        first = entries[0].block.column
+        kind = (first.dtype, first.per, first.tail)
+        for sample, entry in zip(ids, entries, strict=True):
+            other = entry.block.column
+            if (other.dtype, other.per, other.tail) != kind:
+                raise BatchError(
+                    f"{key!r} is {first.dtype} {list(first.tail)} per {first.per} in sample {ids[0]!r}, but {other.dtype} "
+                    f"{list(other.tail)} per {other.per} in {sample!r}; they cannot be one batch"
+                )
+        rows = tuple(e.end - e.begin for e in entries) if first.per == "media" else ()
+        return Column(key, *kind, rows), _joined(entries)
+
+    def lengths(self, ids: Sequence[str]) -> list[int]:
+        """Return the number of tokens of samples.
+
+        Raises:
+            DataMissingError: A sample is not here.
+        """
+        with self._lock:
+            self.check(ids)
+            return [self._lengths[sample] for sample in ids]
+
+    def keys(self, sample: str) -> dict[str, int]:
+        """Return the keys of a sample, with their versions."""
+        with self._lock:
+            return {key: version_of_key(key) for key in self._samples.get(sample, {})}
+
+    def check(self, ids: Sequence[str], keys: Sequence[str] = ()) -> None:
+        """Check that samples are here.
+
+        Raises:
+            DataMissingError: Some are not, or lack a column; the message names them.
+        """
+        with self._lock:
+            if missing := [sample for sample in ids if sample not in self._samples]:
+                raise DataMissingError.of(missing)
+            for key in keys:
+                if missing := [sample for sample in ids if key not in self._samples[sample]]:
+                    raise DataMissingError.of(missing, [key])
+
+    def pack(self, load: Load) -> Tensor:
+        """Return the bytes of a load.
+
+        Raises:
+            DataMissingError: A sample lacks a column.
+            BatchError: A column has another type than the plan says.
+        """
+        places, size = load.layout()
+        packed = torch.empty(size, dtype=torch.uint8)
+        for column, (begin, end) in zip(load.columns, places, strict=True):
+            found, values = self.get(load.ids, column.key)
+            if found != column:
+                raise BatchError(f"{column.key!r} is {found} in the store, but the plan says {column}")
+            packed[begin:end] = _bytes(values)
+        return packed
+
+    def unpack(self, load: Load, data: Tensor) -> None:
+        """Store the bytes of a load, which must not change from here on."""
+        places, _ = load.layout()
+        columns = []
+        for column, (begin, end) in zip(load.columns, places, strict=True):
+            rows = sum(column.counts(load.lengths))
+            columns.append((column, data[begin:end].view(DTYPES[column.dtype]).view(rows, *column.tail)))
+        self.put(load.ids, load.lengths, columns)
+
+    # ---- dropping ----------------------------------------------------------------------------------------------------
+
+    def hold(self, ids: Iterable[str]) -> None:
+        """Keep samples until `release`, because a request that waits needs them."""
+        with self._lock:
+            for sample in ids:
+                self._needed[sample] = self._needed.get(sample, 0) + 1
+
+    def release(self, ids: Iterable[str]) -> None:
+        """End the effect of `hold`, and drop what was to be dropped meanwhile."""
+        with self._lock:
+            for sample in ids:
+                self._needed[sample] -= 1
+                if not self._needed[sample]:
+                    del self._needed[sample]
+                    if sample in self._deferred:
+                        self._drop(sample, self._deferred.pop(sample))
+
+    def drop(self, ids: Iterable[str], keys: Collection[str] = ()) -> tuple[int, int]:
+        """Drop samples, or some of their columns. Samples that are not here are ignored.
+
+        Returns:
+            The number of samples that were dropped, and of those that will be when the requests that need them have run.
+        """
+        dropped = deferred = 0
+        with self._lock:
+            for sample in dict.fromkeys(ids):
+                if sample in self._needed:
+                    # All columns, if any request to drop said so.
+                    earlier = self._deferred.get(sample)
+                    everything = not keys or earlier == set()
+                    self._deferred[sample] = set() if everything else {*(earlier or ()), *keys}
+                    deferred += 1
+                elif sample in self._samples:
+                    self._drop(sample, keys)
+                    dropped += 1
+        return dropped, deferred
+
+    def _drop(self, sample: str, keys: Collection[str]) -> None:
+        if sample not in self._samples:
+            return
+        for key in list(keys or self._samples[sample]):
+            self._forget(sample, key)
+        if not keys:
+            del self._samples[sample], self._lengths[sample]
+
+    def _forget(self, sample: str, key: str) -> None:
+        entry = self._samples[sample].pop(key, None)
+        if entry is None:
+            return
+        block = entry.block
+        block.alive -= entry.end - entry.begin
+        if 0 < block.alive < len(block.values) // 2:
+            self._compact(block)
+
+    def _compact(self, block: _Block) -> None:
+        """Copy what is left of a block, so that the memory of the rest is freed."""
+        key = block.column.key
+        left = [(s, e) for s, columns in self._samples.items() if (e := columns.get(key)) is not None and e.block is block]
+        values = _joined([entry for _, entry in left]).clone()
+        smaller = _Block(block.column, values, block.alive)
+        ends = list(accumulate(entry.end - entry.begin for _, entry in left))
+        for (sample, entry), end in zip(left, ends, strict=True):
+            self._samples[sample][key] = _Entry(smaller, end - (entry.end - entry.begin), end)
+
+
+def _joined(entries: Sequence[_Entry]) -> Tensor:
+    """Return the rows of entries, without a copy where they lie one after the other."""
+    parts: list[tuple[Tensor, int, int]] = []
+    for entry in entries:
+        if parts and parts[-1][0] is entry.block.values and parts[-1][2] == entry.begin:
+            parts[-1] = (entry.block.values, parts[-1][1], entry.end)
+        else:
+            parts.append((entry.block.values, entry.begin, entry.end))
+    slices = [values[begin:end] for values, begin, end in parts]
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Return the bytes of a tensor, whatever its type."""
+    return values.contiguous().view(-1).view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _check(column: Column, values: Tensor, counts: Sequence[int], samples: int) -> None:
+    check_dtype(column.dtype, column.key)
+    if len(counts) != samples:
+        raise BatchError(f"{column.key!r} has the numbers of rows of {len(counts)} samples, but there are {samples}")
+    shape = (sum(counts), *column.tail)
+    if values.shape != shape or values.dtype != DTYPES[column.dtype]:
+        raise BatchError(
+            f"{column.key!r} is {list(values.shape)} {values.dtype}; for these samples it must be {list(shape)} {column.dtype}"
+        )

@@ -1,0 +1,287 @@
+"""A group's data plane, as a controller sees it: put, fetch, get and drop samples that the workers hold."""
+
+import json
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.errors import BatchError, ConfigError
+from ...engine.packing.batch import PackedBatch
+from ...engine.packing.convert import from_lists
+from ..batch_adapters import adapt_batch
+from ..data_plane.data_ref import DataRef
+from ..data_plane.plan import Column, place
+from ..data_plane.samples import batch_of, column_of, columns_of
+from ..data_plane.sequence_buffer import SequenceBuffer, key_of
+from ..data_plane.store import DataStore
+from ..dispatch import assign_rows
+from ..model_worker import data_messages as d
+from ..model_worker.messages import Request
+from ..model_worker.role_host import RankInfo, RoleSpec
+from ..rollout.engine import check_prompts
+from .sample_calls import Shares
+
+
+class GroupData(ABC):
+    """The part of `WorkerGroup` that concerns the workers' data stores."""
+
+    roles: dict[str, RoleSpec]
+    buffer: SequenceBuffer
+
+    def put(self, batch: Any, role: str | None = None) -> DataRef:
+        """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
+
+        Args:
+            batch: The batch, in a format of `workers.batch_adapters`; or prompts, as lists of token ids.
+            role: The role, which should be that of the first call; the group's first role if not given.
+        """
+        role = next(iter(self.roles)) if role is None else role
+        infos = self.rank_infos(role)
+        if isinstance(batch, PackedBatch):
+            passengers = batch.passengers
+        else:
+            prompts = isinstance(batch, list | tuple)
+            batch = from_lists(check_prompts(batch)) if prompts else adapt_batch(batch, every=True).batch
+            passengers = frozenset()
+        groups = None if batch.group_ids is None else batch.groups()
+        assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].ratio)
+        shares = Shares(places=self.places(role), infos=infos, assignment=assignment)
+        return self.put_batch(batch, shares, passengers)
+
+    def put_batch(self, batch: PackedBatch, shares: Shares, passengers: frozenset[str] | None = None) -> DataRef:
+        """Put the rows of each share into the store of its output rank."""
+        number = self.next_version()
+        ids = [f"{number}.{row}" for row in range(batch.num_sequences)]
+        requests: dict[str, list[Request]] = {}
+        stored: list[tuple[str, list[int], list[Column]]] = []
+        for name, rows in shares.outputs():
+            if rows:
+                part = batch.select(rows)
+                columns = columns_of(part)
+                kinds, tensors = [column for column, _ in columns], [values for _, values in columns]
+                requests[name] = [d.Put(ids=[ids[row] for row in rows], lengths=part.lengths, columns=kinds, tensors=tensors)]
+                stored.append((name, rows, kinds))
+        self._ask("putting samples", requests)
+        for name, rows, kinds in stored:
+            self.buffer.add([ids[row] for row in rows], [batch.lengths[row] for row in rows], kinds, [name])
+        return DataRef(
+            ids=tuple(ids),
+            lengths=tuple(batch.lengths),
+            keys={column.key: column.key for column, _ in columns_of(batch.select([]))},
+            buffer=self.buffer,
+            group_ids=None if batch.group_ids is None else tuple(batch.groups()),
+            names=batch.names,
+            passengers=batch.passengers if passengers is None else passengers,
+        )
+
+    def put_columns(self, ref: DataRef, fields: Mapping[str, Tensor]) -> DataRef:
+        """Put values that the controller has computed, as new columns of samples, to where these are.
+
+        Args:
+            ref: The samples.
+            fields: Name -> `[T, ...]`, the values of their tokens, or `[N, ...]`, those of the samples.
+
+        Returns:
+            A reference with the new columns.
+
+        Raises:
+            BatchError: A tensor has neither one row per token nor one per sample.
+        """
+        self.check_ref(ref)
+        number = self.next_version()
+        by_place: dict[str, list[int]] = defaultdict(list)
+        for row, sample in enumerate(ref.ids):
+            holders = self.buffer.holders(sample, ref.key_of("input_ids" if "input_ids" in ref.keys else next(iter(ref.keys))))
+            by_place[min(holders)].append(row)
+        keys, requests = {}, {}
+        starts = [0]
+        for length in ref.lengths:
+            starts.append(starts[-1] + length)
+        noted: list[tuple[str, list[int], list[Column]]] = []
+        for name, rows in by_place.items():
+            kinds, tensors = [], []
+            for title, values in fields.items():
+                per_token = values.dim() > 0 and len(values) == ref.num_tokens
+                if not per_token and (values.dim() == 0 or len(values) != len(ref)):
+                    raise BatchError(
+                        f"{title} is {list(values.shape)}; it must have {ref.num_tokens} rows, one per token, or {len(ref)}, one "
+                        "per sample"
+                    )
+                own = torch.cat([values[starts[r] : starts[r + 1]] for r in rows]) if per_token else values[rows]
+                column, host = column_of(key_of(title, number), "token" if per_token else "sequence", own)
+                keys[title] = column.key
+                kinds.append(column)
+                tensors.append(host)
+            requests[name] = [
+                d.Put(ids=[ref.ids[r] for r in rows], lengths=[ref.lengths[r] for r in rows], columns=kinds, tensors=tensors)
+            ]
+            noted.append((name, rows, kinds))
+        self._ask("putting columns", requests)
+        for name, rows, kinds in noted:
+            self.buffer.add([ref.ids[r] for r in rows], [ref.lengths[r] for r in rows], kinds, [name])
+        return ref.only().__class__(
+            ids=ref.ids,
+            lengths=ref.lengths,
+            keys=keys,
+            buffer=self.buffer,
+            group_ids=ref.group_ids,
+            names=ref.names,
+        )
+
+    def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
+        """Let the workers of a role load the next samples of its data set, each its own share.
+
+        Args:
+            samples: The number of samples, at least 1.
+            role: The role; the only one with a data set if not given.
+            start: The position of the first sample, counted over epochs; None continues after the last fetch.
+
+        Raises:
+            ConfigError: The role has no data set, or several roles have one.
+            WorkerError: A sample cannot be loaded.
+        """
+        name = self._role_with_data(role)
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ConfigError(f"fetch: samples={samples!r}; give a number of at least 1")
+        request = d.Fetch(role=name, count=samples, start=start)
+        replies: dict[str, Any] = {
+            place_: found[0]
+            for place_, found in self._ask(f"fetch of {name}", {p: [request] for p in self.places(name)}).items()
+        }
+        found: list[tuple[int, str, int, int | None]] = []
+        keys: dict[str, str] = {}
+        for place_, reply in replies.items():
+            if not reply.ids:
+                continue
+            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [place_])
+            if keys and keys.keys() != reply.fields.keys():
+                raise BatchError(f"the samples have {', '.join(keys)} on one rank and {', '.join(reply.fields)} on another")
+            keys = {title: column.key for title, column in reply.fields.items()}
+            groups = reply.group_ids or [None] * len(reply.ids)
+            found += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
+        found.sort(key=lambda item: item[0])
+        return DataRef(
+            ids=tuple(sample for _, sample, _, _ in found),
+            lengths=tuple(length for _, _, length, _ in found),
+            keys=keys,
+            buffer=self.buffer,
+            group_ids=None if found[0][3] is None else tuple(group for _, _, _, group in found if group is not None),
+        )
+
+    def spec(self, role: str | None = None) -> d.SpecOk:
+        """Return the size of a role's data set, by which a controller knows the steps of a run."""
+        name = self._role_with_data(role)
+        first = self.places(name)[0]
+        reply: Any = self._ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
+        size: d.SpecOk = reply
+        return size
+
+    def model_config(self, role: str) -> dict[str, Any]:
+        """Return the config.json of a role's model."""
+        first = self.places(role)[0]
+        reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfig(role=role)]})[first][0]
+        config: dict[str, Any] = json.loads(reply.config_json)
+        return config
+
+    def get(self, ref: DataRef, fields: Sequence[str]) -> dict[str, Tensor]:
+        """Return fields of samples: `[T, ...]` of their tokens or `[N, ...]`, in the order of the reference.
+
+        Raises:
+            BatchError: There is no such field.
+            DataMissingError: Samples were dropped; the message names them.
+        """
+        store = self._gathered(ref, {name: ref.key_of(name) for name in fields})
+        return {name: store.get(ref.ids, ref.key_of(name))[1] for name in fields}
+
+    def get_batch(self, ref: DataRef) -> PackedBatch:
+        """Return samples with all fields of the reference as a batch."""
+        store = self._gathered(ref, ref.keys)
+        columns = {name: self.buffer.column(ref.ids, key) for name, key in ref.keys.items()}
+        return batch_of(store, ref.ids, columns, group_ids=ref.group_ids, names=ref.names, passengers=ref.passengers)
+
+    def _gathered(self, ref: DataRef, keys: Mapping[str, str]) -> DataStore:
+        """Return a store with these columns, each asked of one process that holds it."""
+        self.check_ref(ref)
+        self.buffer.check(ref.ids, list(keys.values()))
+        by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for key in dict.fromkeys(keys.values()):
+            for sample in ref.ids:
+                by_place[min(self.buffer.holders(sample, key)), key].append(sample)
+        together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+        for (name, key), ids in by_place.items():
+            together[name, tuple(ids)].append(key)
+        requests: dict[str, list[Request]] = defaultdict(list)
+        for (name, ids_), own in together.items():
+            requests[name].append(d.Get(ids=list(ids_), keys=own))
+        store, lengths = DataStore(), dict(zip(ref.ids, ref.lengths, strict=True))
+        for name, replies in self._ask("getting samples", requests).items():
+            for request, reply in zip(requests[name], replies, strict=True):
+                found: Any = (request, reply)
+                ids = found[0].ids
+                store.put(ids, [lengths[i] for i in ids], list(zip(found[1].columns, found[1].tensors, strict=True)))
+        return store
+
+    def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
+        """Drop samples from all stores, and empty the caches of the devices.
+
+        Args:
+            ref: The samples.
+            fields: The fields to drop; all data of the samples if not given.
+        """
+        self.check_ref(ref)
+        keys = [ref.key_of(name) for name in fields]
+        self.buffer.drop(ref.ids, keys)
+        if self._is_usable():
+            request = d.ClearDataCache(ids=list(ref.ids), keys=keys)
+            pools = {role.pool for role in self.roles.values()}
+            names = [place(pool, rank) for pool in sorted(pools) for rank in range(self._pool_size(pool))]
+            self._ask("clearing the data cache", {name: [request] for name in names})
+
+    def check_ref(self, ref: DataRef) -> None:
+        """Check that a reference belongs to this group.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if ref.buffer is not self.buffer:
+            raise ConfigError("the reference belongs to another group, or to this one before it was rebuilt")
+
+    def _role_with_data(self, role: str | None) -> str:
+        if role is not None:
+            self.places(role)
+            return role
+        names = [name for name, spec in self.roles.items() if spec.dataset is not None]
+        if len(names) != 1:
+            raise ConfigError(
+                f"{'no role has' if not names else ', '.join(names) + ' have'} a data set; "
+                f"{'give RoleSpec(..., dataset=DatasetSpec(...))' if not names else 'say which, with role='}"
+            )
+        return names[0]
+
+    @abstractmethod
+    def next_version(self) -> int:
+        """Return the version of the next columns."""
+
+    @abstractmethod
+    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """Send each process requests that need no flush, and return the replies."""
+
+    @abstractmethod
+    def _is_usable(self) -> bool:
+        """Return whether the processes can be sent requests."""
+
+    @abstractmethod
+    def places(self, role: str) -> tuple[str, ...]:
+        """Return the processes of a role, in rank order."""
+
+    @abstractmethod
+    def _pool_size(self, pool: str) -> int:
+        """Return the number of processes of a pool."""
+
+    @abstractmethod
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """Return the info of each process of the role, in rank order."""

@@ -1,0 +1,43 @@
+"""Plans the hooks that concern the state of roles: who takes part, and what each is sent."""
+
+from typing import TYPE_CHECKING
+
+from ...engine.errors import ConfigError
+from ..model_worker import hooks as wire
+from . import hooks as h
+from .planned import PlannedHook
+
+if TYPE_CHECKING:
+    from .base import WorkerGroup
+
+
+def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
+    """Return a hook of a request.
+
+    Raises:
+        ConfigError: A role does not exist, or cannot do this.
+    """
+    if isinstance(hook, h.Offload):
+        group.role(hook.role).dispatch("to")
+        offload = wire.Offload(role=hook.role, place=hook.place)
+        return PlannedHook(name="offload", places=group.places(hook.role), make=lambda name: offload, common=repr(offload))
+    if isinstance(hook, h.Save):
+        group.role(hook.role).dispatch("save_checkpoint")
+        save = wire.Save(role=hook.role, root=str(hook.root), step=hook.step, extra=dict(hook.extra))
+        return PlannedHook(name="save", places=group.places(hook.role), make=lambda name: save, common=repr(save))
+    if isinstance(hook, h.SyncParams):
+        if not 0 <= hook.eta <= 1:
+            raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
+        group.check_sync(hook.source, hook.target)
+        sources, targets = group.places(hook.source), group.places(hook.target)
+        sync = wire.SyncParams(
+            source=hook.source,
+            target=hook.target,
+            sources=list(sources),
+            targets=list(targets),
+            title=f"{group.next_version()}/{hook.source} to {hook.target}",
+            eta=hook.eta,
+        )
+        places = tuple(dict.fromkeys((*sources, *targets)))
+        return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))
+    raise ConfigError(f"{type(hook).__name__} cannot be a hook here; evaluate comes after an update, in after=")

@@ -1,0 +1,215 @@
+"""Messages of a trainer's master: requests that wait for a flush, and the flush itself. Imports no torch."""
+
+from typing import Any, ClassVar
+
+from ..data_plane.plan import Column
+from .hooks import Hook
+from .messages import U32, Count, Id, Reply, Request
+
+
+class ComputeRequest(Request, kw_only=True):
+    """A request that waits for `flush`. It needs an id, which is the same on all ranks.
+
+    Args:
+        pre_hooks: What to do before the calls of the flush, in order.
+        post_hooks: What to do after this call.
+        mesh_size: The number of processes that run the call: calls on fewer processes come first. The same on all ranks.
+        digest: The digest of what the requests of this id have in common on all ranks; see `manifest`.
+    """
+
+    pre_hooks: list[Hook] = []
+    post_hooks: list[Hook] = []
+    mesh_size: Count = 0
+    digest: str = ""
+
+
+class ComputeReply(Reply, kw_only=True):
+    """The reply to a request that waited for `flush`.
+
+    Args:
+        hook_results: What the hooks of the request have returned, in order, those before the call first: the numbers of
+            `evaluate`, the folder of `save`, otherwise null.
+    """
+
+    hook_results: list[Any] = []
+
+
+class Initialize(ComputeRequest, kw_only=True):
+    """Build the worker of a role. Collective.
+
+    Args:
+        role: The name of the role.
+        worker: The worker class, or another function of the configuration that returns a worker.
+        config: Its configuration.
+        generator: The configuration of a generator that the role has beside its engine.
+        dataset: The data set that `fetch` loads.
+        ranks: The ranks of the pool that the role runs on; empty for all.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("worker", "config", "generator", "dataset")
+
+    role: str
+    worker: Any
+    config: Any = None
+    generator: Any = None
+    dataset: Any = None
+    ranks: list[U32] = []
+
+
+class InitializeOk(ComputeReply, kw_only=True):
+    """The reply to `initialize`: where this rank stands in the layout of the role's engine.
+
+    Args:
+        dp_rank: The index of the data-parallel shard that the rank works on.
+        dp_size: The number of data-parallel shards.
+        answers: Whether the rank is the output rank of its shard.
+        ratio: The relative cost of attention, for balancing the shards.
+    """
+
+    dp_rank: Count
+    dp_size: Count
+    answers: bool
+    ratio: float
+
+
+class Call(ComputeRequest, kw_only=True):
+    """Call a method of a role's worker.
+
+    Args:
+        role: The name of the role.
+        method: The name of the method, which must be marked with `dispatch.register`.
+        args: The positional arguments: a rank's data-parallel shard first, where the method takes a batch.
+        options: The keyword arguments.
+        wants_result: Whether the reply holds the method's result.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("args", "options")
+
+    role: str
+    method: str
+    args: list[Any] = []
+    options: dict[str, Any] = {}
+    wants_result: bool = True
+
+
+class CallOk(ComputeReply, kw_only=True):
+    """The reply to `call`."""
+
+    values: ClassVar[tuple[str, ...]] = ("result",)
+
+    result: Any = None
+
+
+class SampleRequest(ComputeRequest, kw_only=True):
+    """A call of a role's method with samples of the data store.
+
+    Args:
+        role: The name of the role.
+        method: The method, which takes a batch.
+        ids: The samples of this rank's data-parallel share, in order. Results are stored under the same ids.
+        fields: The fields of the batch, with their columns in the store.
+        rows: The number of each sample in the global batch.
+        names: The name of each sample, for messages; empty for its number.
+        group_ids: The group of each sample; null if each is a group of its own.
+        passengers: The names of fields that nothing needs to read.
+        args: The other positional arguments.
+        options: The keyword arguments.
+        version: The version of the columns that the results become.
+        wants_result: Whether the reply holds what is not stored: numbers of an update, objects.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("args", "options")
+
+    role: str
+    method: str
+    ids: list[str]
+    fields: dict[str, Column] = {}
+    rows: list[Count] = []
+    names: list[str] = []
+    group_ids: list[int] | None = None
+    passengers: list[str] = []
+    args: list[Any] = []
+    options: dict[str, Any] = {}
+    version: Count = 0
+    wants_result: bool = True
+
+
+class SampleReply(ComputeReply, kw_only=True):
+    """The reply to a call with samples: metadata of what it has stored on this rank.
+
+    Args:
+        ids: The samples, if they are new.
+        lengths: The number of tokens of each new sample.
+        fields: The fields that were stored, with their columns; none on ranks that are not output ranks.
+        group_ids: The group of each new sample.
+        result: What is not stored.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("result",)
+
+    ids: list[str] = []
+    lengths: list[Count] = []
+    fields: dict[str, Column] = {}
+    group_ids: list[int] | None = None
+    result: Any = None
+
+
+class Generate(SampleRequest, kw_only=True):
+    """Generate with a role. Prompts are samples, and so are the responses, under ids of their own."""
+
+    method: str = "generate"
+
+
+class GenerateOk(SampleReply):
+    """The reply to `generate`."""
+
+
+class Inference(SampleRequest, kw_only=True):
+    """Run a method of a role that returns values for each token or sample, for example `compute_log_probs`."""
+
+
+class InferenceOk(SampleReply):
+    """The reply to `inference`."""
+
+
+class TrainStep(SampleRequest, kw_only=True):
+    """Train a role.
+
+    Args:
+        steps: For each optimizer step, the indices of its samples in `ids`; null makes one step on all of them.
+    """
+
+    method: str = "update"
+    steps: list[list[Count]] | None = None
+
+
+class TrainStepOk(SampleReply):
+    """The reply to `train_step`."""
+
+
+class Empty(ComputeRequest, kw_only=True):
+    """Take part in nothing but the hooks of a request that other ranks are sent under the same id."""
+
+
+class EmptyOk(ComputeReply):
+    """The reply to `empty`."""
+
+
+class Flush(Request, kw_only=True):
+    """Run the requests that were sent before. Collective.
+
+    Args:
+        ids: The ids of the requests, in the order in which they were sent.
+        digest: The digest of the ids and of the digests of the requests; see `manifest`.
+        ranks: The ranks of this pool that are sent the flush; empty for all.
+        has_hooks: Whether a request has hooks before it, on any rank: then no call begins before all ranks have run theirs.
+    """
+
+    ids: list[Id]
+    digest: str
+    ranks: list[U32] = []
+    has_hooks: bool = False
+
+
+class FlushOk(Reply):
+    """The reply to `flush`: all ranks have the same requests in the same order, and begin."""

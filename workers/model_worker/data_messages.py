@@ -1,0 +1,188 @@
+"""Messages of the data plane: what the data stores hold, and the connections between pools. Imports no torch."""
+
+from typing import Any, ClassVar
+
+from ..data_plane.plan import Column, Keys
+from .messages import Count, Reply, Request
+
+
+class Put(Request, kw_only=True):
+    """Store samples.
+
+    Args:
+        ids: The samples.
+        lengths: The number of tokens of each.
+        columns: The columns.
+        tensors: Their rows, in the same order.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("tensors",)
+
+    ids: list[str]
+    lengths: list[Count]
+    columns: list[Column]
+    tensors: Any = None
+
+
+class PutOk(Reply):
+    """The reply to `put`."""
+
+
+class Get(Request, kw_only=True):
+    """Ask for columns of samples.
+
+    Args:
+        ids: The samples.
+        keys: The columns.
+    """
+
+    ids: list[str]
+    keys: list[str]
+
+
+class GetOk(Reply, kw_only=True):
+    """The reply to `get`.
+
+    Args:
+        columns: The columns.
+        tensors: Their rows, in the same order.
+    """
+
+    values: ClassVar[tuple[str, ...]] = ("tensors",)
+
+    columns: list[Column]
+    tensors: Any = None
+
+
+class Fetch(Request, kw_only=True):
+    """Load samples of a role's data set: those of this rank's data-parallel share.
+
+    Args:
+        role: The role.
+        count: The number of samples, over all shares.
+        start: The position of the first one, counted over epochs; null continues after the last fetch.
+    """
+
+    role: str
+    count: Count
+    start: Count | None = None
+
+
+class FetchOk(Reply, kw_only=True):
+    """The reply to `fetch`: metadata of the samples of this rank, which stay where they are.
+
+    Args:
+        ids: The samples, which say the position: `role:epoch:index`.
+        lengths: The number of tokens of each.
+        positions: The position of each.
+        fields: The fields, with their columns.
+        group_ids: The group of each sample; null if each is a group of its own.
+        end: The position after the last sample of all shares.
+    """
+
+    ids: list[str]
+    lengths: list[Count]
+    positions: list[Count]
+    fields: dict[str, Column]
+    group_ids: list[int] | None = None
+    end: Count = 0
+
+
+class Spec(Request, kw_only=True):
+    """Ask for the size of a role's data set."""
+
+    role: str
+
+
+class SpecOk(Reply, kw_only=True):
+    """The reply to `spec`.
+
+    Args:
+        samples: The number of samples of an epoch, over all shares.
+        shard: The number of those that this rank loads in the first epoch; 0 on ranks that are not output ranks.
+        position: The position after the last fetch, counted over epochs.
+    """
+
+    samples: Count
+    shard: Count
+    position: Count = 0
+
+
+class ModelConfig(Request, kw_only=True):
+    """Ask for the configuration of a role's model."""
+
+    role: str
+
+
+class ModelConfigOk(Reply, kw_only=True):
+    """The reply to `model_config`.
+
+    Args:
+        config_json: The text of the model's config.json.
+    """
+
+    config_json: str
+
+
+class ClearDataCache(Request, kw_only=True):
+    """Drop samples from the data store, and empty the cache of the device.
+
+    Args:
+        ids: The samples. Those that waiting requests need are dropped after these have run.
+        keys: The columns to drop; empty for the samples as a whole.
+    """
+
+    ids: list[str]
+    keys: list[str] = []
+
+
+class ClearDataCacheOk(Reply, kw_only=True):
+    """The reply to `clear_data_cache`.
+
+    Args:
+        dropped: The number of samples that were here and have been dropped.
+        deferred: The number of those that waiting requests need.
+        samples: The number of samples that are left.
+        bytes_held: Their memory in bytes.
+    """
+
+    dropped: Count
+    deferred: Count
+    samples: Count
+    bytes_held: Count
+
+
+class Listen(Request, kw_only=True):
+    """Open a socket for the data of other pools.
+
+    Args:
+        endpoint: Where to listen: `ipc:///folder/file`, or `tcp://host:*`.
+        keys: The CURVE keys of the group; null for a socket of this machine.
+    """
+
+    endpoint: str
+    keys: Keys | None = None
+
+
+class Listening(Reply, kw_only=True):
+    """The reply to `listen`.
+
+    Args:
+        address: Where others connect to.
+    """
+
+    address: str
+
+
+class Peers(Request, kw_only=True):
+    """Make the sockets of all workers known.
+
+    Args:
+        addresses: The address of each worker, by `pool/rank`.
+    """
+
+    addresses: dict[str, str]
+
+
+class PeersOk(Reply):
+    """The reply to `peers`."""

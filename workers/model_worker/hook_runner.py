@@ -1,0 +1,44 @@
+"""Runs the hooks of requests."""
+
+from typing import TYPE_CHECKING, Any
+
+from .compute_messages import ComputeRequest, TrainStep
+from .hooks import DataTransfer, Evaluate, Hook, Offload, Save, SyncParams
+
+if TYPE_CHECKING:
+    from .worker import ModelWorker
+
+
+def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
+    """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
+    if isinstance(hook, DataTransfer):
+        worker.data.run(worker.place, hook.rounds, hook.title)
+        return None
+    if isinstance(hook, Evaluate):
+        return _evaluate(worker, request, hook)
+    if isinstance(hook, Offload):
+        worker.host.call(hook.role, "to", [hook.place], {})
+        return None
+    if isinstance(hook, Save):
+        return worker.host.call(hook.role, "save_checkpoint", [hook.root, hook.step, hook.extra], {})
+    assert isinstance(hook, SyncParams)
+    from .param_sync import sync_params
+
+    sync_params(worker, hook)
+    return None
+
+
+def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: Evaluate) -> dict[str, float]:
+    from ..data_plane.samples import batch_of
+
+    assert isinstance(request, TrainStep)
+    batch = batch_of(
+        worker.data.store,
+        hook.ids,
+        hook.fields,
+        group_ids=hook.group_ids,
+        names=[f"sequence {row}" for row in hook.rows],
+        passengers=hook.passengers,
+    )
+    numbers = worker.host.call(request.role, hook.method, [batch], {})
+    return {str(name): float(number) for name, number in numbers.items()}

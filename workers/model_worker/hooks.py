@@ -1,0 +1,102 @@
+"""What happens around a call, as sent to the workers: hooks of a request. Imports no torch."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from ..data_plane.plan import Column, Round
+
+HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
+
+
+class HookStruct(Struct, tag_field="hook", kw_only=True, omit_defaults=True):
+    """A hook. Every process that takes part is sent one, in its request or in an `empty` of the same id."""
+
+
+class DataTransfer(HookStruct, tag="data_transfer", kw_only=True):
+    """Move samples between the data stores of workers.
+
+    Args:
+        rounds: This process's part of the plan.
+        title: The name of the transfer, the same on all processes.
+    """
+
+    rounds: list[Round]
+    title: str
+
+
+class Evaluate(HookStruct, tag="evaluate", kw_only=True):
+    """Evaluate the role on samples, after a training step; the numbers come in the reply.
+
+    Args:
+        ids: The samples of this rank's data-parallel share.
+        fields: The fields of the batch, with their columns.
+        rows: The number of each sample in the global batch.
+        group_ids: The group of each sample; null if each is a group of its own.
+        passengers: The names of fields that nothing needs to read.
+        method: The method, which takes a batch and returns numbers.
+    """
+
+    ids: list[str]
+    fields: dict[str, Column]
+    rows: list[Annotated[int, Meta(ge=0)]] = []
+    group_ids: list[int] | None = None
+    passengers: list[str] = []
+    method: str = "evaluate"
+
+
+class Offload(HookStruct, tag="offload", kw_only=True):
+    """Move the state of a role.
+
+    Args:
+        role: The role.
+        place: `host`, `disk`, or back to the `device`.
+    """
+
+    role: str
+    place: str = "host"
+
+
+class SyncParams(HookStruct, tag="sync_params", kw_only=True):
+    """Copy the parameters of one role to another, of any layout and engine.
+
+    Args:
+        source: The role with the parameters.
+        target: The role that gets them.
+        sources: The processes of the source, as `pool/rank`; the first one sends to those that have no source themselves.
+        targets: The processes of the target.
+        title: The name of the transfer, the same on all processes.
+        eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
+    """
+
+    source: str
+    target: str
+    sources: list[str]
+    targets: list[str]
+    title: str
+    eta: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+
+class Save(HookStruct, tag="save", kw_only=True):
+    """Write a checkpoint of a role; its folder comes in the reply.
+
+    Args:
+        role: The role.
+        root: The folder of all checkpoints of the run, or its URL.
+        step: The step of the checkpoint.
+        extra: The JSON-serializable state of the trainer.
+    """
+
+    role: str
+    root: str
+    step: Annotated[int, Meta(ge=0)]
+    extra: dict[str, Any] = {}
+
+
+Hook = DataTransfer | Evaluate | Offload | SyncParams | Save
+
+
+def name_of(hook: Hook) -> HookName:
+    """Return the name of a hook, as on the wire."""
+    name: HookName = hook.__struct_config__.tag  # type: ignore[assignment]
+    return name

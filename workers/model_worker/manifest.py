@@ -1,0 +1,174 @@
+"""What a flush runs: the check that all ranks have the same requests, and the order of hooks and calls.
+
+    all hooks before calls, in the order of the requests
+    for each request, those on fewer processes first, then by id: the call, its hooks after it, its reply
+
+Every rank goes through the same order and leaves out what it has no part in, so no collective can meet another one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...engine.errors import ManifestError, RemoteError
+from .compute_messages import ComputeReply, ComputeRequest, Flush, FlushOk, SampleRequest
+from .hooks import DataTransfer, Evaluate, Hook, name_of
+from .messages import Id, Reply, Request
+
+if TYPE_CHECKING:
+    from .worker import ModelWorker
+
+Outcome = tuple[Request, Reply | BaseException]
+
+
+class AbandonedError(BaseException):
+    """The watchdog has answered for a request, and ends the process. Not an Exception, so that nothing goes on after it."""
+
+
+def digest_of(requests: Iterable[tuple[Id | None, str]]) -> str:
+    """Return the digest of a flush: SHA-256 of one line per request, its id as JSON, a space, and its own digest.
+
+    Args:
+        requests: The id and the digest of each request, in order.
+    """
+    text = "".join(f"{json.dumps(number)} {digest}\n" for number, digest in requests)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def order_of(request: ComputeRequest) -> tuple[int, bool, Any]:
+    """Return by what the calls of a flush are sorted: the number of processes, then the id, numbers before strings."""
+    return request.mesh_size, isinstance(request.id, str), request.id
+
+
+def needed_ids(request: Request, name: str) -> list[str]:
+    """Return the samples that a request needs to find in the store of a process, which must not be dropped before it has run.
+
+    Args:
+        request: The request.
+        name: The process, as `pool/rank`.
+    """
+    if not isinstance(request, ComputeRequest):
+        return []
+    ids = list(request.ids) if isinstance(request, SampleRequest) else []
+    for hook in (*request.pre_hooks, *request.post_hooks):
+        if isinstance(hook, Evaluate):
+            ids += hook.ids
+        elif isinstance(hook, DataTransfer):
+            loads = (load for steps in hook.rounds for step in steps for load in step.loads)
+            ids += [sample for load in loads if load.source == name for sample in load.ids]
+    return ids
+
+
+def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[Outcome]:
+    """Run the requests that wait for a flush, and yield what has come of the flush and of each of them.
+
+    Args:
+        worker: The worker.
+        flush: The flush.
+        requests: The requests that have come since the last flush, in the order of their coming.
+    """
+    ranks = sorted(set(flush.ranks)) or list(range(worker.settings.world_size))
+    with worker.executing(flush, "flush: comparing requests"):
+        problem = _compare(worker, flush, requests, ranks)
+    if problem is not None:
+        yield from ((request, problem) for request in (flush, *requests))
+        return
+    yield flush, FlushOk()
+    failures: dict[Any, BaseException] = {}
+    results: dict[Any, list[Any]] = {request.id: [] for request in requests}
+    for request in requests:
+        for hook in request.pre_hooks:
+            # The other ranks cannot know yet that a hook has failed here, so all of them run.
+            try:
+                results[request.id].append(_run_hook(worker, request, hook, "before"))
+            except AbandonedError:
+                raise
+            except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
+                failures.setdefault(request.id, e)
+    if flush.has_hooks and len(ranks) > 1:
+        with worker.executing(flush, "flush: waiting for the hooks of other ranks"):
+            for number, text in _settle(worker, flush, failures, ranks).items():
+                failures.setdefault(number, RemoteError(text))
+    for request in sorted(requests, key=order_of):
+        if request.id in failures:
+            yield request, failures[request.id]
+            continue
+        try:
+            with worker.executing(request):
+                reply = worker.execute(request)
+            for hook in request.post_hooks:
+                results[request.id].append(_run_hook(worker, request, hook, "after"))
+        except AbandonedError:
+            raise
+        except BaseException as e:  # the request's reply
+            yield request, e
+            continue
+        assert isinstance(reply, ComputeReply)
+        if any(result is not None for result in results[request.id]):
+            reply.hook_results = results[request.id]
+        yield request, reply
+
+
+def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook, when: str) -> Any:
+    from .hook_runner import run_hook
+
+    with worker.executing(request, f"{name_of(hook)} {when} {worker.title_of(request)}"):
+        return run_hook(worker, request, hook)
+
+
+def _compare(
+    worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest], ranks: Sequence[int]
+) -> ManifestError | None:
+    rank = worker.settings.rank
+    own = _difference(flush, requests)
+    if rank not in ranks:
+        own = f"the flush is for the ranks {', '.join(map(str, ranks))}"
+    text = "" if own is None else f"rank {rank}: {own}"
+    problems = [text] if text else []
+    if len(ranks) > 1:
+        value = flush.digest if own is None else f"rank {rank}"
+        problems = worker.agreement.compare(f"{_key(flush)}/digest", ranks, value, text)
+    if not problems:
+        return None
+    shown = "; ".join(filter(None, problems)) or "the ranks were sent different flushes"
+    return ManifestError(f"the ranks do not have the same requests, so none of them ran: {shown}")
+
+
+def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
+    """Return how the requests that are here differ from those of the flush; None if they do not."""
+    wanted, have = list(flush.ids), [request.id for request in requests]
+    doubled = [number for i, number in enumerate(have) if number in have[:i]]
+    if doubled:
+        return f"request {doubled[0]!r} came twice"
+    if missing := [number for number in wanted if number not in have]:
+        return f"request {missing[0]!r} of the flush did not come"
+    if extra := [number for number in have if number not in wanted]:
+        return f"request {extra[0]!r} is not in the flush"
+    if wanted != have:
+        return f"the requests came in the order {have}, but the flush says {wanted}"
+    if flush.digest != digest_of((request.id, request.digest) for request in requests):
+        return "the digest of the requests is not that of the flush"
+    return None
+
+
+def _settle(worker: "ModelWorker", flush: Flush, failures: dict[Any, BaseException], ranks: Sequence[int]) -> dict[Any, str]:
+    """Tell all ranks which requests have failed in a hook, and return those that have failed elsewhere, with the reason."""
+    rank = worker.settings.rank
+    own = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
+    value = f"rank {rank}" if own else ""
+    texts = worker.agreement.compare(f"{_key(flush)}/hooks", ranks, value, json.dumps(own) if own else "", long=True)
+    found: dict[Any, str] = {}
+    for text in filter(None, texts):
+        try:
+            told = json.loads(text)
+        except ValueError:
+            # A rank that did not come: all requests are affected.
+            told = [[number, text] for number in flush.ids]
+        for number, reason in told:
+            found.setdefault(number, reason)
+    return found
+
+
+def _key(flush: Flush) -> str:
+    return hashlib.sha256(json.dumps(flush.ids).encode()).hexdigest()[:24]
