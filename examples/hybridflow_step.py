@@ -19,16 +19,17 @@ from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.parallel.process import exit_process, report_failure
-from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
+from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.dispatch import MiniBatches
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.losses.policy import PolicyLoss, kl_estimate
+from drivetrain.workers.losses.policy import PolicyLoss
 from drivetrain.workers.losses.value import ValueLoss
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.advantage import AdvantageConfig, AdvantageWorker
 from drivetrain.workers.roles.base import WorkerConfig
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
 from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
@@ -42,7 +43,7 @@ GRPO = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.04, aggregation="seq-m
 
 
 def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, RoleSpec]:
-    """Return the four roles, all on one pool and in one layout."""
+    """Return the four models, and what computes advantages, all on one pool and in one layout."""
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
     # The prompt that an answer belongs to; only this program reads it.
@@ -57,6 +58,8 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
             worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), **common)
         ),
         "reward": RoleSpec(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
+        "gae": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig(kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)),
+        "grpo": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig(estimator="grpo")),
     }
 
 
@@ -73,40 +76,39 @@ def read_rollouts(path: Path) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "responses": ids[:, p:], "uids": uids}
 
 
-def ppo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+def ppo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
     """Compute KL-penalized rewards and GAE, then update actor and critic in mini-batches."""
-    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
-    old = group["actor"].compute_log_probs(data)["log_probs"]
-    reference = group["reference"].compute_log_probs(data)["reference_log_probs"]
-    values = group["critic"].compute_values(data)["values"]
-    rewards = token_rewards(group["reward"].compute_rewards(data)["rewards"], mask, kl_estimate(old, reference, "k1"), KL_COEF)
-    advantages, returns = gae(rewards, values, mask, GAMMA, LAM)
-    batch = {**data, "old_log_probs": old, "advantages": whiten(advantages, mask), "returns": returns, "values": values}
+    batch |= group["actor"].compute_log_probs(batch).rename(log_probs="old_log_probs")
+    batch |= group["reference"].compute_log_probs(batch)
+    batch |= group["critic"].compute_values(batch)
+    batch |= group["reward"].compute_rewards(batch)
+    batch |= group["gae"].compute_advantages(batch)
     return {
         "actor": group["actor"].update(batch, mini_batches=STEPS),
         "critic": group["critic"].update(batch, mini_batches=STEPS),
     }
 
 
-def grpo_step(group: WorkerGroup, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+def grpo_step(group: WorkerGroup, batch: DataRef) -> dict[str, list[Any]]:
     """Compute advantages among the answers to each prompt, then update the actor with a KL term in the loss."""
-    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
-    batch = {
-        **data,
-        "old_log_probs": group["actor"].compute_log_probs(data)["log_probs"],
-        "reference_log_probs": group["reference"].compute_log_probs(data)["reference_log_probs"],
-        "advantages": broadcast_to_tokens(grpo(group["reward"].compute_rewards(data)["rewards"], data["uids"]), mask),
-    }
+    batch |= group["actor"].compute_log_probs(batch).rename(log_probs="old_log_probs")
+    batch |= group["reference"].compute_log_probs(batch)
+    batch |= group["reward"].compute_rewards(batch)
+    # Only the numbers of the prompts come here; with them, the answers to one prompt are compared on one rank.
+    uids = group.get(batch, ["uids"])["uids"].tolist()
+    batch |= group["grpo"].compute_advantages(batch.with_groups(uids))
     return {"actor": group["actor"].update(batch, mini_batches=STEPS, loss=GRPO)}
 
 
 def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
     """Make both steps; return the loss and the gradient norm of every optimizer step."""
-    data = read_rollouts(rollouts)
+    # From here on the answers stay with the workers, and this program sees references to them.
+    batch = group.put(read_rollouts(rollouts))
     records: dict[str, Any] = {}
     for name, step in (("ppo", ppo_step), ("grpo", grpo_step)):
-        for role, results in step(group, data).items():
+        for role, results in step(group, batch).items():
             records[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    group.clear_data_cache(batch)
     return records
 
 

@@ -10,6 +10,8 @@ from .. import __version__ as __version__
 from ..lazy_imports import lazy_exports
 
 if TYPE_CHECKING:
+    from .data_plane.data_ref import DataRef as DataRef
+    from .data_plane.dataset import DatasetSpec as DatasetSpec
     from .dispatch import MiniBatches as MiniBatches
     from .groups.base import WorkerGroup as WorkerGroup
     from .groups.local import LocalWorkerGroup as LocalWorkerGroup
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from .model_worker.role_host import RoleSpec as RoleSpec
     from .roles.actor import ActorConfig as ActorConfig
     from .roles.actor import ActorWorker as ActorWorker
+    from .roles.advantage import AdvantageConfig as AdvantageConfig
+    from .roles.advantage import AdvantageWorker as AdvantageWorker
     from .roles.base import WorkerConfig as WorkerConfig
     from .roles.critic import CriticConfig as CriticConfig
     from .roles.critic import CriticWorker as CriticWorker
@@ -37,8 +41,12 @@ __getattr__, __dir__ = lazy_exports(
     {
         "ActorConfig": "roles.actor",
         "ActorWorker": "roles.actor",
+        "AdvantageConfig": "roles.advantage",
+        "AdvantageWorker": "roles.advantage",
         "CriticConfig": "roles.critic",
         "CriticWorker": "roles.critic",
+        "DataRef": "data_plane.data_ref",
+        "DatasetSpec": "data_plane.dataset",
         "FunctionRewardConfig": "roles.reward",
         "FunctionRewardWorker": "roles.reward",
         "LocalWorkerGroup": "groups.local",

@@ -5,7 +5,7 @@ else, whatever the inputs hold there. Lists of numbers are converted to tensors,
 float32. A value that is used and not finite raises an error that names its response.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engine.errors import BatchError
 from ..engine.packing.batch import is_integer
 
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Sequence[float]]
 """A tensor, or nested lists that can be converted to one."""
 
@@ -68,21 +69,23 @@ def gae(rewards: Numbers, values: Numbers, mask: Numbers, gamma: float = 1.0, la
     return advantages, advantages + value
 
 
-def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8) -> Tensor:
+def whiten(values: Numbers, mask: Numbers, eps: float = 1e-8, *, reduce: Reduce | None = None) -> Tensor:
     """Shift and scale the values to mean 0 and variance 1 over the tokens of all responses.
 
     Args:
         values: `[B, R]`, the values of the tokens.
         mask: `[B, R]`, the mask of the response tokens.
         eps: A small constant that prevents a division by zero.
+        reduce: Adds up a tensor over the ranks that hold the other responses; None if there are none.
     """
     response_mask = _mask(mask)
-    floats = _numbers("values", values, response_mask.shape, response_mask)
-    count = response_mask.sum().clamp(min=1)
-    mean = floats.sum() / count
-    centered = torch.where(response_mask, floats - mean, 0.0)
-    variance = (centered**2).sum() / (count - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + eps)
+    numbers = _numbers("values", values, response_mask.shape, response_mask)
+    floats, reduce = numbers.double(), reduce or _alone
+    # In float64, so that the result does not depend on how the responses are distributed.
+    count, total = reduce(torch.stack([response_mask.sum().double(), floats.sum()]))
+    centered = torch.where(response_mask, floats - total / count.clamp(min=1), 0.0)
+    variance = reduce((centered**2).sum()) / (count - 1).clamp(min=1)
+    return (centered * torch.rsqrt(variance + eps)).to(numbers.dtype)
 
 
 def grpo(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -127,13 +130,16 @@ def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
     return advantages.to(scores.dtype)
 
 
-def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(
+    rewards: Numbers, mask: Numbers, gamma: float = 1.0, *, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute whitened returns as advantages, without a critic.
 
     Args:
         rewards: `[B, R]`, the reward of each token, penalties included.
         mask: `[B, R]`, the mask of the response tokens.
         gamma: The discount per token.
+        reduce: Adds up a tensor over the ranks that hold the other responses; see `whiten`.
 
     Returns:
         The advantages `[B, R]` and the returns `[B, R]`.
@@ -142,7 +148,7 @@ def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> 
     """
     response_mask = _mask(mask)
     _, returns = gae(rewards, torch.zeros(response_mask.shape, device=response_mask.device), response_mask, gamma, 1.0)
-    return whiten(returns, response_mask), returns
+    return whiten(returns, response_mask, reduce=reduce), returns
 
 
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
@@ -150,6 +156,10 @@ def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
     response_mask = _mask(mask)
     advantages = _numbers("advantages", values, response_mask.shape[:1], response_mask.any(1))
     return torch.where(response_mask, advantages[:, None], 0.0)
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values
 
 
 def _tensor(name: str, values: Numbers) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
+from drivetrain.workers.losses.policy import kl_estimate
 from helpers.files import module_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,6 +18,44 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def example() -> Any:
     """The script as a module."""
     return module_of(EXAMPLES / "hybridflow_step.py")
+
+
+def ppo_on_tensors(steps: Any, group: Any, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Compute KL-penalized rewards and GAE, then update actor and critic in mini-batches."""
+    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
+    old = group["actor"].compute_log_probs(data)["log_probs"]
+    reference = group["reference"].compute_log_probs(data)["reference_log_probs"]
+    values = group["critic"].compute_values(data)["values"]
+    rewards = token_rewards(group["reward"].compute_rewards(data)["rewards"], mask, kl_estimate(old, reference, "k1"), 0.05)
+    advantages, returns = gae(rewards, values, mask, 1.0, 0.95)
+    batch = {**data, "old_log_probs": old, "advantages": whiten(advantages, mask), "returns": returns, "values": values}
+    return {
+        "actor": group["actor"].update(batch, mini_batches=steps.STEPS),
+        "critic": group["critic"].update(batch, mini_batches=steps.STEPS),
+    }
+
+
+def grpo_on_tensors(steps: Any, group: Any, data: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Compute advantages among the answers to each prompt, then update the actor with a KL term in the loss."""
+    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
+    batch = {
+        **data,
+        "old_log_probs": group["actor"].compute_log_probs(data)["log_probs"],
+        "reference_log_probs": group["reference"].compute_log_probs(data)["reference_log_probs"],
+        "advantages": broadcast_to_tokens(grpo(group["reward"].compute_rewards(data)["rewards"], data["uids"]), mask),
+    }
+    return {"actor": group["actor"].update(batch, mini_batches=steps.STEPS, loss=steps.GRPO)}
+
+
+def run_on_tensors(group: Any) -> dict[str, Any]:
+    """The example's steps with padded tensors, which every call takes to the workers and back."""
+    steps = example()
+    data = steps.read_rollouts(steps.ROLLOUTS)
+    records: dict[str, Any] = {}
+    for name, step in (("ppo", ppo_on_tensors), ("grpo", grpo_on_tensors)):
+        for role, results in step(steps, group, data).items():
+            records[f"{name} {role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    return records
 
 
 class Plain:

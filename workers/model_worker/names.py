@@ -41,6 +41,7 @@ BUILT_IN: frozenset[str] = frozenset(
         "workers.losses.policy": ("PolicyLoss",),
         "workers.losses.value": ("ValueLoss",),
         "workers.roles.actor": ("ActorConfig", "ActorWorker"),
+        "workers.roles.advantage": ("AdvantageConfig", "AdvantageWorker"),
         "workers.roles.base": ("WorkerConfig",),
         "workers.roles.critic": ("CriticConfig", "CriticWorker"),
         "workers.roles.reference": ("ReferenceConfig", "ReferenceWorker"),

@@ -161,7 +161,12 @@ class ZmqTransport:
 
     def _flush(self) -> None:
         while self._outgoing:
-            self._socket.send_multipart(self._outgoing.popleft(), copy=False)
+            try:
+                self._socket.send_multipart(self._outgoing[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                # The controller has refused the connection; waiting here, this thread would not see why.
+                return
+            self._outgoing.popleft()
 
     def wake(self) -> None:
         """End the wait of `receive`."""
