@@ -163,7 +163,7 @@ class CheckpointableEngine(Backend):
             raise ConfigError(f"eta={eta}; the weight of the new tensors must be between 0 and 1")
         if self._mode is not None:
             raise ConfigError(f"load_weights() inside {self._mode}_mode(); leave the mode first")
-        if self.model_config.lora is not None:
+        if self.model_config.lora.rank:
             raise ConfigError(
                 "this engine trains adapters, so full weights cannot be loaded into it; load a checkpoint instead"
             )

@@ -32,6 +32,27 @@ class DataRef:
     names: tuple[str, ...] | None = None
     passengers: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(cls, buffer: SequenceBuffer, ids: Sequence[str]) -> Self:
+        """Return a reference to samples of a buffer, with all fields that each of them has, in their newest version.
+
+        Raises:
+            DataMissingError: A sample is not in the stores.
+        """
+        newest = [buffer.newest(sample) for sample in ids]
+        shared = set.intersection(*(set(keys) for keys in newest)) if newest else set()
+        groups = [buffer.record(sample).group for sample in ids]
+        return cls(
+            ids=tuple(ids),
+            lengths=tuple(buffer.record(sample).length for sample in ids),
+            # One version for all: that of another call would be another column.
+            keys={name: key for name, key in newest[0].items() if name in shared and all(k[name] == key for k in newest)}
+            if newest
+            else {},
+            buffer=buffer,
+            group_ids=None if None in groups else tuple(group for group in groups if group is not None),
+        )
+
     def __len__(self) -> int:
         return len(self.ids)
 

@@ -29,11 +29,13 @@ class SampleRecord:
 
     Args:
         length: The number of its tokens.
+        group: The group that it belongs to, of samples that are never split over ranks; None for none.
         columns: Its columns by key.
         used_by: The calls that have taken the sample from the buffer.
     """
 
     length: int
+    group: int | None = None
     columns: dict[str, StoredColumn] = field(default_factory=dict)
     used_by: set[str] = field(default_factory=set)
 
@@ -83,6 +85,17 @@ class SequenceBuffer:
             if missing:
                 found[sample] = missing
         return found
+
+    def create(self, ids: Sequence[str], lengths: Sequence[int], groups: Sequence[int] | None = None) -> None:
+        """Note samples, in the order in which `ready` takes them. Those that are there already stay.
+
+        Args:
+            ids: The samples.
+            lengths: The number of tokens of each.
+            groups: The group of each.
+        """
+        for i, (sample, length) in enumerate(zip(ids, lengths, strict=True)):
+            self._samples.setdefault(sample, SampleRecord(length)).group = None if groups is None else groups[i]
 
     def add(self, ids: Sequence[str], lengths: Sequence[int], columns: Sequence[Column], holders: Collection[str]) -> None:
         """Note columns of samples, which may be new.

@@ -66,6 +66,7 @@ class GroupData(ABC):
                 requests[name] = [d.Put(ids=[ids[row] for row in rows], lengths=part.lengths, columns=kinds, tensors=tensors)]
                 stored.append((name, rows, kinds))
         self._ask("putting samples", requests)
+        self.buffer.create(ids, batch.lengths, None if batch.group_ids is None else batch.groups())
         for name, rows, kinds in stored:
             self.buffer.add([ids[row] for row in rows], [batch.lengths[row] for row in rows], kinds, [name])
         return DataRef(
@@ -154,22 +155,26 @@ class GroupData(ABC):
         }
         found: list[tuple[int, str, int, int | None]] = []
         keys: dict[str, str] = {}
-        for place_, reply in replies.items():
+        for reply in replies.values():
             if not reply.ids:
                 continue
-            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [place_])
             if keys and keys.keys() != reply.fields.keys():
                 raise BatchError(f"the samples have {', '.join(keys)} on one rank and {', '.join(reply.fields)} on another")
             keys = {title: column.key for title, column in reply.fields.items()}
             groups = reply.group_ids or [None] * len(reply.ids)
             found += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
         found.sort(key=lambda item: item[0])
+        ids, lengths = [sample for _, sample, _, _ in found], [length for _, _, length, _ in found]
+        groups = [group for _, _, _, group in found if group is not None] or None
+        self.buffer.create(ids, lengths, groups)
+        for place_, reply in replies.items():
+            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [place_])
         return DataRef(
-            ids=tuple(sample for _, sample, _, _ in found),
-            lengths=tuple(length for _, _, length, _ in found),
+            ids=tuple(ids),
+            lengths=tuple(lengths),
             keys=keys,
             buffer=self.buffer,
-            group_ids=None if found[0][3] is None else tuple(group for _, _, _, group in found if group is not None),
+            group_ids=None if groups is None else tuple(groups),
         )
 
     def spec(self, role: str | None = None) -> d.SpecOk:

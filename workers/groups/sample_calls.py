@@ -203,11 +203,14 @@ class SampleCall:
         keys: dict[str, str] = {}
         for name, _ in self.shares.outputs():
             reply = replies[name]
-            buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [name])
             found += zip(reply.group_ids or [], reply.ids, reply.lengths, strict=True)
             keys = keys or {title: column.key for title, column in reply.fields.items()}
         # Stable: the responses to one prompt stay in their order.
         found.sort(key=lambda item: item[0])
+        buffer.create([sample for _, sample, _ in found], [length for *_, length in found], [row for row, *_ in found])
+        for name, _ in self.shares.outputs():
+            reply = replies[name]
+            buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [name])
         return DataRef(
             ids=tuple(sample for _, sample, _ in found),
             lengths=tuple(length for _, _, length in found),

@@ -237,7 +237,9 @@ class RoleHost:
         result = getattr(worker, method)(*args, **options)
         if method == "to" and role in self._generators:
             self._generators[role].to(*args, **options)
-        return to_host(result) if dispatch.split == "dp" and isinstance(result, dict) else result
+        if dispatch.split == "dp" and dispatch.returns in ("tokens", "rows") and isinstance(result, dict):
+            return to_host(result)
+        return result
 
     def collective(self, role: str, method: str) -> bool:
         """Return whether the processes of a role work together in a method, on an engine, rather than independently."""

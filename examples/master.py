@@ -1,0 +1,135 @@
+"""Make a PPO step on recorded answers as a master does: fetch samples, flush the calls that have what they need, with hooks.
+
+    python examples/master.py                           two processes of this machine, all roles on both
+    python examples/master.py --backend mcore --tp 2
+
+The workers load the answers themselves, each its own share. This program sees metadata only: it knows which columns each sample
+has, and so which calls can run. Its numbers are those of `hybridflow_step.py`. Prints one JSON object.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow_step import ROLLOUTS, STEPS, make_models, roles_on
+
+from drivetrain.engine.config import ParallelConfig
+from drivetrain.workers.data_plane.data_ref import DataRef
+from drivetrain.workers.data_plane.dataset import DatasetSpec
+from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.hooks import Evaluate, Hook, Offload, Save, SyncParams
+from drivetrain.workers.groups.planned import Submission
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A call of the step.
+
+    Args:
+        role: The role.
+        method: Its method.
+        needs: The fields that it needs: it runs when the samples have them.
+        reads: The fields that it sees under another name.
+        options: Its other arguments.
+    """
+
+    role: str
+    method: str
+    needs: Collection[str] = ("input_ids",)
+    reads: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name of the call."""
+        return f"{self.role}.{self.method}"
+
+
+OLD = {"log_probs": "old_log_probs"}
+PPO = (
+    Node(role="actor", method="compute_log_probs"),
+    Node(role="reference", method="compute_log_probs"),
+    Node(role="critic", method="compute_values"),
+    Node(role="reward", method="compute_rewards"),
+    Node(
+        role="gae",
+        method="compute_advantages",
+        needs=("log_probs", "reference_log_probs", "values", "rewards"),
+        reads=OLD,
+    ),
+    Node(role="actor", method="update", needs=("advantages",), reads=OLD, options={"mini_batches": STEPS}),
+    Node(role="critic", method="update", needs=("returns",), reads=OLD, options={"mini_batches": STEPS}),
+)
+
+
+def load_rollouts(path: str) -> Sequence[Mapping[str, Any]]:
+    """Return the recorded answers as a data set. Called by the workers."""
+    return [
+        {
+            "input_ids": [*row["prompt"], *row["response"]],
+            "loss_mask": [False] * len(row["prompt"]) + [True] * len(row["response"]),
+        }
+        for row in json.loads(Path(path).read_text())
+    ]
+
+
+def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[Hook]:
+    """Return what is done after a call, by the workers, before its reply."""
+    if node.title == "reference.compute_log_probs":
+        return [Offload(role="reference")]
+    if node.title == "actor.update":
+        return [
+            Evaluate(data=batch),
+            Save(role="actor", root=str(folder), step=1),
+            SyncParams(source="actor", target="reference", eta=0.1),
+        ]
+    return []
+
+
+def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
+    """Fetch all samples, and run every call as soon as they have what it needs; return the results of the updates."""
+    count = group.spec("actor").samples
+    group.fetch(count, "actor")
+    records: dict[str, Any] = {}
+    waiting = list(PPO)
+    while waiting:
+        submitted: list[tuple[Node, Submission]] = []
+        for node in waiting:
+            ids = group.buffer.ready(node.needs, node.title, count)
+            if ids:
+                batch = DataRef.of(group.buffer, ids)
+                batch = batch.rename(**{name: other for name, other in node.reads.items() if name in batch.keys})
+                after = hooks_of(node, batch, folder)
+                submitted.append((node, group.submit(node.role, node.method, batch, after=after, **node.options)))
+        waiting = [node for node in waiting if node not in [other for other, _ in submitted]]
+        # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
+        group.flush()
+        for node, submission in submitted:
+            result = submission.result()
+            if node.method == "update":
+                records[f"ppo {node.role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in result]
+                records.update({f"{node.role} after": r for r in submission.hook_results() if isinstance(r, dict)})
+    return records
+
+
+def main() -> None:
+    """Run the step and print its results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="fsdp", help="fsdp or mcore")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        roles = roles_on(args.backend, make_models(Path(name)), ParallelConfig(tp=args.tp))
+        data = DatasetSpec(load=load_rollouts, options={"path": str(ROLLOUTS)})
+        roles["actor"] = replace(roles["actor"], dataset=data)
+        with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
+            print(json.dumps(step(group, Path(name))))
+
+
+if __name__ == "__main__":
+    main()
