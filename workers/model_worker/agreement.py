@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from ...engine.torch_private import default_store
 
@@ -47,8 +47,8 @@ class Agreement:
             self._clean(tuple(ranks))
         try:
             store.wait([f"{key}/result"], timedelta(seconds=seconds))
-        except DistError:
-            # Whoever comes later is told so at once.
+        except RuntimeError:
+            # A timeout, of a type that depends on the store. Whoever comes later is told so at once.
             self._decide(key, "differ")
         names = [f"{key}/{name}" for name in ("count", "decided", "result", f"value/{value}")]
         self._stale[tuple(ranks)] = [*names, *(f"{key}/rank/{rank}" for rank in ranks)]
