@@ -296,3 +296,63 @@ class LateFailure(ActorWorker):
     def update(self, *args: Any, **options: Any) -> Any:
         super().update(*args, **options)
         raise RuntimeError("too late")
+
+
+class Carrier:
+    """A role without an engine that works on batches, on all ranks of its pool or on some."""
+
+    def __init__(self, config: Any, ranks: Any = None) -> None:
+        self.ranks = ranks
+        self.loaded: list[tuple[str, torch.Tensor]] = []
+
+    @register("dp")
+    def double(self, batch: Any, *, slowly: float = 0.0) -> dict[str, torch.Tensor]:
+        time.sleep(slowly)
+        return {"doubled": batch.token_fields["x"] * 2}
+
+    @register("dp", returns="rows")
+    def rank(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"rank": torch.full((batch.num_sequences,), dist.get_rank())}
+
+    @register("dp", returns="objects")
+    def lists(self, batch: Any) -> list[list[int]]:
+        return [batch.select([i]).input_ids.tolist() for i in range(batch.num_sequences)]
+
+    @register("dp", returns="numbers")
+    def count(self, batch: Any) -> dict[str, float]:
+        return {"tokens": float(batch.num_tokens)}
+
+    @register("all")
+    def wait(self, seconds: float) -> float:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            progress.advance()
+        return seconds
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        yield (
+            (f"w{i}", torch.arange(5 + i, dtype=torch.bfloat16 if i % 2 else torch.float64).reshape(1, -1)) for i in range(6)
+        )
+
+    def load_weights(self, weights: Any) -> None:
+        self.loaded = [(name, tensor.clone()) for name, tensor in weights]
+
+    @register("all")
+    def held(self) -> list[tuple[str, torch.Tensor]]:
+        return self.loaded
+
+
+def samples(count: int, seconds: float = 0.0) -> list[dict[str, Any]]:
+    """A data set."""
+    time.sleep(seconds)
+    return Samples({"input_ids": [i] * (i % 3 + 1), "x": [float(i)] * (i % 3 + 1)} for i in range(count))
+
+
+class Samples(list[Any]):
+    """Samples that take their time to load."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.2)
+        return super().__getitem__(index)

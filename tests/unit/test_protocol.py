@@ -99,6 +99,7 @@ REQUESTS: list[tuple[p.Request, str]] = [
         d.Put(ids=["x"], lengths=[3], columns=[COLUMN]),
         '{"op":"put","ids":["x"],"lengths":[3],"columns":[' + FIELD + "]}",
     ),
+    (d.Digest(ids=["x"], keys=["f"]), '{"op":"digest","ids":["x"],"keys":["f"]}'),
     (d.Get(ids=["x"], keys=["f"]), '{"op":"get","ids":["x"],"keys":["f"]}'),
     (d.Listen(endpoint="ipc:///f/0"), '{"op":"listen","endpoint":"ipc:///f/0"}'),
     (
@@ -143,6 +144,7 @@ REPLIES: list[tuple[p.Reply, str]] = [
     ),
     (d.PutOk(), '{"op":"put_ok"}'),
     (d.GetOk(columns=[COLUMN]), '{"op":"get_ok","columns":[' + FIELD + "]}"),
+    (d.DigestOk(digest="ab"), '{"op":"digest_ok","digest":"ab"}'),
     (d.Listening(address="ipc:///f/0"), '{"op":"listening","address":"ipc:///f/0"}'),
     (d.PeersOk(), '{"op":"peers_ok"}'),
     (p.Beat(rank=0, progress=3), '{"op":"beat","rank":0,"progress":3}'),

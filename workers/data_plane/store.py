@@ -4,6 +4,7 @@ Columns arrive for many samples at once, as one tensor whose rows belong to the 
 a block whole, so that reading the same samples again costs nothing, and copies what is left of it when most of it was dropped.
 """
 
+import hashlib
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,19 @@ class DataStore:
             for key in keys:
                 if missing := [sample for sample in ids if key not in self._samples[sample]]:
                     raise DataMissingError.of(missing, [key])
+
+    def digest(self, ids: Sequence[str], keys: Sequence[str]) -> str:
+        """Return SHA-256 of the types and bytes of columns of samples.
+
+        Raises:
+            DataMissingError: A sample does not have them.
+        """
+        found = hashlib.sha256()
+        for key in keys:
+            column, values = self.get(ids, key)
+            found.update(repr(column).encode())
+            found.update(_bytes(values).numpy().data)
+        return found.hexdigest()
 
     def pack(self, load: Load) -> Tensor:
         """Return the bytes of a load.

@@ -4,6 +4,8 @@ import json
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,59 +81,58 @@ class GroupData(ABC):
             passengers=batch.passengers if passengers is None else passengers,
         )
 
-    def put_columns(self, ref: DataRef, fields: Mapping[str, Tensor]) -> DataRef:
+    def put_columns(
+        self, ref: DataRef, *, tokens: Mapping[str, Tensor] | None = None, rows: Mapping[str, Tensor] | None = None
+    ) -> DataRef:
         """Put values that the controller has computed, as new columns of samples, to where these are.
 
         Args:
             ref: The samples.
-            fields: Name -> `[T, ...]`, the values of their tokens, or `[N, ...]`, those of the samples.
+            tokens: Name -> `[T, ...]`, the values of their tokens.
+            rows: Name -> `[N, ...]`, the values of the samples.
 
         Returns:
             A reference with the new columns.
 
         Raises:
-            BatchError: A tensor has neither one row per token nor one per sample.
+            BatchError: A tensor does not have as many rows, or there is none.
         """
         self.check_ref(ref)
-        number = self.next_version()
+        number, bounds = self.next_version(), [0, *accumulate(ref.lengths)]
+        given = [("token", name, values) for name, values in (tokens or {}).items()]
+        given += [("sequence", name, values) for name, values in (rows or {}).items()]
+        if not given:
+            raise BatchError("put_columns: there are no columns; give tokens={name: values} or rows={name: values}")
+        for per, name, values in given:
+            wanted = ref.num_tokens if per == "token" else len(ref)
+            if values.dim() == 0 or len(values) != wanted:
+                raise BatchError(f"{name} is {list(values.shape)}; it must have {wanted} rows, one per {per}")
         by_place: dict[str, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
-            holders = self.buffer.holders(sample, ref.key_of("input_ids" if "input_ids" in ref.keys else next(iter(ref.keys))))
-            by_place[min(holders)].append(row)
-        keys, requests = {}, {}
-        starts = [0]
-        for length in ref.lengths:
-            starts.append(starts[-1] + length)
-        noted: list[tuple[str, list[int], list[Column]]] = []
-        for name, rows in by_place.items():
-            kinds, tensors = [], []
-            for title, values in fields.items():
-                per_token = values.dim() > 0 and len(values) == ref.num_tokens
-                if not per_token and (values.dim() == 0 or len(values) != len(ref)):
-                    raise BatchError(
-                        f"{title} is {list(values.shape)}; it must have {ref.num_tokens} rows, one per token, or {len(ref)}, one "
-                        "per sample"
-                    )
-                own = torch.cat([values[starts[r] : starts[r + 1]] for r in rows]) if per_token else values[rows]
-                column, host = column_of(key_of(title, number), "token" if per_token else "sequence", own)
-                keys[title] = column.key
-                kinds.append(column)
-                tensors.append(host)
-            requests[name] = [
-                d.Put(ids=[ref.ids[r] for r in rows], lengths=[ref.lengths[r] for r in rows], columns=kinds, tensors=tensors)
+            by_place[min(self.buffer.holders(sample, next(iter(ref.keys.values()))))].append(row)
+        requests: dict[str, list[Request]] = {}
+        columns: dict[str, list[Column]] = {}
+        for place_, own in by_place.items():
+            at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in own])
+            pairs = [
+                column_of(key_of(name, number), "token", values[at])
+                if per == "token"
+                else column_of(key_of(name, number), "sequence", values[own])
+                for per, name, values in given
             ]
-            noted.append((name, rows, kinds))
+            columns[place_] = [column for column, _ in pairs]
+            requests[place_] = [
+                d.Put(
+                    ids=[ref.ids[row] for row in own],
+                    lengths=[ref.lengths[row] for row in own],
+                    columns=columns[place_],
+                    tensors=[values for _, values in pairs],
+                )
+            ]
         self._ask("putting columns", requests)
-        for name, rows, kinds in noted:
-            self.buffer.add([ref.ids[r] for r in rows], [ref.lengths[r] for r in rows], kinds, [name])
-        return ref.only().__class__(
-            ids=ref.ids,
-            lengths=ref.lengths,
-            keys=keys,
-            buffer=self.buffer,
-            group_ids=ref.group_ids,
-            names=ref.names,
-        )
+        for place_, own in by_place.items():
+            self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[place_], [place_])
+        return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, passengers=frozenset())
 
     def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
         """Let the workers of a role load the next samples of its data set, each its own share.
@@ -210,7 +211,7 @@ class GroupData(ABC):
 
     def _gathered(self, ref: DataRef, keys: Mapping[str, str]) -> DataStore:
         """Return a store with these columns, each asked of one process that holds it."""
-        self.check_ref(ref)
+        self._check_owner(ref)
         self.buffer.check(ref.ids, list(keys.values()))
         by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
@@ -230,6 +231,17 @@ class GroupData(ABC):
                 store.put(ids, [lengths[i] for i in ids], list(zip(found[1].columns, found[1].tensors, strict=True)))
         return store
 
+    def digests(self, ref: DataRef, role: str) -> dict[str, str]:
+        """Return a digest of samples for each process of a role, all of which must hold them.
+
+        Raises:
+            WorkerError: A process does not; the cause is a DataMissingError.
+        """
+        self.check_ref(ref)
+        request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
+        found = self._ask(f"digests of {role}", {name: [request] for name in self.places(role)})
+        return {name: replies[0].digest for name, replies in found.items()}
+
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
         """Drop samples from all stores, and empty the caches of the devices.
 
@@ -237,7 +249,7 @@ class GroupData(ABC):
             ref: The samples.
             fields: The fields to drop; all data of the samples if not given.
         """
-        self.check_ref(ref)
+        self._check_owner(ref)
         keys = [ref.key_of(name) for name in fields]
         self.buffer.drop(ref.ids, keys)
         if self._is_usable():
@@ -247,11 +259,16 @@ class GroupData(ABC):
             self._ask("clearing the data cache", {name: [request] for name in names})
 
     def check_ref(self, ref: DataRef) -> None:
-        """Check that a reference belongs to this group.
+        """Check that a reference can be used.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: It belongs to another group.
+            DataMissingError: Its samples were dropped; the error has the ids of all of them.
         """
+        self._check_owner(ref)
+        self.buffer.check(ref.ids, list(ref.keys.values()))
+
+    def _check_owner(self, ref: DataRef) -> None:
         if ref.buffer is not self.buffer:
             raise ConfigError("the reference belongs to another group, or to this one before it was rebuilt")
 

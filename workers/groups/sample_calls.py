@@ -11,7 +11,7 @@ from ..data_plane.plan import Column, Load, Round, part_of
 from ..data_plane.redistributor import Need, plan_redistribution
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..dispatch import Assignment, Dispatch
-from ..model_worker.compute_messages import Generate, Inference, SampleReply, SampleRequest, TrainStep
+from ..model_worker.compute_messages import Generate, Inference, SampleRequest, TrainStep
 from ..model_worker.hooks import DataTransfer
 from ..model_worker.hooks import Evaluate as EvaluateHook
 from ..model_worker.role_host import RankInfo
@@ -155,8 +155,9 @@ class SampleCall:
                 "version": self.version,
             }
             if self.dispatch.returns == "objects":
-                kind = Generate if self.method == "generate" else Inference
-                return kind(**common, wants_result=self.wants_objects)
+                if self.method == "generate":
+                    return Generate(**common, wants_result=self.wants_objects)
+                return Inference(**common)
             if self.dispatch.split == "minibatches":
                 steps = self.shares.assignment.steps
                 own = None if steps is None else steps[shares.share_of(name)]
@@ -172,9 +173,8 @@ class SampleCall:
         if self.dispatch.split == "minibatches" or self.dispatch.returns == "numbers":
             return found[self.shares.places[0]].result
         if self.dispatch.returns == "objects":
-            if any(isinstance(reply, SampleReply) and reply.result is not None for reply in found.values()):
-                return self._objects(found)
-            return self._responses(found)
+            stored = self.method == "generate" and all(reply.result is None for reply in found.values())
+            return self._responses(found) if stored else self._objects(found)
         return self._columns(found)
 
     def _columns(self, replies: Mapping[str, Any]) -> DataRef:
@@ -193,7 +193,7 @@ class SampleCall:
     def _objects(self, replies: Mapping[str, Any]) -> list[Any]:
         by_row: dict[int, Any] = {}
         for name, rows in self.shares.outputs():
-            by_row.update(zip(rows, replies[name].result, strict=True))
+            by_row.update(zip(rows, replies[name].result or [], strict=True))
         return [by_row[row] for row in range(len(self.ref))]
 
     def _responses(self, replies: Mapping[str, Any]) -> DataRef:

@@ -25,12 +25,11 @@ from .worker import ModelWorker, OpError
 def inference(worker: ModelWorker, request: c.Inference) -> c.InferenceOk:
     """Run a method, and store the values that it returns on the output ranks."""
     result = _run(worker, request, {})
-    if not isinstance(result, Mapping):
-        # Objects, one per sample.
+    returns = dispatch_of(worker.host.owner(request.role, request.method), request.method).returns
+    if returns in ("objects", "numbers"):
         return c.InferenceOk(result=result if request.wants_result else None)
     if not worker.host.info(request.role).answers:
         return c.InferenceOk()
-    returns = dispatch_of(worker.host.owner(request.role, request.method), request.method).returns
     stored = {
         str(name): column_of(key_of(str(name), request.version), "token" if returns == "tokens" else "sequence", values)
         for name, values in result.items()
@@ -163,6 +162,11 @@ def get(worker: ModelWorker, request: d.Get) -> d.GetOk:
     """Return columns of samples."""
     found = [worker.data.store.get(request.ids, key) for key in request.keys]
     return d.GetOk(columns=[column for column, _ in found], tensors=[values for _, values in found])
+
+
+def digest(worker: ModelWorker, request: d.Digest) -> d.DigestOk:
+    """Return a digest of columns of samples."""
+    return d.DigestOk(digest=worker.data.store.digest(request.ids, request.keys))
 
 
 def clear_data_cache(worker: ModelWorker, request: d.ClearDataCache) -> d.ClearDataCacheOk:

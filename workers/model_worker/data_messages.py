@@ -54,6 +54,28 @@ class GetOk(Reply, kw_only=True):
     tensors: Any = None
 
 
+class Digest(Request, kw_only=True):
+    """Ask for a digest of columns of samples, by which processes that should hold the same can be compared.
+
+    Args:
+        ids: The samples.
+        keys: The columns.
+    """
+
+    ids: list[str]
+    keys: list[str]
+
+
+class DigestOk(Reply, kw_only=True):
+    """The reply to `digest`.
+
+    Args:
+        digest: SHA-256 of the types and bytes of the columns, in hexadecimal digits.
+    """
+
+    digest: str
+
+
 class Fetch(Request, kw_only=True):
     """Load samples of a role's data set: those of this rank's data-parallel share.
 

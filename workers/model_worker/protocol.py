@@ -163,6 +163,7 @@ OPS: tuple[Op, ...] = (
     _data_op(d.ClearDataCache, d.ClearDataCacheOk, "clear_data_cache", lane="immediate"),
     _data_op(d.Put, d.PutOk, "put", lane="immediate"),
     _data_op(d.Get, d.GetOk, "get", lane="immediate", errors=frozenset({"data_missing"})),
+    _data_op(d.Digest, d.DigestOk, "digest", lane="background", errors=frozenset({"data_missing"})),
     _data_op(d.Listen, d.Listening, "listen", lane="immediate", failure="nccl_init_failed"),
     _data_op(d.Peers, d.PeersOk, "peers", lane="immediate"),
 )
