@@ -506,25 +506,30 @@ def test_bytes_over_a_connection(tmp_path: Path) -> None:
         links.set_addresses(addresses)
     # More than a chunk; another peer's transfer in between; nothing at all; an error.
     large = torch.arange(2_000_000).view(torch.uint8)
-    one.send("p/1", "large", large.numpy(), about=["x", 1])
-    three.send("p/1", "none", b"")
-    one.send("p/1", "failed", b"ignored", error="no such sample")
+    one.send("p/1", "large", [large[:50].numpy(), large[50:].numpy()], about=["x", 1])
+    three.send("p/1", "none", [])
+    one.send("p/1", "failed", [], error="no such sample")
     none = two.receive_header("p/2", "none")
     assert (none.size, none.about) == (0, None)
-    two.receive_into(none, bytearray())
+    two.receive_into(none, [])
     header = two.receive_header("p/0", "large")
     into = torch.empty(header.size, dtype=torch.uint8)
-    two.receive_into(header, into.numpy())
+    two.receive_into(header, [into[:50].numpy(), into[50:].numpy()])
     assert torch.equal(into, large)
     assert header.about == ["x", 1]
     assert two.receive_header("p/0", "failed").error == "no such sample"
-    one.send("p/1", "another", b"x")
+    one.send("p/1", "short", [b"ab"])
+    short = two.receive_header("p/0", "short")
+    with pytest.raises(ManifestError, match="p/0 sends 2 bytes of 'short', but 3 are expected"):
+        two.receive_into(short, [bytearray(3)])
+    two.receive_into(short, [bytearray(2)])
+    one.send("p/1", "another", [b"x"])
     with pytest.raises(ManifestError, match="p/1 waits for 'this' of p/0, which sends 'another'"):
         two.receive_header("p/0", "this")
     with pytest.raises(WorkerLostError, match="p/2 sent nothing of 'more' to p/1 within 1 s"):
         two.receive_header("p/2", "more")
     with pytest.raises(WorkerLostError, match="does not know the address of p/9"):
-        one.send("p/9", "x", b"x")
+        one.send("p/9", "x", [b"x"])
     for links in (one, two, three):
         links.close()
 
@@ -535,7 +540,7 @@ def test_a_connection_demands_the_keys_of_the_group() -> None:
     for own, gets_through in ((None, False), (new_keys(), False), (keys, True)):
         one = links_of("p/0", "tcp://127.0.0.1:*", own)
         one.set_addresses({"p/1": two.address})
-        one.send("p/1", "x", b"secret")
+        one.send("p/1", "x", [b"secret"])
         if gets_through:
             header = two.receive_header("p/0", "x")
             assert header.size == 6

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import BatchError, ConfigError, DataError, DataMissingError
 from drivetrain.engine.packing.batch import MediaField, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.data_plane import store as store_module
 from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec, ShardedDataset
 from drivetrain.workers.data_plane.plan import ITEM_SIZES, Column, Load, Round, part_of, pool_of
 from drivetrain.workers.data_plane.redistributor import Need, plan_redistribution
 from drivetrain.workers.data_plane.samples import batch_of, columns_of
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
-from drivetrain.workers.data_plane.store import DTYPES, DataStore
+from drivetrain.workers.data_plane.store import DTYPES, DataStore, pieces_of
 from drivetrain.workers.groups.planned import Manifest, PlannedHook, PlannedRequest
 from drivetrain.workers.model_worker.compute_messages import Call
 from drivetrain.workers.model_worker.hooks import Offload
@@ -158,16 +159,27 @@ def bits(dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype) if dtype != torch.bool else raw % 2 == 0
 
 
+def carried(store: DataStore, load: Load) -> torch.Tensor:
+    """The bytes of a load as they arrive elsewhere, piece by piece."""
+    data = torch.full((load.layout()[1],), 77, dtype=torch.uint8)
+    for piece, target in zip(store.pieces(load), pieces_of(load, data), strict=True):
+        target.copy_(piece)
+    return data
+
+
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("name", list(DTYPES))
-def test_bits_survive_the_way_through_a_store(name: str) -> None:
+def test_bits_survive_the_way_through_a_store(name: str, separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if separate:
+        # As with large loads, whose columns travel by themselves.
+        monkeypatch.setattr(store_module, "SEPARATE_BYTES", 1)
     assert ITEM_SIZES[name] == DTYPES[name].itemsize
     store, other = DataStore(), DataStore()
     values = bits(DTYPES[name]).view(6, 2)
     columns = [Column("x", name, "token", (2,)), Column("odd", "uint8", "sequence")]
     store.put(["a", "b"], [2, 4], [(columns[0], values), (columns[1], torch.tensor([1, 2], dtype=torch.uint8))])
     load = Load("m/0", ("m/1",), ["b", "a"], [4, 2], [columns[1], columns[0]])
-    packed = store.pack(load)
-    other.unpack(load, packed)
+    other.unpack(load, carried(store, load))
     _, back = other.get(["a", "b"], "x")
     assert back.dtype == values.dtype
     assert torch.equal(back.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
@@ -179,7 +191,7 @@ def test_a_number_beyond_float32_is_not_changed() -> None:
     large = torch.tensor([2**24 + 1, 2**53 + 1, -(2**63)])
     store.put(["a"], [3], [(IDS, large)])
     load = Load("m/0", ("m/1",), ["a"], [3], [IDS])
-    other.unpack(load, store.pack(load))
+    other.unpack(load, carried(store, load))
     assert other.get(["a"], "input_ids")[1].tolist() == [2**24 + 1, 2**53 + 1, -(2**63)]
 
 

@@ -6,7 +6,7 @@ are encrypted and authenticated by CURVE, with keys that only the workers of the
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -88,22 +88,24 @@ class Links:
         """Set the addresses of all workers, by place."""
         self._addresses = dict(addresses)
 
-    def send(self, target: str, title: str, data: Any, *, about: Any = None, error: str = "") -> None:
+    def send(self, target: str, title: str, pieces: Sequence[Any], *, about: Any = None, error: str = "") -> None:
         """Send bytes. Returns when they are on their way; the memory must not change before the peer has them.
 
         Args:
             target: The place that receives.
             title: What is sent, the same on both sides.
-            data: The bytes, as a buffer; ignored with an error.
+            pieces: The bytes, as buffers.
             about: Plain data for the receiver.
             error: Why there is nothing to send.
         """
         socket = self._peer(target)
-        view = memoryview(b"" if error else data).cast("B")
-        socket.send(msgspec.msgpack.encode(Header(self._name, title, view.nbytes, error, about)))
-        for begin in range(0, view.nbytes, CHUNK_BYTES):
-            socket.send(self._name.encode(), zmq.SNDMORE)
-            socket.send(view[begin : begin + CHUNK_BYTES], copy=False)
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        size = sum(view.nbytes for view in views)
+        socket.send(msgspec.msgpack.encode(Header(self._name, title, size, error, about)))
+        for view in views:
+            for begin in range(0, view.nbytes, CHUNK_BYTES):
+                socket.send(self._name.encode(), zmq.SNDMORE)
+                socket.send(view[begin : begin + CHUNK_BYTES], copy=False)
 
     def receive_header(self, source: str, title: str) -> Header:
         """Return the header of the next transfer of a peer.
@@ -117,14 +119,24 @@ class Links:
             raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
         return header
 
-    def receive_into(self, header: Header, target: Any) -> None:
-        """Copy the bytes of a transfer into a writable buffer of its size."""
-        view, end = memoryview(target).cast("B"), 0
-        while end < header.size:
-            chunk = self._next(header.source, header.title).buffer
-            view[end : end + chunk.nbytes] = chunk
-            end += chunk.nbytes
-            progress.advance()
+    def receive_into(self, header: Header, pieces: Sequence[Any]) -> None:
+        """Copy the bytes of a transfer into writable buffers, of the sizes of those that are sent.
+
+        Raises:
+            ManifestError: The sizes differ.
+            WorkerLostError: The peer sends nothing in time.
+        """
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        wanted = sum(view.nbytes for view in views)
+        if wanted != header.size:
+            raise ManifestError(f"{header.source} sends {header.size} bytes of {header.title!r}, but {wanted} are expected")
+        for view in views:
+            end = 0
+            while end < view.nbytes:
+                chunk = self._next(header.source, header.title).buffer
+                view[end : end + chunk.nbytes] = chunk
+                end += chunk.nbytes
+                progress.advance()
 
     def close(self) -> None:
         """Close all connections."""

@@ -1,7 +1,6 @@
 """Executes redistributions: bytes between the stores of workers, within a pool by its process group, between pools by links."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +12,7 @@ from ...engine.errors import DrivetrainError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from .links import Links
 from .plan import Load, Round, Step, pool_of, rank_of
-from .store import DataStore
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """One load on its way from or to this process, with its bytes."""
-
-    load: Load
-    data: Tensor
+from .store import DataStore, pieces_of
 
 
 class DataManager:
@@ -70,22 +61,22 @@ class DataManager:
         far = [load for load in singles if pool_of(load.source) != pool_of(load.targets[0])]
         # All at once: in whatever order the other processes come, none waits for one that waits for it.
         works: list[Any] = []
-        arriving: list[_Transfer] = []
+        arriving: list[tuple[Load, Tensor]] = []
         for load in near:
             if load.source == name:
-                works.append(dist.isend(self._packed(load, errors), rank_of(load.targets[0])))
+                works += [dist.isend(piece, rank_of(load.targets[0])) for piece in self._pieces(load, errors)]
             else:
-                transfer = _Transfer(load, torch.empty(load.layout()[1], dtype=torch.uint8))
-                works.append(dist.irecv(transfer.data, rank_of(load.source)))
-                arriving.append(transfer)
+                data = torch.empty(load.layout()[1], dtype=torch.uint8)
+                works += [dist.irecv(piece, rank_of(load.source)) for piece in pieces_of(load, data)]
+                arriving.append((load, data))
         for load in far:
             if load.source == name:
                 self._send(load, title, errors)
         for work in works:
             work.wait()
             progress.advance()
-        for transfer in arriving:
-            self._store(transfer)
+        for load, data in arriving:
+            self._store(load, data)
         for load in far:
             if load.source != name:
                 self._receive(load, title, errors)
@@ -101,19 +92,22 @@ class DataManager:
             self._groups = EngineGroups(None)
         ranks = [rank_of(member) for member in (load.source, *load.targets)]
         group = self._groups.get(ranks, "gloo")
-        is_source = name == load.source
-        data = self._packed(load, errors) if is_source else torch.empty(load.layout()[1], dtype=torch.uint8)
-        dist.broadcast(data, src=rank_of(load.source), group=group)
+        if name == load.source:
+            for piece in self._pieces(load, errors):
+                dist.broadcast(piece, src=rank_of(load.source), group=group)
+        else:
+            data = torch.empty(load.layout()[1], dtype=torch.uint8)
+            for piece in pieces_of(load, data):
+                dist.broadcast(piece, src=rank_of(load.source), group=group)
+            self._store(load, data)
         progress.advance()
-        if not is_source:
-            self._store(_Transfer(load, data))
 
     def _send(self, load: Load, title: str, errors: list[Exception]) -> None:
         links = self._linked()
         failed = len(errors)
-        data = self._packed(load, errors)
+        pieces = self._pieces(load, errors)
         error = str(errors[failed]) if len(errors) > failed else ""
-        links.send(load.targets[0], title, data.numpy(), error=error)
+        links.send(load.targets[0], title, [] if error else [piece.numpy() for piece in pieces], error=error)
 
     def _receive(self, load: Load, title: str, errors: list[Exception]) -> None:
         links = self._linked()
@@ -121,22 +115,23 @@ class DataManager:
         if header.error:
             errors.append(RemoteError(f"{load.source} failed: {header.error}"))
             return
-        transfer = _Transfer(load, torch.empty(header.size, dtype=torch.uint8))
-        links.receive_into(header, transfer.data.numpy())
-        self._store(transfer)
+        data = torch.empty(load.layout()[1], dtype=torch.uint8)
+        links.receive_into(header, [piece.numpy() for piece in pieces_of(load, data)])
+        self._store(load, data)
 
-    def _packed(self, load: Load, errors: list[Exception]) -> Tensor:
+    def _pieces(self, load: Load, errors: list[Exception]) -> list[Tensor]:
+        """Return the bytes to send; zeros if they are not here, so that nobody waits for them for ever."""
         try:
-            data = self.store.pack(load)
+            pieces = self.store.pieces(load)
         except DrivetrainError as e:
             errors.append(e)
-            data = torch.zeros(load.layout()[1], dtype=torch.uint8)
-        self.bytes_sent += data.numel()
-        return data
+            pieces = pieces_of(load, torch.zeros(load.layout()[1], dtype=torch.uint8))
+        self.bytes_sent += sum(piece.numel() for piece in pieces)
+        return pieces
 
-    def _store(self, transfer: _Transfer) -> None:
-        self.bytes_received += transfer.data.numel()
-        self.store.unpack(transfer.load, transfer.data)
+    def _store(self, load: Load, data: Tensor) -> None:
+        self.bytes_received += data.numel()
+        self.store.unpack(load, data)
 
     def _linked(self) -> Links:
         if self.links is None:

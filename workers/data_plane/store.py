@@ -25,6 +25,8 @@ DTYPES: dict[str, torch.dtype] = {
         *("bool", "complex64", "complex128"),
     )
 }
+SEPARATE_BYTES = 2**20
+"""From this size on, copying a load into one piece takes longer than sending several."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -170,21 +172,26 @@ class DataStore:
             found.update(_bytes(values).numpy().data)
         return found.hexdigest()
 
-    def pack(self, load: Load) -> Tensor:
-        """Return the bytes of a load.
+    def pieces(self, load: Load) -> list[Tensor]:
+        """Return the bytes of a load in the pieces in which they travel: see `pieces_of`. They must not be changed.
 
         Raises:
             DataMissingError: A sample lacks a column.
             BatchError: A column has another type than the plan says.
         """
-        places, size = load.layout()
-        packed = torch.empty(size, dtype=torch.uint8)
-        for column, (begin, end) in zip(load.columns, places, strict=True):
+        parts = []
+        for column in load.columns:
             found, values = self.get(load.ids, column.key)
             if found != column:
                 raise BatchError(f"{column.key!r} is {found} in the store, but the plan says {column}")
-            packed[begin:end] = _bytes(values)
-        return packed
+            parts.append(_bytes(values))
+        places, size = load.layout()
+        if size >= SEPARATE_BYTES:
+            return [part for part in parts if part.numel()]
+        packed = torch.zeros(size, dtype=torch.uint8)
+        for part, (begin, end) in zip(parts, places, strict=True):
+            packed[begin:end] = part
+        return [packed] if size else []
 
     def unpack(self, load: Load, data: Tensor) -> None:
         """Store the bytes of a load, which must not change from here on."""
@@ -259,6 +266,19 @@ class DataStore:
         ends = list(accumulate(entry.end - entry.begin for _, entry in left))
         for (sample, entry), end in zip(left, ends, strict=True):
             self._samples[sample][key] = _Entry(smaller, end - (entry.end - entry.begin), end)
+
+
+def pieces_of(load: Load, data: Tensor) -> list[Tensor]:
+    """Return the views of the bytes of a load that travel separately: columns, which need no copy then, if the load is large.
+
+    Args:
+        load: The load.
+        data: `[S]` uint8, the bytes of the load.
+    """
+    places, size = load.layout()
+    if size < SEPARATE_BYTES:
+        return [data] if size else []
+    return [data[begin:end] for begin, end in places if end > begin]
 
 
 def _joined(entries: Sequence[_Entry]) -> Tensor:

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--init-timeout", type=float, default=120.0, metavar="S", help="how long init waits for the other ranks")
     add("--timeout", type=float, default=1800.0, metavar="S", help="timeout of collectives")
+    add("--flush-timeout", type=float, default=60.0, metavar="S", help="how long a flush waits until all ranks have it")
     add(
         "--watchdog",
         action="append",
@@ -147,6 +148,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         local_rank=args.local_rank,
         init_s=args.init_timeout,
         timeout_s=args.timeout,
+        flush_s=args.flush_timeout,
         watchdog_s=default,
         watchdog=watchdog,
         beat_s=args.beat,

@@ -85,14 +85,14 @@ class _Link:
         self._links, self._source, self._target, self._title = links, source, target, title
 
     def send(self, contents: Contents, data: Tensor, error: str) -> None:
-        self._links.send(self._target, self._title, data.numpy(), about=contents, error=error)
+        self._links.send(self._target, self._title, [data.numpy()], about=contents, error=error)
 
     def receive(self) -> tuple[Contents, Tensor]:
         header = self._links.receive_header(self._source, self._title)
         if header.error:
             raise RemoteError(header.error)
         data = torch.empty(header.size, dtype=torch.uint8)
-        self._links.receive_into(header, data.numpy())
+        self._links.receive_into(header, [data.numpy()])
         return [(name, dtype, tuple(shape)) for name, dtype, shape in header.about], data
 
 
