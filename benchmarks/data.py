@@ -222,7 +222,7 @@ def through_the_controller() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import hybridflow_step as example
 
-    count, prompt, answer = 64, 20, 180
+    count, prompt, answer = 256, 10, 50
     with tempfile.TemporaryDirectory() as folder:
         roles = example.roles_on("fsdp", example.make_models(Path(folder)), ParallelConfig())
         with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
