@@ -111,10 +111,8 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
 
 
 def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook, when: str) -> Any:
-    from .hook_runner import run_hook
-
     with worker.executing(request, f"{name_of(hook)} {when} {worker.title_of(request)}"):
-        return run_hook(worker, request, hook)
+        return worker.run_hook(request, hook)
 
 
 def _compare(

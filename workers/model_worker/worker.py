@@ -19,7 +19,7 @@ from ..data_plane.plan import place
 from .codec import text
 from .comm_id import CommId
 from .compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from .hooks import name_of
+from .hooks import Hook, name_of
 from .manifest import AbandonedError, Outcome, needed_ids, run_manifest
 from .messages import Error, Reply, Request
 from .names import Names, Program
@@ -235,6 +235,12 @@ class ModelWorker:
     def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[Outcome]:
         """Run the requests that wait for a flush; see `manifest`."""
         return run_manifest(self, flush, requests)
+
+    def run_hook(self, request: ComputeRequest, hook: Hook) -> Any:
+        """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
+        from .hook_runner import run_hook
+
+        return run_hook(self, request, hook)
 
     def execute(self, request: Request) -> Reply:
         """Execute a request whose values are loaded.
