@@ -565,3 +565,32 @@ def test_the_master_makes_the_step_of_the_other_example() -> None:
     for name in ("ppo actor", "ppo critic"):
         assert found[name] == wanted[name]
     assert found["actor after"]["loss"] != found["ppo actor"][0]["loss"]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "controller.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(page.split("```python\n")[1].split("```")[0])
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, loss, numbers, folder = done.stdout.splitlines()
+    assert first.startswith("1.0/")
+    assert "('answers/0',)" in first
+    assert loss.startswith("loss ")
+    assert "'policy'" in numbers
+    assert folder.endswith("step-00000001")
+
+
+def test_a_call_that_was_interrupted_does_not_mix_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ProcessWorkerGroup({"carrier": carrier()}, pools={"main": 2}) as group:
+        read = group._collect_flush
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(group, "_collect_flush", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group["carrier"].wait(0.5)
+        monkeypatch.setattr(group, "_collect_flush", read)
+        assert group["carrier"].wait(0.1) == 0.1

@@ -78,7 +78,7 @@ def batch_of(
     names: Sequence[str] | None = None,
     passengers: Collection[str] = (),
 ) -> PackedBatch:
-    """Return samples of a store as a batch.
+    """Return samples of a store as a batch, which may be changed in place.
 
     Args:
         store: The store.
@@ -97,7 +97,9 @@ def batch_of(
             f"the samples have no {missing[0]}, so they are not a batch; join the reference that has them, with |"
         )
     lengths = store.lengths(ids)
-    found = {name: store.get(ids, column.key) if ids else (column, _no_rows(column)) for name, column in fields.items()}
+    found = {
+        name: store.get(ids, column.key, copy=True) if ids else (column, _no_rows(column)) for name, column in fields.items()
+    }
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     positions = found["position_ids"][1]
     rest = {name: pair for name, pair in found.items() if name not in STRUCTURE}

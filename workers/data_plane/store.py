@@ -107,8 +107,13 @@ class DataStore:
                     block.alive += count
                     begin += count
 
-    def get(self, ids: Sequence[str], key: str) -> tuple[Column, Tensor]:
-        """Return a column of samples: its type and its rows, one sample after the other. The rows must not be changed.
+    def get(self, ids: Sequence[str], key: str, *, copy: bool = False) -> tuple[Column, Tensor]:
+        """Return a column of samples: its type and its rows, one sample after the other.
+
+        Args:
+            ids: The samples.
+            key: The column.
+            copy: Whether the rows have memory of their own in any case; otherwise they must not be changed.
 
         Raises:
             DataMissingError: A sample does not have it.
@@ -129,7 +134,9 @@ class DataStore:
                     f"{list(other.tail)} per {other.per} in {sample!r}; they cannot be one batch"
                 )
         rows = tuple(e.end - e.begin for e in entries) if first.per == "media" else ()
-        return Column(key, *kind, rows), _joined(entries)
+        values = _joined(entries)
+        shared = copy and values.untyped_storage().data_ptr() == _storage_of(entries)
+        return Column(key, *kind, rows), values.clone() if shared else values
 
     def lengths(self, ids: Sequence[str]) -> list[int]:
         """Return the number of tokens of samples.
@@ -291,6 +298,10 @@ def _joined(entries: Sequence[_Entry]) -> Tensor:
             parts.append((entry.block.values, entry.begin, entry.end))
     slices = [values[begin:end] for values, begin, end in parts]
     return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def _storage_of(entries: Sequence[_Entry]) -> int:
+    return entries[0].block.values.untyped_storage().data_ptr()
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ It is distributed over the data-parallel ranks, balanced by cost. This module ho
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, Self
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, WorkerError
 from ..data_plane.plan import place
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..dispatch import MiniBatches
@@ -69,6 +70,7 @@ class WorkerGroup(GroupData, ABC):
         """What the workers' data stores hold."""
         self._submitted: list[Submission] = []
         self._in_flight: list[Manifest] = []
+        self._interrupted: list[Submission] = []
         self._versions = count(1)
         # Held by a call from its submission to its result, so that threads may share a group.
         self._lock = threading.RLock()
@@ -134,7 +136,17 @@ class WorkerGroup(GroupData, ABC):
                 )
             submission = self.submit(role, method, *args, mini_batches=mini_batches, **options)
             self.flush()
+            return self._wait(submission)
+
+    def _wait(self, submission: Submission) -> Any:
+        try:
             return submission.result()
+        except Exception:
+            raise
+        except BaseException:
+            # Ctrl-C: the call goes on in the workers, and its replies are read before the next flush is sent.
+            self._interrupted.append(submission)
+            raise
 
     def submit(
         self,
@@ -200,6 +212,10 @@ class WorkerGroup(GroupData, ABC):
             submissions, self._submitted = self._submitted, []
             if not submissions:
                 return []
+            while self._interrupted:
+                with suppress(WorkerError):
+                    self._interrupted[0].result()
+                self._interrupted.pop(0)
             manifest = Manifest.of([submission.request for submission in submissions])
             try:
                 manifest.check(self._in_flight)
@@ -226,12 +242,12 @@ class WorkerGroup(GroupData, ABC):
             self.check_sync(source, target)
             submission = self.submit_hooks(h.SyncParams(source=source, target=target, eta=eta))
             self.flush()
-            submission.result()
+            self._wait(submission)
 
     def _forget_data(self) -> None:
         """Forget all samples, which are lost, and what refers to them."""
         self.buffer = SequenceBuffer()
-        self._submitted, self._in_flight = [], []
+        self._submitted, self._in_flight, self._interrupted = [], [], []
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ class PlannedRequest:
         """The processes that run the call or take part in a hook."""
         return {*self.mesh, *(name for hook in (*self.before, *self.after) for name in hook.places)}
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The digest of what is the same on all processes."""
         hooks = [(hook.name, hook.places, hook.common) for hook in (*self.before, *self.after)]

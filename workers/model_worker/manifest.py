@@ -69,8 +69,12 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
         requests: The requests that have come since the last flush, in the order of their coming.
     """
     ranks = sorted(set(flush.ranks)) or list(range(worker.settings.world_size))
-    with worker.executing(flush, "flush: comparing requests"):
-        problem = _compare(worker, flush, requests, ranks)
+    problem: Exception | None
+    try:
+        with worker.executing(flush, "flush: comparing requests"):
+            problem = _compare(worker, flush, requests, ranks)
+    except Exception as e:  # the reply to the flush and to all requests, none of which runs
+        problem = e
     if problem is not None:
         yield from ((request, problem) for request in (flush, *requests))
         return
@@ -87,9 +91,12 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
             except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
                 failures.setdefault(request.id, e)
     if flush.has_hooks and len(ranks) > 1:
-        with worker.executing(flush, "flush: waiting for the hooks of other ranks"):
-            for number, text in _settle(worker, flush, failures, ranks).items():
-                failures.setdefault(number, RemoteError(text))
+        try:
+            with worker.executing(flush, "flush: waiting for the hooks of other ranks"):
+                for number, text in _settle(worker, flush, failures, ranks).items():
+                    failures.setdefault(number, RemoteError(text))
+        except Exception as e:  # of the store: whether the others go on is not known, so nothing runs here
+            failures.update({request.id: failures.get(request.id, e) for request in requests})
     for request in sorted(requests, key=order_of):
         if request.id in failures:
             yield request, failures[request.id]

@@ -84,7 +84,9 @@ _MOVING: frozenset[HookName] = frozenset({"data_transfer", "offload", "sync_para
 _STEP_ERRORS: frozenset[ErrorKind] = frozenset(
     {"model_not_loaded", "unsupported_arch", "nccl_not_initialised", "cuda_unavailable"}
 )
-_CALL_ERRORS: frozenset[ErrorKind] = frozenset({"model_not_loaded", "data_missing", "manifest_mismatch"})
+_CALL_ERRORS: frozenset[ErrorKind] = frozenset(
+    {"model_not_loaded", "data_missing", "manifest_mismatch", "nccl_not_initialised"}
+)
 _NO_ROLE: frozenset[ErrorKind] = frozenset({"model_not_loaded"})
 
 
@@ -149,14 +151,20 @@ OPS: tuple[Op, ...] = (
         c.InitializeOk,
         f"{_HANDLERS}:initialize",
         failure="load_failed",
-        errors=_CALL_ERRORS | {"nccl_not_initialised", "already_loaded"},
+        errors=_CALL_ERRORS | {"already_loaded"},
     ),
     _call(c.Call, c.CallOk, f"{_HANDLERS}:call"),
     _call(c.Generate, c.GenerateOk, f"{_HANDLERS_OF_DATA}:generate"),
     _call(c.Inference, c.InferenceOk, f"{_HANDLERS_OF_DATA}:inference"),
     _call(c.TrainStep, c.TrainStepOk, f"{_HANDLERS_OF_DATA}:train_step", _MOVING | {"evaluate"}),
     _call(c.Empty, c.EmptyOk, f"{_HANDLERS}:empty"),
-    _op(c.Flush, c.FlushOk, failure="manifest_mismatch", collective=True),
+    _op(
+        c.Flush,
+        c.FlushOk,
+        failure="manifest_mismatch",
+        collective=True,
+        errors=frozenset({"nccl_not_initialised"}),
+    ),
     _data_op(d.ModelConfig, d.ModelConfigOk, "model_config", lane="immediate", errors=_NO_ROLE),
     _data_op(d.Spec, d.SpecOk, "spec", lane="immediate", errors=_NO_ROLE),
     _data_op(d.Fetch, d.FetchOk, "fetch", lane="background", failure="load_failed", errors=_NO_ROLE),

@@ -198,6 +198,8 @@ class ModelWorker:
     def agreement(self) -> "Agreement":
         """This worker's part in comparisons between ranks."""
         if self._agreement is None:
+            if self.joined is None and not _has_process_group():
+                raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
             from .agreement import Agreement
 
             self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s)
@@ -331,6 +333,12 @@ class ModelWorker:
             self._host.close()
         if self.listener is not None:
             self.listener.close()
+
+
+def _has_process_group() -> bool:
+    import torch.distributed as dist
+
+    return bool(dist.is_initialized())
 
 
 def error_of(op: Op, error: BaseException) -> Error:

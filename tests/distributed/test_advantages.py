@@ -1,0 +1,98 @@
+"""The advantage role on two ranks, against the pure functions on the whole padded batch."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.errors import BatchError, ConfigError
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, reinforce_plus_plus, rloo, token_rewards, whiten
+from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.losses.policy import kl_estimate
+from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.roles.advantage import AdvantageConfig, AdvantageWorker
+from helpers.harness import run_ranks
+from helpers.hybridflow import EXAMPLES, example
+
+EXAMPLE = example()
+ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
+CONFIGS = {
+    "gae": AdvantageConfig(kl_coef=0.1, gamma=0.9, lam=0.8),
+    "plain gae": AdvantageConfig(whiten=False),
+    "grpo": AdvantageConfig(estimator="grpo"),
+    "dr grpo": AdvantageConfig(estimator="grpo", scale=False),
+    "rloo": AdvantageConfig(estimator="rloo"),
+    "reinforce": AdvantageConfig(estimator="reinforce_plus_plus", kl_coef=0.2, kl="k2"),
+}
+
+
+def batch_of() -> dict[str, Any]:
+    """The recorded answers with made-up values, padded."""
+    data: dict[str, Any] = EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json")
+    shape, generator = data["responses"].shape, torch.Generator().manual_seed(0)
+    for name in ("old_log_probs", "reference_log_probs", "values"):
+        data[name] = torch.randn(shape, generator=generator)
+    data["rewards"] = torch.randn(shape[0], generator=generator)
+    data["group_ids"] = data.pop("uids")
+    return data
+
+
+def expected(data: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """What the functions say of the whole batch."""
+    mask = data["attention_mask"][:, -data["responses"].shape[1] :]
+    rewards, groups = data["rewards"], data["group_ids"]
+
+    def kl(name: Any) -> torch.Tensor:
+        return kl_estimate(data["old_log_probs"], data["reference_log_probs"], name)
+
+    penalized, plain = token_rewards(rewards, mask, kl("k1"), 0.1), token_rewards(rewards, mask)
+    advantages, returns = gae(penalized, data["values"], mask, 0.9, 0.8)
+    return {
+        "gae": [whiten(advantages, mask), returns],
+        "plain gae": list(gae(plain, data["values"], mask, 1.0, 0.95)),
+        "grpo": [broadcast_to_tokens(grpo(rewards, groups), mask)],
+        "dr grpo": [broadcast_to_tokens(grpo(rewards, groups, scale=False), mask)],
+        "rloo": [broadcast_to_tokens(rloo(rewards, groups), mask)],
+        "reinforce": list(reinforce_plus_plus(token_rewards(rewards, mask, kl("k2"), 0.2), mask, 1.0)),
+    }
+
+
+def rank_advantages() -> list[float]:
+    data = batch_of()
+    wanted = expected(data)
+    with LocalWorkerGroup(
+        {name: RoleSpec(worker=AdvantageWorker, config=config) for name, config in CONFIGS.items()}
+    ) as group:
+        errors = []
+        for name, values in wanted.items():
+            found = group[name].compute_advantages(data)
+            assert sorted(found) == ["advantages", "returns"][: len(values)]
+            errors += [float((found[f] - v).abs().max()) for f, v in zip(sorted(found), values, strict=True)]
+        # One response, so that a rank has none.
+        alone = from_lists([[1, 2, 3]], supervised=[[False, True, True]], token_fields={"values": [[0.5, 0.25, 0.0]]})
+        alone = alone.with_sequence_fields(rewards=torch.tensor([1.0]))
+        found = group["plain gae"].compute_advantages(alone)
+        assert torch.allclose(found["returns"][:2], found["advantages"][:2] + torch.tensor([0.5, 0.25]))
+        assert found["advantages"][2] == 0
+        with pytest.raises(BatchError, match="within groups need group_ids"):
+            group["grpo"].compute_advantages({k: v for k, v in data.items() if k != "group_ids"})
+        with pytest.raises(BatchError, match="needs the token field 'values'"):
+            group["gae"].compute_advantages({k: v for k, v in data.items() if k != "values"})
+    return errors
+
+
+def test_advantages_on_two_ranks_are_those_of_the_whole_batch() -> None:
+    for errors in run_ranks(rank_advantages, 2):
+        assert max(errors) < 2e-6
+
+
+def test_settings_that_cannot_be() -> None:
+    for options, message in (
+        ({"estimator": "gea"}, "estimator='gea'; it must be one of gae, grpo, rloo, reinforce_plus_plus"),
+        ({"gamma": 1.5}, "gamma=1.5; it must be between 0 and 1"),
+        ({"lam": float("nan")}, "lam=nan"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            AdvantageConfig(**options)  # type: ignore[arg-type]
