@@ -1,14 +1,16 @@
 """Groups with references: samples stay with the workers, move between them bit for bit, and leave nothing behind."""
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import zmq
 
@@ -33,6 +35,7 @@ from helpers.hybridflow import EXAMPLES, example
 from helpers.roles import Carrier, Trouble, samples
 
 EXAMPLE = example()
+TESTS = str(Path(__file__).parents[1])
 Start = Callable[..., Any]
 
 
@@ -113,20 +116,19 @@ def check_refs(group: Any) -> None:
     assert set(stores(group).values()) == {(0, 0)}
 
 
-@pytest.fixture
-def cluster() -> None:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    # Functions of the helpers are found by the processes.
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.slow)])
-def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(request: pytest.FixtureRequest) -> Start:
     if request.param == "process":
         return lambda roles, pools, **options: ProcessWorkerGroup(roles, pools=pools, names=[samples], **options)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     request.getfixturevalue("cluster")
     return lambda roles, pools, **options: RayWorkerGroup(roles, pools=pools, cpus=2 / sum(pools.values()), **options)
 

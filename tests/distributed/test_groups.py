@@ -49,7 +49,7 @@ TESTS = str(Path(__file__).parents[1])
 Start = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # Two processes whatever the machine, and functions of the helpers found by the processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])

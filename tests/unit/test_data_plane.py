@@ -403,6 +403,7 @@ def test_shares_do_not_overlap_and_cover(size: int, shares: int, fetches: list[i
         found = [part.fetch(count) for part in parts]
         positions = sorted(position for one in found for position in one.positions)
         assert positions == list(range(total, total + count))
+        assert all(position % shares == rank for rank, one in enumerate(found) for position in one.positions)
         total += count
         assert {one.end for one in found} == {total}
         by_position = {p: s for one in found for p, s in zip(one.positions, one.samples, strict=True)}

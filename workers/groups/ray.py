@@ -26,14 +26,14 @@ from ..model_worker.messages import Reply, Request
 from ..model_worker.names import Names
 from ..model_worker.protocol import Registry
 from ..model_worker.role_host import RoleSpec
-from ..model_worker.transports.base import Frame
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .remote import Limits, RemoteWorkerGroup
 from .replies import Channel
 
-_THREADS: dict[str, Any] = {"concurrency_groups": {"at_once": 1, "in_order": 1}}
+_THREADS: dict[str, Any] = {"concurrency_groups": {"in_order": 1, "replies": 64}}
+"""The threads of an actor: one takes requests, and each of the others waits for a reply."""
 PLACEMENT_TIMEOUT_S = 15.0
 """How long to wait for resources that other Ray jobs occupy."""
 
@@ -62,35 +62,36 @@ class _Actor:
 
         return str(ray.util.get_node_ip_address())
 
-    def exchange(self, frames: Sequence[tuple[int, bytes, Any]]) -> list[list[Any]]:
-        """Serve requests: the id, header and parts of each; return the header and parts of each reply, in the same order."""
+    def post(self, frames: Sequence[tuple[int, bytes, Any]]) -> None:
+        """Take requests, one after the other: the id, header and parts of each."""
         import ray
 
-        # References inside the argument are not resolved by Ray.
-        numbered: list[tuple[int, Frame]] = []
         for number, header, ref in frames:
-            parts = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
-            numbered.append((number, [header, *(memoryview(part) for part in parts)]))
-        replies = self._transport.exchange(numbered)
-        return [[bytes(reply[0]), *(_array(part) for part in reply[1:])] for reply in replies]
+            try:
+                # References inside an argument are not resolved by Ray.
+                parts = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
+                self._transport.post(number, [header, *(memoryview(part) for part in parts)])
+            except Exception as e:  # raised by `reply`, for which the controller waits
+                self._transport.fail(number, e)
 
-    def exchange_at_once(self, frames: Sequence[tuple[int, bytes, Any]]) -> list[list[Any]]:
-        """Like `exchange`, in a thread of its own: for requests that are answered while others run."""
-        return self.exchange(frames)
+    def reply(self, number: int) -> list[Any]:
+        """Wait for the reply to a request; return its header and parts."""
+        frame = self._transport.wait(number)
+        return [bytes(frame[0]), *(_array(part) for part in frame[1:])]
 
 
 def _actor_class(ray: Any) -> type[_Actor]:
-    """Return the class of the actors, whose methods run in two threads."""
-    _Actor.exchange = ray.method(concurrency_group="in_order")(_Actor.exchange)  # type: ignore[method-assign]
-    _Actor.exchange_at_once = ray.method(concurrency_group="at_once")(_Actor.exchange_at_once)  # type: ignore[method-assign]
+    """Return the class of the actors: requests come in order, and their replies leave when they are there."""
+    _Actor.post = ray.method(concurrency_group="in_order")(_Actor.post)  # type: ignore[method-assign]
+    _Actor.reply = ray.method(concurrency_group="replies")(_Actor.reply)  # type: ignore[method-assign]
     return _Actor
 
 
 class _RayReply:
     """A reply that comes through Ray."""
 
-    def __init__(self, future: "Future[Any]", index: int, group: "RayWorkerGroup") -> None:
-        self._future, self._index, self._group = future, index, group
+    def __init__(self, future: "Future[Any]", group: "RayWorkerGroup") -> None:
+        self._future, self._group = future, group
 
     @property
     def future(self) -> Future[Any]:
@@ -102,7 +103,7 @@ class _RayReply:
         import ray
 
         try:
-            header, *parts = self._future.result()[self._index]
+            header, *parts = self._future.result()
         except ray.exceptions.RayError as e:
             raise WorkerLostError(_why(e)) from None
         self._group.controller_bytes += len(header) + sum(part.nbytes for part in parts)
@@ -116,21 +117,18 @@ class _RayChannel:
         self.actor = actor
         self._group = group
 
-    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[bool, tuple[int, bytes, Any]]:
+    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[int, bytes, Any]:
         """Return a message; see `Channel`."""
         group = self._group
         own = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
-        at_once = group.registry.of(request).lane in ("immediate", "background")
         header = group.codec.encode(own)
         group.controller_bytes += len(header) + sum(memoryview(part).nbytes for part in parts)
-        return at_once, (own.id, header, group.put_parts(parts))  # type: ignore[return-value]
+        return own.id, header, group.put_parts(parts)  # type: ignore[return-value]
 
-    def send(self, messages: Sequence[tuple[bool, tuple[int, bytes, Any]]]) -> list[_RayReply]:
+    def send(self, messages: Sequence[tuple[int, bytes, Any]]) -> list[_RayReply]:
         """Send messages; see `Channel`."""
-        at_once = all(early for early, _ in messages)
-        method = self.actor.exchange_at_once if at_once else self.actor.exchange
-        future = method.remote([message for _, message in messages]).future()
-        return [_RayReply(future, i, self._group) for i in range(len(messages))]
+        self.actor.post.remote(list(messages))
+        return [_RayReply(self.actor.reply.remote(number).future(), self._group) for number, _, _ in messages]
 
     def silence_s(self) -> float:
         """Return 0: Ray itself watches over its processes."""
@@ -190,8 +188,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._placements: list[Any] = []
         self._by_pool: dict[str, list[Any]] = {}
         self.names = Names(pickler=_pickler())
-        self.registry = Registry()
-        self.codec, self.ids = Codec(self.registry, binary=True), count(1)
+        self.codec, self.ids = Codec(Registry(), binary=True), count(1)
         self.controller_bytes = 0
         """The size of all messages between the controller and its workers so far."""
         self._last_put: tuple[Sequence[Part], Any] = ((), None)
@@ -240,7 +237,6 @@ class RayWorkerGroup(RemoteWorkerGroup):
                     "smaller"
                 )
             actors = [
-                # Two threads: what is answered at once does not wait for what runs.
                 self._ray.remote(**_THREADS)(_actor_class(self._ray))
                 .options(
                     num_cpus=self._each["CPU"],

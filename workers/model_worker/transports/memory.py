@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -29,20 +28,24 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(_Envelope)
 
-    def exchange(self, frames: Sequence[tuple[int, Frame]]) -> list[Frame]:
-        """Send requests one after the other, and wait for their replies.
+    def post(self, number: int, frame: Frame) -> None:
+        """Hand over a request with this id."""
+        self._incoming.put(frame)
 
-        Args:
-            frames: The id and the frame of each.
-        """
-        futures: list[Future[Frame]] = []
+    def fail(self, number: int, error: Exception) -> None:
+        """Let `wait` raise an error, because the request could not be handed over."""
+        self._future(number).set_exception(error)
+
+    def wait(self, number: int) -> Frame:
+        """Wait for the reply to the request with this id, which may not have been handed over yet."""
+        frame = self._future(number).result()
         with self._lock:
-            for number, frame in frames:
-                future: Future[Frame] = Future()
-                futures.append(future)
-                self._waiting[number] = future
-                self._incoming.put(frame)
-        return [future.result() for future in futures]
+            del self._waiting[number]
+        return frame
+
+    def _future(self, number: int) -> "Future[Frame]":
+        with self._lock:
+            return self._waiting.setdefault(number, Future())
 
     def receive(self, timeout_s: float, *, reading: bool) -> list[Frame | FrameTooLargeError] | None:
         """Return the frames that have arrived; see `Transport.receive`."""
@@ -59,10 +62,8 @@ class MemoryTransport:
     def send(self, frame: Frame) -> None:
         """Pass on a reply."""
         number = self._decoder.decode(frame[0]).id
-        with self._lock:
-            future = self._waiting.pop(number, None) if number is not None else None
-        if future is not None:
-            future.set_result(frame)
+        if number is not None:
+            self._future(number).set_result(frame)
 
     def close(self) -> None:
         """Wait until the last reply has left: the process is about to end."""
