@@ -91,6 +91,10 @@ class DataMissingError(DrivetrainError, LookupError):
         return cls(f"the samples {shown} are not in the data store; they were dropped, or never put there", ids)
 
 
+class HookError(DrivetrainError):
+    """A hook after a call failed. The call itself did not."""
+
+
 class ManifestError(DrivetrainError):
     """The ranks were not sent the same requests in the same order."""
 

@@ -130,25 +130,33 @@ def rloo(rewards: Numbers, groups: Numbers) -> Tensor:
     return advantages.to(scores.dtype)
 
 
-def reinforce_plus_plus(
-    rewards: Numbers, mask: Numbers, gamma: float = 1.0, *, reduce: Reduce | None = None
-) -> tuple[Tensor, Tensor]:
+def discounted_returns(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> Tensor:
+    """Return `[B, R]`: at each token the discounted sum of the rewards from there on.
+
+    Args:
+        rewards: `[B, R]`, the reward of each token.
+        mask: `[B, R]`, the mask of the response tokens.
+        gamma: The discount per token.
+    """
+    response_mask = _mask(mask)
+    return gae(rewards, torch.zeros(response_mask.shape, device=response_mask.device), response_mask, gamma, 1.0)[1]
+
+
+def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute whitened returns as advantages, without a critic.
 
     Args:
         rewards: `[B, R]`, the reward of each token, penalties included.
         mask: `[B, R]`, the mask of the response tokens.
         gamma: The discount per token.
-        reduce: Adds up a tensor over the ranks that hold the other responses; see `whiten`.
 
     Returns:
         The advantages `[B, R]` and the returns `[B, R]`.
 
     Source: Hu 2025, arXiv:2501.03262, section 3.
     """
-    response_mask = _mask(mask)
-    _, returns = gae(rewards, torch.zeros(response_mask.shape, device=response_mask.device), response_mask, gamma, 1.0)
-    return whiten(returns, response_mask, reduce=reduce), returns
+    returns = discounted_returns(rewards, mask, gamma)
+    return whiten(returns, mask), returns
 
 
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:

@@ -263,7 +263,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
         (c.Call(role="troubled", method="fail", args=["value"]), "ValueError: not me"),
         (c.Call(role="troubled", method="nothing"), "no method 'nothing'"),
         (c.Call(role="nobody", method="nothing"), "there is no role 'nobody'"),
-        (c.Inference(role="troubled", method="score", ids=["x"], rows=[0]), "no input_ids"),
+        (c.Inference(role="troubled", method="score", ids=["x"], rows=[0]), "the samples 'x' are not in the data store"),
         (d.Get(ids=["nothing"], keys=["x"]), "the samples 'nothing' are not in the data store"),
         (d.Spec(role="troubled"), "role 'troubled' has no data set"),
         (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
@@ -575,7 +575,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_an_error() -> None:
     with (
         ProcessWorkerGroup(roles, pools={"main": 1, "taker": 1}) as group,
         within(20),
-        pytest.raises(WorkerError, match="load_weights returned before it had read all weights"),
+        pytest.raises(WorkerError, match="load_weights of 'taker' returned before it had read all weights"),
     ):
         group.sync_weights("giver", "taker")
 

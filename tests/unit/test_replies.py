@@ -107,7 +107,8 @@ class Silent:
 
 def read(pending: list[Pending], channels: list[Silent], limit_s: float | None = None) -> Outcome:
     patience = Patience(grace_s=0.2, silence_s=0.5, limit_s=limit_s)
-    return read_replies("main", "actor.update", dict(enumerate(pending)), channels, patience)  # type: ignore[arg-type]
+    found = read_replies("actor.update", {"main": dict(enumerate(pending))}, {"main": channels}, patience)  # type: ignore[dict-item]
+    return found[0]
 
 
 def test_all_replies_are_read_before_anything_is_raised() -> None:

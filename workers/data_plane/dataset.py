@@ -118,9 +118,15 @@ class ShardedDataset:
         begin = first + (self._dp_rank - first) % self._dp_size
         positions = list(range(begin, end, self._dp_size)) if self._loads else []
         samples = [self._sample_at(position) for position in positions]
-        batch = _batch([(f"sample {index}", self._dataset[index]) for _, index in samples]) if samples else None
+        batch = _batch([(f"sample {index}", self._read(index)) for _, index in samples]) if samples else None
         self.position = end
         return Fetched(samples=samples, positions=positions, batch=batch, end=end)
+
+    def _read(self, index: int) -> Mapping[str, Any]:
+        try:
+            return self._dataset[index]
+        except Exception as e:  # code of the data set
+            raise DataError(f"sample {index} cannot be loaded: {type(e).__name__}: {e}") from e
 
     def _sample_at(self, position: int) -> tuple[int, int]:
         epoch, index = divmod(position, len(self))

@@ -114,10 +114,17 @@ class Links:
             ManifestError: The peer sends something else.
             WorkerLostError: It sends nothing in time.
         """
-        header: Header = self._next(source, title)
-        if header.title != title:
-            raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
-        return header
+        while True:
+            header: Header = self._next(source, title)
+            if header.title == title:
+                return header
+            if _number(header.title) >= _number(title):
+                self._inbox[source].appendleft(header)
+                raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
+            # Of a transfer that was given up here.
+            left = header.size
+            while left:
+                left -= self._next(source, header.title).buffer.nbytes
 
     def receive_into(self, header: Header, pieces: Sequence[Any]) -> None:
         """Copy the bytes of a transfer into writable buffers, of the sizes of those that are sent.
@@ -178,3 +185,9 @@ class Links:
                 yield header.source, header
             else:
                 yield frames[0].bytes.decode(), frames[1]
+
+
+def _number(title: str) -> int:
+    """Return the number that a title begins with, which grows from request to request."""
+    digits = title.partition("/")[0]
+    return int(digits) if digits.isdigit() else 0

@@ -12,7 +12,7 @@ from ...engine.errors import DrivetrainError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from .links import Links
 from .plan import Load, Round, Step, pool_of, rank_of
-from .store import DataStore, pieces_of
+from .store import DataStore, empty_pieces
 
 
 class DataManager:
@@ -25,15 +25,13 @@ class DataManager:
     def __init__(self, store: DataStore) -> None:
         self.store = store
         self.links: Links | None = None
-        self.bytes_sent = self.bytes_received = 0
-        """The sizes of all loads that this process has sent and received."""
         self._groups: EngineGroups | None = None
 
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
         """Take part in a redistribution. Collective over the places of each step, which all have the same plan.
 
-        If samples are missing here, the others receive zeros instead, so that nobody waits for ever; the error is raised at the
-        end, and the caller has to tell the others.
+        If samples are missing where they should be sent from, nobody waits for ever and nothing is stored for them: the error is
+        raised at the end, at the source and at the targets.
 
         Args:
             name: This process's place.
@@ -61,22 +59,23 @@ class DataManager:
         far = [load for load in singles if pool_of(load.source) != pool_of(load.targets[0])]
         # All at once: in whatever order the other processes come, none waits for one that waits for it.
         works: list[Any] = []
-        arriving: list[tuple[Load, Tensor]] = []
+        arriving: list[tuple[Load, list[Tensor], Tensor]] = []
         for load in near:
             if load.source == name:
-                works += [dist.isend(piece, rank_of(load.targets[0])) for piece in self._pieces(load, errors)]
+                pieces, status = self._pieces(load, errors)
+                works += [dist.isend(piece, rank_of(load.targets[0])) for piece in (*pieces, status)]
             else:
-                data = torch.empty(load.layout()[1], dtype=torch.uint8)
-                works += [dist.irecv(piece, rank_of(load.source)) for piece in pieces_of(load, data)]
-                arriving.append((load, data))
+                pieces, status = empty_pieces(load), torch.empty(1, dtype=torch.uint8)
+                works += [dist.irecv(piece, rank_of(load.source)) for piece in (*pieces, status)]
+                arriving.append((load, pieces, status))
         for load in far:
             if load.source == name:
                 self._send(load, title, errors)
         for work in works:
             work.wait()
             progress.advance()
-        for load, data in arriving:
-            self._store(load, data)
+        for load, pieces, status in arriving:
+            self._store(load, pieces, status, errors)
         for load in far:
             if load.source != name:
                 self._receive(load, title, errors)
@@ -85,27 +84,25 @@ class DataManager:
         """Store loads without bytes, such as media of samples that have none: there is nothing to send."""
         for load in (load for step in steps for load in step.loads):
             if name in load.targets and not load.layout()[1]:
-                self.store.unpack(load, torch.empty(0, dtype=torch.uint8))
+                self.store.unpack(load, [])
 
     def _broadcast(self, name: str, load: Load, errors: list[Exception]) -> None:
         if self._groups is None:
             self._groups = EngineGroups(None)
         ranks = [rank_of(member) for member in (load.source, *load.targets)]
         group = self._groups.get(ranks, "gloo")
-        if name == load.source:
-            for piece in self._pieces(load, errors):
-                dist.broadcast(piece, src=rank_of(load.source), group=group)
-        else:
-            data = torch.empty(load.layout()[1], dtype=torch.uint8)
-            for piece in pieces_of(load, data):
-                dist.broadcast(piece, src=rank_of(load.source), group=group)
-            self._store(load, data)
+        is_source = name == load.source
+        pieces, status = self._pieces(load, errors) if is_source else (empty_pieces(load), torch.empty(1, dtype=torch.uint8))
+        for piece in (*pieces, status):
+            dist.broadcast(piece, src=rank_of(load.source), group=group)
         progress.advance()
+        if not is_source:
+            self._store(load, pieces, status, errors)
 
     def _send(self, load: Load, title: str, errors: list[Exception]) -> None:
         links = self._linked()
         failed = len(errors)
-        pieces = self._pieces(load, errors)
+        pieces, _ = self._pieces(load, errors)
         error = str(errors[failed]) if len(errors) > failed else ""
         links.send(load.targets[0], title, [] if error else [piece.numpy() for piece in pieces], error=error)
 
@@ -115,23 +112,25 @@ class DataManager:
         if header.error:
             errors.append(RemoteError(f"{load.source} failed: {header.error}"))
             return
-        data = torch.empty(load.layout()[1], dtype=torch.uint8)
-        links.receive_into(header, [piece.numpy() for piece in pieces_of(load, data)])
-        self._store(load, data)
+        pieces = empty_pieces(load)
+        links.receive_into(header, [piece.numpy() for piece in pieces])
+        self.store.unpack(load, pieces)
 
-    def _pieces(self, load: Load, errors: list[Exception]) -> list[Tensor]:
-        """Return the bytes to send; zeros if they are not here, so that nobody waits for them for ever."""
+    def _pieces(self, load: Load, errors: list[Exception]) -> tuple[list[Tensor], Tensor]:
+        """Return the bytes to send, and whether they are those of the load: without it, zeros, so that nobody waits for ever."""
         try:
-            pieces = self.store.pieces(load)
+            return self.store.pieces(load), torch.ones(1, dtype=torch.uint8)
         except DrivetrainError as e:
             errors.append(e)
-            pieces = pieces_of(load, torch.zeros(load.layout()[1], dtype=torch.uint8))
-        self.bytes_sent += sum(piece.numel() for piece in pieces)
-        return pieces
+            return [torch.zeros_like(piece) for piece in empty_pieces(load)], torch.zeros(1, dtype=torch.uint8)
 
-    def _store(self, load: Load, data: Tensor) -> None:
-        self.bytes_received += data.numel()
-        self.store.unpack(load, data)
+    def _store(self, load: Load, pieces: list[Tensor], status: Tensor, errors: list[Exception]) -> None:
+        if bool(status):
+            self.store.unpack(load, pieces)
+        else:
+            errors.append(
+                RemoteError(f"{load.source} failed: it does not have the samples that {', '.join(load.targets)} needs")
+            )
 
     def _linked(self) -> Links:
         if self.links is None:

@@ -15,11 +15,13 @@ class StoredColumn:
     Args:
         column: Its type, shared by the samples that arrived together; `rows` is left empty.
         rows: The number of its rows.
+        origin: The place that had it first, which has it in any case.
         holders: The places that hold it.
     """
 
     column: Column
     rows: int
+    origin: str
     holders: frozenset[str]
 
 
@@ -119,7 +121,7 @@ class SequenceBuffer:
                 raise BatchError(f"sample {sample!r} has {record.length} tokens, so columns of {length} do not fit it")
             for full, column in zip(columns, plain, strict=True):
                 rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
-                record.columns[column.key] = StoredColumn(column, rows, own)
+                record.columns[column.key] = StoredColumn(column, rows, min(own), own)
 
     def note_moved(self, loads: Iterable[Load]) -> None:
         """Note that the targets of loads hold these as well."""
@@ -155,10 +157,11 @@ class SequenceBuffer:
         if not self._samples:
             self._sets.clear()
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._samples.clear()
-        self._sets.clear()
+    def give_back(self, ids: Iterable[str], call: str) -> None:
+        """Let `ready` take samples for a call again, which has failed."""
+        for sample in ids:
+            if sample in self._samples:
+                self._samples[sample].used_by.discard(call)
 
     def ready(self, needs: Collection[str], call: str, count: int | None = None) -> list[str]:
         """Take the oldest samples that have all columns that a call needs, each once for each call.
@@ -171,7 +174,9 @@ class SequenceBuffer:
         Returns:
             The ids; none if fewer than `count` are ready.
         """
-        found = []
+        found: list[str] = []
+        if count == 0:
+            return found
         for sample, record in self._samples.items():
             have = {name_of_key(key) for key in record.columns}
             if call not in record.used_by and have.issuperset(needs):
@@ -219,16 +224,27 @@ class SequenceBuffer:
             column.key, column.dtype, column.per, column.tail, tuple(found.rows for found in stored if found is not None)
         )
 
-    def holders(self, sample: str, key: str) -> frozenset[str]:
-        """Return the places that hold a column of a sample.
+    def origin(self, sample: str, key: str) -> str:
+        """Return a place that holds a column of a sample, whatever is on its way to others.
 
         Raises:
             DataMissingError: None does.
         """
+        return self._column(sample, key).origin
+
+    def holders(self, sample: str, key: str) -> frozenset[str]:
+        """Return the places that hold a column of a sample, or will when what was sent has run.
+
+        Raises:
+            DataMissingError: None does.
+        """
+        return self._column(sample, key).holders
+
+    def _column(self, sample: str, key: str) -> StoredColumn:
         stored = self.record(sample).columns.get(key)
         if stored is None:
             raise DataMissingError.of([sample], [key])
-        return stored.holders
+        return stored
 
     def bytes_held(self) -> int:
         """Return the size of all columns, each counted once for every place that holds it."""

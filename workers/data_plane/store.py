@@ -7,7 +7,7 @@ a block whole, so that reading the same samples again costs nothing, and copies 
 import hashlib
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...engine.errors import BatchError, DataMissingError
 from .plan import Column, Load
-from .sequence_buffer import check_dtype, version_of_key
+from .sequence_buffer import check_dtype
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -25,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {
         *("bool", "complex64", "complex128"),
     )
 }
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 SEPARATE_BYTES = 2**20
 """From this size on, copying a load into one piece takes longer than sending several."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -38,11 +39,13 @@ class _Block:
         column: Its type.
         values: `[R, ...]`, the rows of all samples.
         alive: The number of rows that belong to samples which are still stored.
+        samples: These samples.
     """
 
     column: Column
     values: Tensor
-    alive: int
+    alive: int = 0
+    samples: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +103,16 @@ class DataStore:
                 self._lengths[sample] = length
                 self._samples.setdefault(sample, {})
             for column, values, counts in checked:
-                block, begin = _Block(column, values, 0), 0
+                block, begin = _Block(column, values), 0
+                nothing = _Block(column, torch.empty((0, *column.tail), dtype=values.dtype))
                 for sample, count in zip(ids, counts, strict=True):
                     self._forget(sample, column.key)
-                    self._samples[sample][column.key] = _Entry(block, begin, begin + count)
-                    block.alive += count
+                    # A sample without rows does not keep the memory of the others.
+                    own = block if count else nothing
+                    at = begin if count else 0
+                    self._samples[sample][column.key] = _Entry(own, at, at + count)
+                    own.samples.add(sample)
+                    own.alive += count
                     begin += count
 
     def get(self, ids: Sequence[str], key: str, *, copy: bool = False) -> tuple[Column, Tensor]:
@@ -148,11 +156,6 @@ class DataStore:
             self.check(ids)
             return [self._lengths[sample] for sample in ids]
 
-    def keys(self, sample: str) -> dict[str, int]:
-        """Return the keys of a sample, with their versions."""
-        with self._lock:
-            return {key: version_of_key(key) for key in self._samples.get(sample, {})}
-
     def check(self, ids: Sequence[str], keys: Sequence[str] = ()) -> None:
         """Check that samples are here.
 
@@ -180,7 +183,7 @@ class DataStore:
         return found.hexdigest()
 
     def pieces(self, load: Load) -> list[Tensor]:
-        """Return the bytes of a load in the pieces in which they travel: see `pieces_of`. They must not be changed.
+        """Return the bytes of a load in the pieces in which they travel: see `empty_pieces`. They must not be changed.
 
         Raises:
             DataMissingError: A sample lacks a column.
@@ -200,13 +203,18 @@ class DataStore:
             packed[begin:end] = part
         return [packed] if size else []
 
-    def unpack(self, load: Load, data: Tensor) -> None:
-        """Store the bytes of a load, which must not change from here on."""
-        places, _ = load.layout()
+    def unpack(self, load: Load, pieces: Sequence[Tensor]) -> None:
+        """Store the pieces of a load, which must not change from here on."""
+        places, size = load.layout()
+        if size >= SEPARATE_BYTES:
+            left = iter(pieces)
+            parts = [next(left) if end > begin else _NOTHING for begin, end in places]
+        else:
+            parts = [pieces[0][begin:end] if size else _NOTHING for begin, end in places]
         columns = []
-        for column, (begin, end) in zip(load.columns, places, strict=True):
+        for column, part in zip(load.columns, parts, strict=True):
             rows = sum(column.counts(load.lengths))
-            columns.append((column, data[begin:end].view(DTYPES[column.dtype]).view(rows, *column.tail)))
+            columns.append((column, part.view(DTYPES[column.dtype]).view(rows, *column.tail)))
         self.put(load.ids, load.lengths, columns)
 
     # ---- dropping ----------------------------------------------------------------------------------------------------
@@ -261,31 +269,29 @@ class DataStore:
             return
         block = entry.block
         block.alive -= entry.end - entry.begin
+        block.samples.discard(sample)
         if 0 < block.alive < len(block.values) // 2:
             self._compact(block)
 
     def _compact(self, block: _Block) -> None:
         """Copy what is left of a block, so that the memory of the rest is freed."""
         key = block.column.key
-        left = [(s, e) for s, columns in self._samples.items() if (e := columns.get(key)) is not None and e.block is block]
-        values = _joined([entry for _, entry in left]).clone()
-        smaller = _Block(block.column, values, block.alive)
+        left = sorted(((s, self._samples[s][key]) for s in block.samples), key=lambda pair: pair[1].begin)
+        values = torch.cat([block.values[entry.begin : entry.end] for _, entry in left])
+        smaller = _Block(block.column, values, block.alive, set(block.samples))
         ends = list(accumulate(entry.end - entry.begin for _, entry in left))
         for (sample, entry), end in zip(left, ends, strict=True):
             self._samples[sample][key] = _Entry(smaller, end - (entry.end - entry.begin), end)
 
 
-def pieces_of(load: Load, data: Tensor) -> list[Tensor]:
-    """Return the views of the bytes of a load that travel separately: columns, which need no copy then, if the load is large.
+def empty_pieces(load: Load) -> list[Tensor]:
+    """Return memory for the bytes of a load, in the pieces in which they travel.
 
-    Args:
-        load: The load.
-        data: `[S]` uint8, the bytes of the load.
+    The columns of a large load travel, and are dropped, separately; a small one is a single piece.
     """
     places, size = load.layout()
-    if size < SEPARATE_BYTES:
-        return [data] if size else []
-    return [data[begin:end] for begin, end in places if end > begin]
+    sizes = [end - begin for begin, end in places if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
+    return [torch.empty(n, dtype=torch.uint8) for n in sizes]
 
 
 def _joined(entries: Sequence[_Entry]) -> Tensor:

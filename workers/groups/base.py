@@ -9,10 +9,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any, Self
 
-from ...engine.errors import ConfigError, WorkerError
+from ...engine.errors import ConfigError, DrivetrainError, WorkerError
 from ..data_plane.plan import place
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..dispatch import MiniBatches
@@ -72,6 +73,7 @@ class WorkerGroup(GroupData, ABC):
         self._in_flight: list[Manifest] = []
         self._interrupted: list[Submission] = []
         self._versions = count(1)
+        self._positions, self._fetching = {}, threading.Lock()
         # Held by a call from its submission to its result, so that threads may share a group.
         self._lock = threading.RLock()
         self._planner = CallPlanner(self)
@@ -130,13 +132,18 @@ class WorkerGroup(GroupData, ABC):
             DataMissingError: Samples are not in the stores; the message names them.
         """
         with self._lock:
-            if self._submitted:
-                raise ConfigError(
-                    f"{role}.{method} cannot be called: {self._submitted[0].request.title} has been submitted; flush() first"
-                )
+            self._check_nothing_submitted(f"{role}.{method}")
             submission = self.submit(role, method, *args, mini_batches=mini_batches, **options)
-            self.flush()
+            self._flush_only(submission)
             return self._wait(submission)
+
+    def _flush_only(self, submission: Submission) -> None:
+        try:
+            self.flush()
+        except BaseException:
+            if submission in self._submitted:
+                self.withdraw(submission)
+            raise
 
     def _wait(self, submission: Submission) -> Any:
         try:
@@ -189,11 +196,20 @@ class WorkerGroup(GroupData, ABC):
 
     def submit_hooks(self, *hooks: h.Hook) -> Submission:
         """Submit hooks without a call, which run with the next `flush`."""
+        if not hooks:
+            raise ConfigError("submit_hooks needs at least one hook")
+        return self._submit_hooks(hooks, "")
+
+    def _submit_hooks(self, hooks: Sequence[h.Hook], title: str) -> Submission:
         with self._lock:
             planned = [plan_hook(self, hook) for hook in hooks]
-            title = ", ".join(hook.name for hook in planned)
             request = PlannedRequest(
-                id=self.next_id(), title=title, mesh=(), make=lambda name: Empty(), common="", before=planned
+                id=self.next_id(),
+                title=title or ", ".join(hook.name for hook in planned),
+                mesh=(),
+                make=lambda name: Empty(),
+                common="",
+                before=planned,
             )
             submission = Submission(request=request)
             self._submitted.append(submission)
@@ -203,28 +219,65 @@ class WorkerGroup(GroupData, ABC):
         """Send all submitted calls, which run together: see `docs/model-worker.md`. Does not wait for them.
 
         Returns:
-            The submissions, whose `result` waits.
+            The submissions, whose `result` waits. One whose samples were dropped meanwhile has failed.
 
         Raises:
-            ConfigError: A flush that has not been answered needs the same processes.
+            ConfigError: A flush that has not been answered needs the same processes. The calls stay submitted.
         """
         with self._lock:
-            submissions, self._submitted = self._submitted, []
+            submissions = self._submitted
             if not submissions:
                 return []
             while self._interrupted:
                 with suppress(WorkerError):
                     self._interrupted[0].result()
                 self._interrupted.pop(0)
-            manifest = Manifest.of([submission.request for submission in submissions])
-            try:
-                manifest.check(self._in_flight)
-                self._run(manifest, submissions)
-            except BaseException:
-                for submission in submissions:
-                    submission.request.undo()
-                raise
+            self._collect_done()
+            Manifest.of([submission.request for submission in submissions]).check(self._in_flight)
+            self._submitted = []
+            sent = [submission for submission in submissions if self._add_transfers(submission)]
+            if sent:
+                manifest = Manifest.of([submission.request for submission in sent])
+                try:
+                    manifest.check(self._in_flight)
+                    self._run(manifest, sent)
+                except BaseException as e:
+                    for submission in sent:
+                        submission.fail(e)
+                    raise
             return submissions
+
+    def _add_transfers(self, submission: Submission) -> bool:
+        """Plan what has to be moved for a call; return whether that is possible."""
+        request = submission.request
+        try:
+            moves = list(request.transfers())
+        except DrivetrainError as e:
+            submission.fail(e)
+            return False
+        submission.request = replace(request, before=[*moves, *request.before])
+        return True
+
+    def withdraw(self, submission: Submission) -> None:
+        """Take back a submission that has not been flushed.
+
+        Raises:
+            ConfigError: It has been flushed.
+        """
+        with self._lock:
+            if submission not in self._submitted:
+                raise ConfigError(f"{submission.request.title} is not waiting for a flush, so it cannot be withdrawn")
+            self._submitted.remove(submission)
+            submission.fail(ConfigError(f"{submission.request.title} was withdrawn"))
+
+    def _check_nothing_submitted(self, what: str) -> None:
+        if self._submitted:
+            raise ConfigError(
+                f"{what} cannot be called: {self._submitted[0].request.title} has been submitted; flush() first, or withdraw() it"
+            )
+
+    def _collect_done(self) -> None:
+        """Read the replies to flushes that have been answered, and that nobody has asked for."""
 
     def sync_weights(self, source: str, target: str, *, eta: float = 1.0) -> None:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
@@ -240,14 +293,17 @@ class WorkerGroup(GroupData, ABC):
         """
         with self._lock:
             self.check_sync(source, target)
-            submission = self.submit_hooks(h.SyncParams(source=source, target=target, eta=eta))
-            self.flush()
+            self._check_nothing_submitted("sync_weights")
+            hook = h.SyncParams(source=source, target=target, eta=eta)
+            submission = self._submit_hooks([hook], f"weights of {source} to {target}")
+            self._flush_only(submission)
             self._wait(submission)
 
     def _forget_data(self) -> None:
         """Forget all samples, which are lost, and what refers to them."""
         self.buffer = SequenceBuffer()
         self._submitted, self._in_flight, self._interrupted = [], [], []
+        self._positions = {}
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
 

@@ -92,9 +92,14 @@ class CallPlanner:
             raise ConfigError(f"mini_batches={mini_batches!r}; give MiniBatches(size=...)")
         if mini_batches is not None and dispatch.split != "minibatches":
             raise ConfigError(f"mini_batches applies to updates only; {call.title} is not an update")
+        for name, hooks in (("before", call.before), ("after", call.after)):
+            if not isinstance(hooks, list | tuple):
+                raise ConfigError(f"{name}={hooks!r:.80}; give a list of hooks")
         evaluates = [hook for hook in (*call.before, *call.after) if isinstance(hook, h.Evaluate)]
         if evaluates and (dispatch.split != "minibatches" or any(hook in evaluates for hook in call.before)):
-            raise ConfigError(f"the hook evaluate comes after an update: not before one, and not with {call.title}")
+            raise ConfigError(
+                f"the hook evaluate comes after an update alone: give it in after= of one, not with {call.title}"
+            )
         infos = group.rank_infos(call.role)
         if dispatch.split == "all":
             return self._plan_same(call)
@@ -163,40 +168,51 @@ class CallPlanner:
         )
         make = samples.requests()
         moved: list[Load] = []
-        before: list[PlannedHook] = []
+        held_out: list[tuple[DataRef, Shares, str]] = []
         after: list[PlannedHook] = []
+        for i, hook in enumerate(call.after):
+            if isinstance(hook, h.Evaluate):
+                data, own = hook.data, self._evaluated(call, hook, infos)
+                held_out.append((data, own, f"evaluate {i}"))
+                after.append(evaluation(data, self._passengers(call.role, hook.method, data), own, hook.method))
+            else:
+                after.append(plan_hook(group, hook))
 
-        def move(data: DataRef, own: Shares, what: str) -> None:
-            hook, loads = transfer(own.needs(data), group.buffer, f"{number}/{what}")
-            moved.extend(loads)
-            before.extend([hook] if hook is not None else [])
+        def transfers() -> list[PlannedHook]:
+            # When the flush is sent: what was dropped since the submission is missing, and what others have moved is there.
+            hooks = []
+            for data, own, what in ((ref, shares, "batch"), *held_out):
+                group.check_ref(data)
+                planned, loads = transfer(own.needs(data), group.buffer, f"{number}/{what}")
+                moved.extend(loads)
+                hooks += [planned] if planned is not None else []
+            return hooks
 
-        try:
-            move(ref, shares, "batch")
-            before += [plan_hook(group, hook) for hook in call.before]
-            for i, hook in enumerate(call.after):
-                if not isinstance(hook, h.Evaluate):
-                    after.append(plan_hook(group, hook))
-                    continue
-                group.check_ref(hook.data)
-                held_out = self._shares(call.role, hook.data, spec.dispatch(hook.method), infos, None)
-                move(hook.data, held_out, f"evaluate {i}")
-                passengers = self._passengers(call.role, hook.method, hook.data)
-                after.append(evaluation(hook.data, passengers, held_out, hook.method))
-        except BaseException:
-            group.buffer.note_lost(moved)
-            raise
         return PlannedRequest(
             id=number,
             title=call.title,
             mesh=tuple(shares.places),
             make=make,
             common=samples.common,
-            before=before,
+            before=[plan_hook(group, hook) for hook in call.before],
             after=after,
+            has_samples=True,
+            transfers=transfers,
             finish=samples.finish,
             undo=lambda: group.buffer.note_lost(moved),
         )
+
+    def _evaluated(self, call: CallSpec, hook: h.Evaluate, infos: Sequence[RankInfo]) -> Shares:
+        """Return who evaluates which samples."""
+        if not isinstance(hook.data, DataRef):
+            raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
+        self._group.check_ref(hook.data)
+        dispatch = self._group.roles[call.role].dispatch(hook.method)
+        if dispatch.returns != "numbers":
+            raise ConfigError(
+                f"Evaluate(method={hook.method!r}): {call.role}.{hook.method} does not return numbers; use evaluate"
+            )
+        return self._shares(call.role, hook.data, dispatch, infos, None)
 
     def _plan_tensors(self, call: CallSpec, infos: Sequence[RankInfo]) -> PlannedRequest:
         """Put the batch for the call; its result is got, and both are dropped."""

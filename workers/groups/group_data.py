@@ -1,10 +1,11 @@
 """A group's data plane, as a controller sees it: put, fetch, get and drop samples that the workers hold."""
 
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -28,11 +29,26 @@ from ..rollout.engine import check_prompts
 from .sample_calls import Shares
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatasetSize:
+    """The size of a data set.
+
+    Args:
+        samples: The number of samples of an epoch, over all shares.
+        position: The position after the last fetch, counted over epochs.
+    """
+
+    samples: int
+    position: int
+
+
 class GroupData(ABC):
     """The part of `WorkerGroup` that concerns the workers' data stores."""
 
     roles: dict[str, RoleSpec]
     buffer: SequenceBuffer
+    _positions: dict[str, int]
+    _fetching: "threading.Lock"
 
     def put(self, batch: Any, role: str | None = None) -> DataRef:
         """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
@@ -88,7 +104,8 @@ class GroupData(ABC):
 
         Args:
             ref: The samples.
-            tokens: Name -> `[T, ...]`, the values of their tokens.
+            tokens: Name -> `[T, ...]`, the values of the tokens of all samples, one sample after the other in the order of the
+                reference. What belongs to a response token stands where that token is predicted, one position before it.
             rows: Name -> `[N, ...]`, the values of the samples.
 
         Returns:
@@ -99,17 +116,22 @@ class GroupData(ABC):
         """
         self.check_ref(ref)
         number, bounds = self.next_version(), [0, *accumulate(ref.lengths)]
-        given = [("token", name, values) for name, values in (tokens or {}).items()]
-        given += [("sequence", name, values) for name, values in (rows or {}).items()]
+        given = [("token", name, torch.as_tensor(values)) for name, values in (tokens or {}).items()]
+        given += [("sequence", name, torch.as_tensor(values)) for name, values in (rows or {}).items()]
+        if both := sorted((tokens or {}).keys() & (rows or {}).keys()):
+            raise BatchError(f"put_columns: {both[0]!r} is given for tokens and for rows; use two names")
         if not given:
             raise BatchError("put_columns: there are no columns; give tokens={name: values} or rows={name: values}")
         for per, name, values in given:
             wanted = ref.num_tokens if per == "token" else len(ref)
+            if "@" in name:
+                raise BatchError(f"put_columns: {name!r} has an @, which begins the version of a column; use another name")
             if values.dim() == 0 or len(values) != wanted:
                 raise BatchError(f"{name} is {list(values.shape)}; it must have {wanted} rows, one per {per}")
         by_place: dict[str, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
-            by_place[min(self.buffer.holders(sample, next(iter(ref.keys.values()))))].append(row)
+            columns_here = self.buffer.record(sample).columns
+            by_place[next(iter(columns_here.values())).origin].append(row)
         requests: dict[str, list[Request]] = {}
         columns: dict[str, list[Column]] = {}
         for place_, own in by_place.items():
@@ -149,11 +171,15 @@ class GroupData(ABC):
         name = self._role_with_data(role)
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"fetch: samples={samples!r}; give a number of at least 1")
-        request = d.Fetch(role=name, count=samples, start=start)
-        replies: dict[str, Any] = {
-            place_: found[0]
-            for place_, found in self._ask(f"fetch of {name}", {p: [request] for p in self.places(name)}).items()
-        }
+        if start is not None and (isinstance(start, bool) or not isinstance(start, int) or start < 0):
+            raise ConfigError(f"fetch: start={start!r}; give a position of at least 0")
+        with self._fetching:
+            # Said to all shares, so that they stay together whatever happens to one of them.
+            first = self._positions.get(name, 0) if start is None else start
+            request = d.Fetch(role=name, count=samples, start=first)
+            answers = self._ask(f"fetch of {name}", {place_: [request] for place_ in self.places(name)})
+            self._positions[name] = first + samples
+        replies: dict[str, Any] = {place_: some[0] for place_, some in answers.items()}
         found: list[tuple[int, str, int, int | None]] = []
         keys: dict[str, str] = {}
         for reply in replies.values():
@@ -178,13 +204,12 @@ class GroupData(ABC):
             group_ids=None if groups is None else tuple(groups),
         )
 
-    def spec(self, role: str | None = None) -> d.SpecOk:
-        """Return the size of a role's data set, by which a controller knows the steps of a run."""
+    def spec(self, role: str | None = None) -> DatasetSize:
+        """Return the size of a role's data set, by which a controller knows the steps of an epoch."""
         name = self._role_with_data(role)
         first = self.places(name)[0]
         reply: Any = self._ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
-        size: d.SpecOk = reply
-        return size
+        return DatasetSize(samples=reply.samples, position=self._positions.get(name, 0))
 
     def model_config(self, role: str) -> dict[str, Any]:
         """Return the config.json of a role's model."""
@@ -196,10 +221,18 @@ class GroupData(ABC):
     def get(self, ref: DataRef, fields: Sequence[str]) -> dict[str, Tensor]:
         """Return fields of samples: `[T, ...]` of their tokens or `[N, ...]`, in the order of the reference.
 
+        What belongs to a response token stands where that token is predicted, one position before it.
+
+        Args:
+            ref: The samples.
+            fields: The names of the fields.
+
         Raises:
             BatchError: There is no such field.
             DataMissingError: Samples were dropped; the message names them.
         """
+        if isinstance(fields, str):
+            raise ConfigError(f"get: fields={fields!r}; give a list of names")
         store = self._gathered(ref, {name: ref.key_of(name) for name in fields})
         return {name: store.get(ref.ids, ref.key_of(name))[1] for name in fields}
 
@@ -216,7 +249,7 @@ class GroupData(ABC):
         by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
             for sample in ref.ids:
-                by_place[min(self.buffer.holders(sample, key)), key].append(sample)
+                by_place[self.buffer.origin(sample, key), key].append(sample)
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
         for (name, key), ids in by_place.items():
             together[name, tuple(ids)].append(key)
@@ -269,6 +302,8 @@ class GroupData(ABC):
         self.buffer.check(ref.ids, list(ref.keys.values()))
 
     def _check_owner(self, ref: DataRef) -> None:
+        if not isinstance(ref, DataRef):
+            raise ConfigError(f"{type(ref).__name__} is not a reference; put the batch first, and give the DataRef")
         if ref.buffer is not self.buffer:
             raise ConfigError("the reference belongs to another group, or to this one before it was rebuilt")
 

@@ -4,18 +4,22 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
-from ...engine.errors import ConfigError, WorkerLostError
+from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLostError
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
 from ..data_plane.plan import place, rank_of
 from ..model_worker.compute_messages import ComputeRequest, Initialize
+from ..model_worker.data_messages import Put
 from ..model_worker.messages import Reply, Request
 from ..model_worker.role_host import RankInfo, RoleSpec, info_of
 from ..model_worker.worker import ModelWorker, WorkerSettings
 from .base import WorkerGroup
 from .planned import Manifest, Submission
+
+_groups = count(1)
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -44,7 +48,7 @@ class LocalWorkerGroup(WorkerGroup):
         # The processes of a program may come to a call minutes apart.
         wait_s = DEFAULT_TIMEOUT.total_seconds()
         self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=wait_s))
-        self._worker.pool = pools[0]
+        self._worker.pool, self._worker.name = pools[0], f"group {next(_groups)}"
         self._infos: dict[str, list[RankInfo]] = {}
         self._ids = count(1)
         self._closed = False
@@ -136,7 +140,7 @@ class LocalWorkerGroup(WorkerGroup):
         role, method = getattr(request, "role", None), getattr(request, "method", "")
         # Ranks without the role have no error, and wait in the exchange.
         collective = role in self.roles and self.roles[role].ranks is None and self._worker.host.collective(role, method)
-        if collective or not isinstance(outcome, Exception):
+        if not isinstance(outcome, Exception) or (collective and not isinstance(outcome, HookError | DataMissingError)):
             raise outcome
 
     def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
@@ -145,7 +149,7 @@ class LocalWorkerGroup(WorkerGroup):
         error: Exception | None = None
         own: list[Any] = []
         try:
-            own = [self._worker.execute(request) for request in requests.get(self._worker.place, ())]
+            own = [self._worker.execute(_with_own_memory(request)) for request in requests.get(self._worker.place, ())]
         except Exception as e:  # raised on all ranks by the exchange
             error = e
         replies = all_gather_object(own, error=error)
@@ -159,6 +163,13 @@ class LocalWorkerGroup(WorkerGroup):
     def _check_open(self) -> None:
         if self._closed:
             raise WorkerLostError("this group was closed; make a new one")
+
+
+def _with_own_memory(request: Request) -> Request:
+    """Return a request whose tensors are not the caller's, who may change them."""
+    if not isinstance(request, Put):
+        return request
+    return msgspec.structs.replace(request, tensors=[values.clone() for values in request.tensors or ()])
 
 
 def _nothing() -> None:

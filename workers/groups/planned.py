@@ -14,6 +14,8 @@ from ..model_worker.compute_messages import ComputeReply, ComputeRequest, Empty,
 from ..model_worker.hooks import Hook, HookName
 from ..model_worker.manifest import digest_of, order_of
 
+MAX_REQUESTS = 1000
+"""The number of requests in a flush, below the length of a worker's queue."""
 Replies = Mapping[str, ComputeReply]
 """The replies of the processes that ran a call, by place."""
 
@@ -47,6 +49,8 @@ class PlannedRequest:
         common: What is the same for all of them, as text.
         before: The hooks before the call.
         after: The hooks after it.
+        has_samples: Whether the call works on samples.
+        transfers: Plans what has to be moved for the call, when the flush is sent.
         finish: Makes the result of the replies.
         undo: Is called if the request fails.
     """
@@ -58,6 +62,8 @@ class PlannedRequest:
     common: str
     before: Sequence[PlannedHook] = ()
     after: Sequence[PlannedHook] = ()
+    has_samples: bool = False
+    transfers: Callable[[], Sequence[PlannedHook]] = tuple
     finish: Callable[[Replies], Any] = lambda replies: None
     undo: Callable[[], None] = lambda: None
 
@@ -83,6 +89,7 @@ class PlannedRequest:
             post_hooks=[hook.make(name) for hook in self.after if name in hook.places],
             mesh_size=len(self.mesh),
             digest=self.digest,
+            settle_after=bool(self.after),
         )
 
 
@@ -127,6 +134,10 @@ class Manifest:
         Raises:
             ConfigError: Some process would wait for one that does not come; the message names the requests.
         """
+        if len(self.requests) > MAX_REQUESTS:
+            raise ConfigError(
+                f"{len(self.requests)} calls were submitted, and a flush has at most {MAX_REQUESTS}; flush() more often"
+            )
         for request, members in zip(self.requests, self.members, strict=True):
             for what, places in (
                 (request.title, request.mesh),
@@ -162,17 +173,19 @@ class Manifest:
             ids=[request.id for request in self.requests],
             digest=digest_of((request.id, request.digest) for request in self.requests),
             ranks=[] if len(ranks) == len(pool_places) else ranks,
-            has_hooks=any(request.before for request in self.requests),
+            settle=any(request.before or request.has_samples for request in self.requests),
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Submission:
     """A request that has been submitted, and its result.
 
     Args:
         request: The request.
-        collect: Waits for the flush, and sets the outcomes of its requests.
+        collect: Waits for the flush, and sets the outcomes of its requests; None before it is sent.
+        replies: The replies by place, when they are here.
+        error: Why there are none.
     """
 
     request: PlannedRequest
@@ -189,9 +202,10 @@ class Submission:
             ConfigError: The request has not been flushed.
             WorkerError: It failed.
         """
-        if self.collect is None:
+        if self.collect is None and self.error is None:
             raise ConfigError(f"{self.request.title} has been submitted, but not flushed; call flush() first")
-        self.collect()
+        if self.collect is not None:
+            self.collect()
         if self.error is not None:
             raise self.error
         if not self._finished:
@@ -200,6 +214,26 @@ class Submission:
         return self._result
 
     def hook_results(self) -> list[Any]:
-        """Return what the hooks have returned on the first process of the call, in order: see `ComputeReply`."""
+        """Return what the hooks have returned, in the order in which they were given, those before the call first.
+
+        The numbers of `Evaluate`, the folder of `Save`, otherwise None.
+        """
         self.result()
-        return list(self.replies[self.request.mesh[0]].hook_results) if self.request.mesh else []
+        hooks = [*self.request.before, *self.request.after]
+        found = []
+        for i, hook in enumerate(hooks):
+            if hook.name != "data_transfer":
+                # A process's results are those of the hooks that it takes part in.
+                first = hook.places[0]
+                own = self.replies[first].hook_results
+                found.append(own[sum(first in other.places for other in hooks[:i])] if own else None)
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Note that there will be no replies, and why."""
+        self.error = error
+        self.request.undo()
+
+    def __repr__(self) -> str:
+        state = "submitted" if self.collect is None else "flushed"
+        return f"Submission({self.request.id}: {self.request.title}, {state})"

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -92,6 +92,8 @@ class RemoteWorkerGroup(WorkerGroup):
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
         self._started = False
+        self._generation = 0
+        self._flights: list[tuple[Manifest, Callable[[], bool], Callable[[], None]]] = []
         self._unread = 0
         """The number of exchanges whose replies have not all been read."""
         self._count_lock = threading.Lock()
@@ -213,6 +215,8 @@ class RemoteWorkerGroup(WorkerGroup):
         with self._lock:
             self.close()
             self._broken = None
+            self._generation += 1
+            self._flights = []
             self._forget_data()
             self._start()
             try:
@@ -264,6 +268,7 @@ class RemoteWorkerGroup(WorkerGroup):
         pending = self._post(
             {name: [*manifest.frames(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.places)}
         )
+        channels, generation = dict(self._channels), self._generation
         self._in_flight.append(manifest)
         lock = threading.Lock()
         collected = False
@@ -271,20 +276,38 @@ class RemoteWorkerGroup(WorkerGroup):
         def collect() -> None:
             nonlocal collected
             with lock:
-                if not collected:
-                    self._collect_flush(manifest, submissions, pending)
-                    collected = True
+                if collected:
+                    return
+                if generation != self._generation or self._broken is not None:
+                    for submission in submissions:
+                        reason = self._broken or "it was rebuilt"
+                        submission.fail(WorkerLostError(f"{submission.request.title} was not answered: {reason}"))
+                else:
+                    self._collect_flush(manifest, submissions, pending, channels)
+                collected = True
 
         for submission in submissions:
             submission.collect = collect
+        futures = [reply.future for some in pending.values() for reply in some]
+        self._flights.append((manifest, lambda: all(future.done() for future in futures), collect))
+
+    def _collect_done(self) -> None:
+        for _, done, collect in list(self._flights):
+            if done():
+                collect()
+        self._flights = [flight for flight in self._flights if flight[0] in self._in_flight]
 
     def _collect_flush(
-        self, manifest: Manifest, submissions: Sequence[Submission], pending: Mapping[str, Sequence[PendingReply]]
+        self,
+        manifest: Manifest,
+        submissions: Sequence[Submission],
+        pending: Mapping[str, Sequence[PendingReply]],
+        channels: Mapping[str, Sequence[Channel]],
     ) -> None:
         """Read the replies to a flush and to its requests, in the order in which these run."""
         error: WorkerError | None = None
         try:
-            self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()})
+            self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()}, channels)
         except WorkerError as e:
             error = e
         flush_error = error
@@ -293,15 +316,15 @@ class RemoteWorkerGroup(WorkerGroup):
         for request in manifest.in_order():
             submission, i = by_request[id(request)], places[id(request)]
             if self._broken is None:
+                own = {name: replies[i] for name, replies in pending.items()}
                 try:
-                    submission.replies = self._collect(request.title, {name: replies[i] for name, replies in pending.items()})
+                    submission.replies = self._collect(request.title, own, channels)
                     continue
                 except WorkerError as e:
-                    # What failed a flush is told of it; what failed one call does not fail the others.
-                    error = flush_error or e
-            submission.error = error or WorkerLostError(f"this group cannot be used: {self._broken}")
-            request.undo()
-        self._in_flight = [other for other in self._in_flight if other is not manifest]
+                    # That the requests of the flush differ is a consequence, where one of them says why.
+                    error = flush_error if flush_error is not None and str(e).startswith("ManifestError") else e
+            submission.fail(error or WorkerLostError(f"{request.title} was not answered: {self._broken}"))
+        self._in_flight.remove(manifest)
         self._note_read()
 
     def _exchange(
@@ -313,13 +336,13 @@ class RemoteWorkerGroup(WorkerGroup):
             WorkerError: A process failed. The group remains usable if all processes replied.
             WorkerLostError: A process died, or hung after another one failed.
         """
-        pending = self._post(requests)
+        pending, channels = self._post(requests), dict(self._channels)
         found: dict[str, list[Any]] = {name: [] for name in requests}
         error: WorkerError | None = None
         for i in range(max((len(some) for some in requests.values()), default=0)):
             own = {name: replies[i] for name, replies in pending.items() if i < len(replies)}
             try:
-                for name, reply in self._collect(what, own, limit_s).items():
+                for name, reply in self._collect(what, own, channels, limit_s).items():
                     found[name].append(reply)
             except WorkerError as e:
                 error = error or e
@@ -356,21 +379,26 @@ class RemoteWorkerGroup(WorkerGroup):
         self._check_whole()
         return self._channels[pool_of(name)][rank_of(name)]
 
-    def _collect(self, what: str, pending: Mapping[str, PendingReply], limit_s: float | None = None) -> dict[str, Any]:
+    def _collect(
+        self,
+        what: str,
+        pending: Mapping[str, PendingReply],
+        channels: Mapping[str, Sequence[Channel]],
+        limit_s: float | None = None,
+    ) -> dict[str, Any]:
         """Read one reply of each process."""
-        patience = replace(self._limits.patience, limit_s=limit_s)
-        outcomes: list[Outcome] = []
-        for pool in dict.fromkeys(pool_of(name) for name in pending):
-            own = {rank_of(name): reply for name, reply in pending.items() if pool_of(name) == pool}
-            outcomes.append(read_replies(pool, what, own, self._channels.get(pool, ()), patience))
+        by_pool: dict[str, dict[int, PendingReply]] = {}
+        for name, reply in pending.items():
+            by_pool.setdefault(pool_of(name), {})[rank_of(name)] = reply
+        outcomes = read_replies(what, by_pool, channels, replace(self._limits.patience, limit_s=limit_s))
         failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
         if failed:
             self._fail(failed)
         return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
 
     def _fail(self, outcomes: Sequence[Outcome]) -> None:
-        # Where processes died, the errors of others follow from that.
-        worst = next((outcome for outcome in outcomes if not outcome.whole), outcomes[0])
-        if not worst.whole:
+        # Where processes died, the errors of others follow from that; and what one pool only reports, from another one's.
+        worst = min(outcomes, key=lambda outcome: (outcome.whole, not (outcome.lost or outcome.own_errors)))
+        if not all(outcome.whole for outcome in outcomes):
             self._end(worst.reason())
         worst.fail("rebuild() restarts the group" if self._started else "")

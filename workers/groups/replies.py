@@ -94,6 +94,16 @@ class Outcome:
         return {rank: reply for rank, reply in sorted(self.replies.items()) if isinstance(reply, Error)}
 
     @property
+    def own_errors(self) -> dict[int, Error]:
+        """The errors that are not reports of another rank's, by rank."""
+        return {
+            rank: error
+            for rank, error in self.errors.items()
+            # That the requests differ is told by all ranks, and by some of them why.
+            if not error.echo and error.kind not in ("manifest_mismatch", "watchdog")
+        }
+
+    @property
     def whole(self) -> bool:
         """Whether all processes can be used further."""
         ended = any(error.kind == "watchdog" for error in self.errors.values())
@@ -110,7 +120,7 @@ class Outcome:
             WorkerLostError: A process died, hung, or gave no sign of life.
         """
         watched = {rank: error for rank, error in self.errors.items() if error.kind == "watchdog"}
-        own = {rank: error for rank, error in self.errors.items() if not error.echo and rank not in watched}
+        own = self.own_errors
         where = f"pool {self.pool!r} in {self.what}"
         messages = [f"rank {rank} of pool {self.pool!r} died during {self.what}: {text}" for rank, text in self.lost.items()]
         cause: Exception | None = None
@@ -150,55 +160,69 @@ class Outcome:
 
 
 def read_replies(
-    pool: str, what: str, pending: Mapping[int, PendingReply], channels: Sequence[Channel], patience: Patience
-) -> Outcome:
+    what: str,
+    pending: Mapping[str, Mapping[int, PendingReply]],
+    channels: Mapping[str, Sequence[Channel]],
+    patience: Patience,
+) -> list[Outcome]:
     """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
 
     Args:
-        pool: The name of the pool.
         what: What was asked, for messages.
-        pending: The replies, by rank.
-        channels: The connections, in rank order.
+        pending: The replies, by pool and rank.
+        channels: The connections of each pool, in rank order.
         patience: How long to wait.
+
+    Returns:
+        What has come of it in each pool.
     """
-    ranks: dict[Future[Any], int] = {reply.future: rank for rank, reply in pending.items()}
-    waiting = set(ranks)
-    replies: dict[int, Reply] = {}
-    lost: dict[int, str] = {}
+    asked = {(pool, rank): reply for pool, some in pending.items() for rank, reply in some.items()}
+    names: dict[Future[Any], tuple[str, int]] = {reply.future: name for name, reply in asked.items()}
+    waiting = set(names)
+    replies: dict[tuple[str, int], Reply] = {}
+    lost: dict[tuple[str, int], str] = {}
     started = time.monotonic()
     failed_at = silent_since = float("inf")
-    silent: list[int] = []
+    silent: list[tuple[str, int]] = []
     while waiting:
         now = time.monotonic()
         # Recomputed every time: a process that was stopped for a while may go on.
-        silent = sorted(ranks[f] for f in waiting if channels[ranks[f]].silence_s() > patience.silence_s)
+        silent = sorted(names[f] for f in waiting if _silence_s(channels, names[f]) > patience.silence_s)
         silent_since = min(silent_since, now) if silent else float("inf")
         limit = float("inf") if patience.limit_s is None else started + patience.limit_s
-        # After a failure the others may be waiting in a collective for the one that failed.
+        # After a failure the others, of other pools too, may be waiting for the one that failed.
         deadline = min(limit, failed_at + patience.grace_s, silent_since + patience.grace_s)
         if now >= deadline:
             break
         ready, waiting = wait(waiting, timeout=min(_POLL_S, max(0.05, deadline - now)), return_when=FIRST_COMPLETED)
         for future in ready:
-            rank = ranks[future]
+            name = names[future]
             try:
-                replies[rank] = reply = pending[rank].reply()
+                replies[name] = reply = asked[name].reply()
             except WorkerLostError as e:
-                lost[rank] = str(e)
+                lost[name] = str(e)
                 failed_at = min(failed_at, time.monotonic())
             else:
                 if isinstance(reply, Error) and not reply.echo:
                     failed_at = min(failed_at, time.monotonic())
-    left = sorted(ranks[future] for future in waiting)
-    return Outcome(
-        pool=pool,
-        what=what,
-        patience=patience,
-        replies=replies,
-        lost=dict(sorted(lost.items())),
-        hung=[rank for rank in left if rank not in silent],
-        silent=[rank for rank in left if rank in silent],
-    )
+    left = sorted(names[future] for future in waiting)
+    return [
+        Outcome(
+            pool=pool,
+            what=what,
+            patience=patience,
+            replies={rank: replies[pool, rank] for rank in sorted(some) if (pool, rank) in replies},
+            lost={rank: lost[pool, rank] for rank in sorted(some) if (pool, rank) in lost},
+            hung=[rank for at, rank in left if at == pool and (at, rank) not in silent],
+            silent=[rank for at, rank in left if at == pool and (at, rank) in silent],
+        )
+        for pool, some in pending.items()
+    ]
+
+
+def _silence_s(channels: Mapping[str, Sequence[Channel]], name: tuple[str, int]) -> float:
+    pool, rank = name
+    return channels[pool][rank].silence_s()
 
 
 def _listed(ranks: Iterable[int]) -> str:

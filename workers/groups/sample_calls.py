@@ -186,8 +186,10 @@ class SampleCall:
                     f"{self.role}.{self.method} returned {', '.join(keys)} on one rank and {', '.join(fields)} on another"
                 )
             keys = {title: column.key for title, column in fields.items()}
-            ids = [self.ref.ids[row] for row in rows]
-            self.ref.buffer.add(ids, [self.ref.lengths[row] for row in rows], list(fields.values()), [name])
+            # What was dropped meanwhile is gone, with its results.
+            left = [row for row in rows if self.ref.ids[row] in self.ref.buffer]
+            ids, lengths = [self.ref.ids[row] for row in left], [self.ref.lengths[row] for row in left]
+            self.ref.buffer.add(ids, lengths, list(fields.values()), [name])
         return replace(self.ref, keys=keys, passengers=frozenset())
 
     def _objects(self, replies: Mapping[str, Any]) -> list[Any]:

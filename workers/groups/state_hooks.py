@@ -1,5 +1,6 @@
 """Plans the hooks that concern the state of roles: who takes part, and what each is sent."""
 
+import json
 from typing import TYPE_CHECKING
 
 from ...engine.errors import ConfigError
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from .base import WorkerGroup
 
 
+_STATES = ("host", "disk", "device")
+
+
 def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
     """Return a hook of a request.
 
@@ -19,10 +23,18 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
     """
     if isinstance(hook, h.Offload):
         group.role(hook.role).dispatch("to")
+        if hook.place not in _STATES:
+            raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_STATES)}")
         offload = wire.Offload(role=hook.role, place=hook.place)
         return PlannedHook(name="offload", places=group.places(hook.role), make=lambda name: offload, common=repr(offload))
     if isinstance(hook, h.Save):
         group.role(hook.role).dispatch("save_checkpoint")
+        if isinstance(hook.step, bool) or not isinstance(hook.step, int) or hook.step < 0:
+            raise ConfigError(f"Save(step={hook.step!r}); give the number of a step, at least 0")
+        try:
+            json.dumps(dict(hook.extra))
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
         save = wire.Save(role=hook.role, root=str(hook.root), step=hook.step, extra=dict(hook.extra))
         return PlannedHook(name="save", places=group.places(hook.role), make=lambda name: save, common=repr(save))
     if isinstance(hook, h.SyncParams):
@@ -35,9 +47,11 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             target=hook.target,
             sources=list(sources),
             targets=list(targets),
-            title=f"{group.next_version()}/{hook.source} to {hook.target}",
+            title=f"{group.next_id()}/{hook.source} to {hook.target}",
             eta=hook.eta,
         )
         places = tuple(dict.fromkeys((*sources, *targets)))
         return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))
-    raise ConfigError(f"{type(hook).__name__} cannot be a hook here; evaluate comes after an update, in after=")
+    raise ConfigError(
+        f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
+    )

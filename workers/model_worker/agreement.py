@@ -1,11 +1,15 @@
 """Comparison of short values between ranks, through the store where they have met: unlike a collective, it cannot wedge."""
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
+from ...engine import progress
 from ...engine.torch_private import default_store
+
+_SLICE_S = 2.0
 
 
 class Agreement:
@@ -15,18 +19,21 @@ class Agreement:
         rank: The rank in the default process group.
         flush_s: For how long to wait for ranks that were sent the same message, in seconds.
         timeout_s: For how long to wait for ranks that are at work.
+        name: Distinguishes comparisons of different workers that follow each other in one process.
     """
 
-    def __init__(self, rank: int, flush_s: float, timeout_s: float) -> None:
+    def __init__(self, rank: int, flush_s: float, timeout_s: float, name: str = "") -> None:
         self._rank, self._flush_s, self._timeout_s = rank, flush_s, timeout_s
-        self._store: Store = PrefixStore("drivetrain/agreement", default_store())
-        self._stale: dict[tuple[int, ...], list[str]] = {}
+        self._store: Store = PrefixStore(f"drivetrain/agreement/{name}", default_store())
+        self._shared: dict[tuple[int, ...], list[str]] = {}
+        self._own: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
+        self._last: dict[tuple[int, ...], str] = {}
 
     def compare(self, key: str, ranks: Sequence[int], value: str, text: str, *, long: bool = False) -> list[str]:
         """Compare a value with that of other ranks, each of which calls this with the same key.
 
         Args:
-            key: A key that is used once.
+            key: A key, which the last comparison of these ranks did not have.
             ranks: The ranks.
             value: What must be the same.
             text: What the others are told if it is not.
@@ -35,7 +42,14 @@ class Agreement:
         Returns:
             Nothing if the values are the same. Otherwise the text of every rank, or that it did not come.
         """
-        store, seconds = self._store, self._timeout_s if long else self._flush_s
+        store, members = self._store, tuple(ranks)
+        if self._last.get(members) == key:
+            key += "/again"
+        self._last[members] = key
+        # All ranks have left the comparison before the last one: they have come to the last one.
+        before_last, self._own[members] = self._own.get(members, ([], []))[0], (self._own.get(members, ([], []))[1], [])
+        for name in before_last:
+            store.delete_key(name)
         if text:
             store.set(f"{key}/text/{self._rank}", text)
         store.add(f"{key}/value/{value}", 1)
@@ -44,17 +58,33 @@ class Agreement:
             # The last one decides: all others have counted their values.
             same = store.add(f"{key}/value/{value}", 0) == len(ranks)
             self._decide(key, "same" if same else "differ")
-            self._clean(tuple(ranks))
-        try:
-            store.wait([f"{key}/result"], timedelta(seconds=seconds))
-        except RuntimeError:
-            # A timeout, of a type that depends on the store. Whoever comes later is told so at once.
-            self._decide(key, "differ")
-        names = [f"{key}/{name}" for name in ("count", "decided", "result", f"value/{value}")]
-        self._stale[tuple(ranks)] = [*names, *(f"{key}/rank/{rank}" for rank in ranks)]
+            # All ranks have left the comparison before this one.
+            for name in self._shared.pop(members, []):
+                store.delete_key(name)
+        seconds = self._timeout_s if long else self._flush_s
+        self._wait(key, seconds, working=long)
+        self._shared[members] = [f"{key}/{name}" for name in ("count", "decided", "result", *(f"rank/{r}" for r in ranks))]
+        self._own[members][1].extend([f"{key}/value/{value}", f"{key}/text/{self._rank}"])
         if store.get(f"{key}/result") == b"same":
             return []
         return [self._text(key, rank, seconds) for rank in ranks]
+
+    def _wait(self, key: str, seconds: float, *, working: bool) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([f"{key}/result"], timedelta(seconds=max(min(left, _SLICE_S), 0.01)))
+                return
+            except RuntimeError:
+                # A timeout, of a type that depends on the store; without a store, the next call fails too.
+                if left <= _SLICE_S:
+                    # Whoever comes later is told so at once.
+                    self._decide(key, "differ")
+                    return
+            if working:
+                # Who waits for one that works is not wedged; that one has a watchdog of its own.
+                progress.advance()
 
     def _decide(self, key: str, result: str) -> None:
         if self._store.add(f"{key}/decided", 1) == 1:
@@ -64,8 +94,3 @@ class Agreement:
         if not self._store.check([f"{key}/rank/{rank}"]):
             return f"rank {rank} did not come within {seconds:g} s"
         return self._store.get(f"{key}/text/{rank}").decode() if self._store.check([f"{key}/text/{rank}"]) else ""
-
-    def _clean(self, ranks: tuple[int, ...]) -> None:
-        """Delete the keys of the comparison before this one of the same ranks, which all of them have left."""
-        for name in self._stale.pop(ranks, []):
-            self._store.delete_key(name)

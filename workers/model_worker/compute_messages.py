@@ -15,12 +15,15 @@ class ComputeRequest(Request, kw_only=True):
         post_hooks: What to do after this call.
         mesh_size: The number of processes that run the call: calls on fewer processes come first. The same on all ranks.
         digest: The digest of what the requests of this id have in common on all ranks; see `manifest`.
+        settle_after: Whether hooks come after the call on any rank: then all ranks tell each other first whether it has failed. The
+            same on all ranks.
     """
 
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
     mesh_size: Count = 0
     digest: str = ""
+    settle_after: bool = False
 
 
 class ComputeReply(Reply, kw_only=True):
@@ -30,6 +33,8 @@ class ComputeReply(Reply, kw_only=True):
         hook_results: What the hooks of the request have returned, in order, those before the call first: the numbers of
             `evaluate`, the folder of `save`, otherwise null.
     """
+
+    values: ClassVar[tuple[str, ...]] = ("hook_results",)
 
     hook_results: list[Any] = []
 
@@ -95,7 +100,7 @@ class Call(ComputeRequest, kw_only=True):
 class CallOk(ComputeReply, kw_only=True):
     """The reply to `call`."""
 
-    values: ClassVar[tuple[str, ...]] = ("result",)
+    values: ClassVar[tuple[str, ...]] = ("result", "hook_results")
 
     result: Any = None
 
@@ -145,7 +150,7 @@ class SampleReply(ComputeReply, kw_only=True):
         result: What is not stored.
     """
 
-    values: ClassVar[tuple[str, ...]] = ("result",)
+    values: ClassVar[tuple[str, ...]] = ("result", "hook_results")
 
     ids: list[str] = []
     lengths: list[Count] = []
@@ -202,13 +207,14 @@ class Flush(Request, kw_only=True):
         ids: The ids of the requests, in the order in which they were sent.
         digest: The digest of the ids and of the digests of the requests; see `manifest`.
         ranks: The ranks of this pool that are sent the flush; empty for all.
-        has_hooks: Whether a request has hooks before it, on any rank: then no call begins before all ranks have run theirs.
+        settle: Whether a request has hooks before it or needs samples, on any rank: then no call begins before all ranks have told
+            each other which requests have failed so far.
     """
 
     ids: list[Id]
     digest: str
     ranks: list[U32] = []
-    has_hooks: bool = False
+    settle: bool = False
 
 
 class FlushOk(Reply):

@@ -16,7 +16,7 @@ from ..dispatch import dispatch_of
 from ..rollout.engine import Generation
 from . import compute_messages as c
 from . import data_messages as d
-from .handlers import check_role
+from .handlers import check_method, check_role
 from .worker import ModelWorker, OpError
 
 # ---- calls with samples -------------------------------------------------------------------------------------------------
@@ -61,7 +61,8 @@ def generate(worker: ModelWorker, request: c.Generate) -> c.GenerateOk:
         ids=ids,
         lengths=batch.lengths,
         fields={name: column for name, (column, _) in fields.items()},
-        group_ids=[row for row, _, _ in answers],
+        # Unlike those of other calls: responses of several calls may become one batch.
+        group_ids=[(request.version << 32) + row for row, _, _ in answers],
     )
 
 
@@ -79,6 +80,7 @@ def _documents(answers: Sequence[Generation]) -> PackedBatch:
 
 def _run(worker: ModelWorker, request: c.SampleRequest, options: Mapping[str, Any]) -> Any:
     check_role(worker, request.role)
+    check_method(worker, request.role, request.method)
     if len(request.rows) != len(request.ids):
         raise OpError(
             "bad_request", f"there are {len(request.ids)} ids and {len(request.rows)} rows; give one row for each id"

@@ -5,6 +5,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from ...engine.errors import ConfigError
 from . import comm_id as comm_ids
 from . import compute_messages as c
 from . import messages as m
@@ -147,6 +148,7 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
 def call(worker: ModelWorker, request: c.Call) -> c.CallOk:
     """Run a method of a role."""
     check_role(worker, request.role)
+    check_method(worker, request.role, request.method)
     result = worker.host.call(request.role, request.method, request.args, request.options)
     return c.CallOk(result=result if request.wants_result else None)
 
@@ -164,3 +166,17 @@ def check_role(worker: ModelWorker, role: str) -> None:
     """
     if role not in worker.host:
         raise OpError("model_not_loaded", f"there is no role {role!r}; send initialize first")
+
+
+def check_method(worker: ModelWorker, role: str, method: str) -> None:
+    """Check that a role has a method that requests can call.
+
+    Raises:
+        OpError: It does not.
+    """
+    from ..dispatch import dispatch_of
+
+    try:
+        dispatch_of(worker.host.owner(role, method), method)
+    except ConfigError as e:
+        raise OpError("bad_request", str(e)) from None

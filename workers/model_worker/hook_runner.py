@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .compute_messages import ComputeRequest, TrainStep
+from .handlers import check_role
 from .hooks import DataTransfer, Evaluate, Hook, Offload, Save, SyncParams
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
         return None
     if isinstance(hook, Evaluate):
         return _evaluate(worker, request, hook)
+    if isinstance(hook, Offload | Save):
+        check_role(worker, hook.role)
     if isinstance(hook, Offload):
         worker.host.call(hook.role, "to", [hook.place], {})
         return None
@@ -28,10 +31,21 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
     return None
 
 
+def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:
+    """Tell processes of other pools, which wait for this one, that a hook does not run here."""
+    if isinstance(hook, SyncParams) and worker.place == hook.sources[0] and worker.data.links is not None:
+        from .param_sync import remote_target
+
+        target = remote_target(hook)
+        if target is not None:
+            worker.data.links.send(target, hook.title, [], error=reason)
+
+
 def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: Evaluate) -> dict[str, float]:
     from ..data_plane.samples import batch_of
 
     assert isinstance(request, TrainStep)
+    check_role(worker, request.role)
     batch = batch_of(
         worker.data.store,
         hook.ids,

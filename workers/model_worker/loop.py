@@ -25,7 +25,7 @@ from .codec import Codec, FrameError, text
 from .compute_messages import ComputeRequest, Flush
 from .data_messages import GetOk
 from .manifest import AbandonedError
-from .messages import Beat, Bye, Error, Reply, Request
+from .messages import Beat, Bye, Error, Reply, Request, Shutdown
 from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from .watchdog import Watchdog
 from .worker import ModelWorker, error_of
@@ -271,7 +271,7 @@ class RequestLoop:
             return
         with self._changed:
             full = len(self._queue) + len(self._unflushed) >= self._worker.settings.queue_size and not isinstance(
-                request, Flush
+                request, Flush | Shutdown
             )
         if full and request.id is not None:
             self._refuse_full(request)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...engine.errors import ManifestError, RemoteError
+from ...engine.errors import HookError, ManifestError, RemoteError
 from .compute_messages import ComputeReply, ComputeRequest, Flush, FlushOk, SampleRequest
 from .hooks import DataTransfer, Evaluate, Hook, name_of
 from .messages import Id, Reply, Request
@@ -79,8 +79,52 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
         yield from ((request, problem) for request in (flush, *requests))
         return
     yield flush, FlushOk()
-    failures: dict[Any, BaseException] = {}
     results: dict[Any, list[Any]] = {request.id: [] for request in requests}
+    failures = _prepare(worker, flush, requests, ranks, results)
+    for request in sorted(requests, key=order_of):
+        error, reply = failures.get(request.id), None
+        if error is None:
+            try:
+                with worker.executing(request):
+                    reply = worker.execute(request)
+            except AbandonedError:
+                raise
+            except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
+                error = e
+            if request.settle_after:
+                own = {} if error is None else {request.id: error}
+                told = _settle(worker, flush, f"after/{request.id}", request, own, ranks)
+                error = error or told.get(request.id)
+        for hook in request.post_hooks:
+            if error is not None and not isinstance(error, HookError):
+                # Who waits for this process in another pool is told why nothing comes.
+                worker.abandon_hook(hook, f"{worker.title_of(request)} failed: {error}")
+                continue
+            try:
+                results[request.id].append(_run_hook(worker, request, hook, "after"))
+            except AbandonedError:
+                raise
+            except BaseException as e:  # the request's reply
+                what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
+                error = HookError(f"{what}: {type(e).__name__}: {e}")
+        if error is not None:
+            yield request, error
+            continue
+        assert isinstance(reply, ComputeReply)
+        if any(result is not None for result in results[request.id]):
+            reply.hook_results = results[request.id]
+        yield request, reply
+
+
+def _prepare(
+    worker: "ModelWorker",
+    flush: Flush,
+    requests: Sequence[ComputeRequest],
+    ranks: Sequence[int],
+    results: dict[Any, list[Any]],
+) -> dict[Any, BaseException]:
+    """Run the hooks before the calls and look for the samples that they need; return the requests that have failed on any rank."""
+    failures: dict[Any, BaseException] = {}
     for request in requests:
         for hook in request.pre_hooks:
             # The other ranks cannot know yet that a hook has failed here, so all of them run.
@@ -88,33 +132,17 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
                 results[request.id].append(_run_hook(worker, request, hook, "before"))
             except AbandonedError:
                 raise
-            except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
+            except BaseException as e:  # the request's reply
                 failures.setdefault(request.id, e)
-    if flush.has_hooks and len(ranks) > 1:
+    for request in requests:
         try:
-            with worker.executing(flush, "flush: waiting for the hooks of other ranks"):
-                for number, text in _settle(worker, flush, failures, ranks).items():
-                    failures.setdefault(number, RemoteError(text))
-        except Exception as e:  # of the store: whether the others go on is not known, so nothing runs here
-            failures.update({request.id: failures.get(request.id, e) for request in requests})
-    for request in sorted(requests, key=order_of):
-        if request.id in failures:
-            yield request, failures[request.id]
-            continue
-        try:
-            with worker.executing(request):
-                reply = worker.execute(request)
-            for hook in request.post_hooks:
-                results[request.id].append(_run_hook(worker, request, hook, "after"))
-        except AbandonedError:
-            raise
-        except BaseException as e:  # the request's reply
-            yield request, e
-            continue
-        assert isinstance(reply, ComputeReply)
-        if any(result is not None for result in results[request.id]):
-            reply.hook_results = results[request.id]
-        yield request, reply
+            worker.check_samples(request)
+        except Exception as e:  # the request's reply
+            failures.setdefault(request.id, e)
+    if flush.settle and requests:
+        for number, error in _settle(worker, flush, "before", requests[0], failures, ranks).items():
+            failures.setdefault(number, error)
+    return failures
 
 
 def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook, when: str) -> Any:
@@ -157,13 +185,27 @@ def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
     return None
 
 
-def _settle(worker: "ModelWorker", flush: Flush, failures: dict[Any, BaseException], ranks: Sequence[int]) -> dict[Any, str]:
-    """Tell all ranks which requests have failed in a hook, and return those that have failed elsewhere, with the reason."""
+def _settle(
+    worker: "ModelWorker",
+    flush: Flush,
+    stage: str,
+    request: ComputeRequest,
+    failures: dict[Any, BaseException],
+    ranks: Sequence[int],
+) -> dict[Any, Exception]:
+    """Tell all ranks of this pool which requests have failed here, and return those that have failed elsewhere."""
+    if len(ranks) < 2:
+        return {}
     rank = worker.settings.rank
     own = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
-    value = f"rank {rank}" if own else ""
-    texts = worker.agreement.compare(f"{_key(flush)}/hooks", ranks, value, json.dumps(own) if own else "", long=True)
-    found: dict[Any, str] = {}
+    try:
+        # Under the name of a request: the flush has been answered.
+        with worker.executing(request, f"waiting for other ranks before {worker.title_of(request)}"):
+            value = f"rank {rank}" if own else ""
+            texts = worker.agreement.compare(f"{_key(flush)}/{stage}", ranks, value, json.dumps(own) if own else "", long=True)
+    except Exception as e:  # of the store: whether the others go on is not known
+        return dict.fromkeys(flush.ids, e)
+    found: dict[Any, Exception] = {}
     for text in filter(None, texts):
         try:
             told = json.loads(text)
@@ -171,7 +213,7 @@ def _settle(worker: "ModelWorker", flush: Flush, failures: dict[Any, BaseExcepti
             # A rank that did not come: all requests are affected.
             told = [[number, text] for number in flush.ids]
         for number, reason in told:
-            found.setdefault(number, reason)
+            found.setdefault(number, RemoteError(reason))
     return found
 
 

@@ -151,6 +151,12 @@ def _channels(worker: "ModelWorker", hook: SyncParams, groups: EngineGroups) -> 
     return outgoing, incoming
 
 
+def remote_target(hook: SyncParams) -> str | None:
+    """Return the process of another pool that the source's first process sends to; None if there is none."""
+    remote = [target for target in hook.targets if target not in hook.sources]
+    return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
+
+
 def _load(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
@@ -179,17 +185,19 @@ def _sent(stream: Pairs, channels: Sequence[_Channel]) -> Pairs:
             if channels:
                 # The stream may reuse this tensor's memory for the next one.
                 pending.append((name, tensor.detach().to("cpu", copy=True)))
+                if tensor.dtype not in DTYPE_NAMES:
+                    raise ConfigError(f"{name} is {tensor.dtype}, which cannot be sent; it must be one of {', '.join(DTYPES)}")
                 size += tensor.numel() * tensor.itemsize
                 if size >= BUCKET_BYTES:
                     _send_bucket(pending, channels)
                     pending, size = [], 0
             yield name, tensor
+        if pending:
+            _send_bucket(pending, channels)
     except Exception as e:
         for channel in channels:
             channel.send([], torch.empty(0, dtype=torch.uint8), f"{type(e).__name__}: {e}")
         raise
-    if pending:
-        _send_bucket(pending, channels)
     for channel in channels:
         channel.send([], torch.empty(0, dtype=torch.uint8), "")
 

@@ -19,7 +19,7 @@ from ..data_plane.plan import place
 from .codec import text
 from .comm_id import CommId
 from .compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from .hooks import Hook, name_of
+from .hooks import Evaluate, Hook, name_of
 from .manifest import AbandonedError, Outcome, needed_ids, run_manifest
 from .messages import Error, Reply, Request
 from .names import Names, Program
@@ -162,6 +162,8 @@ class ModelWorker:
         self.cancel_waiting: Callable[[Any], bool] = lambda request_id: False
         self.pool = "main"
         """The name of this worker's pool, by which plans refer to it."""
+        self.name = ""
+        """Distinguishes workers that follow each other in one process."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -202,7 +204,7 @@ class ModelWorker:
                 raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
             from .agreement import Agreement
 
-            self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s)
+            self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s, self.name)
         return self._agreement
 
     def submit(self, request: ComputeRequest) -> None:
@@ -243,6 +245,24 @@ class ModelWorker:
         from .hook_runner import run_hook
 
         return run_hook(self, request, hook)
+
+    def abandon_hook(self, hook: Hook, reason: str) -> None:
+        """Tell processes of other pools that take part in a hook that it does not run here."""
+        from .hook_runner import abandon_hook
+
+        abandon_hook(self, hook, reason)
+
+    def check_samples(self, request: ComputeRequest) -> None:
+        """Check that the samples which a request works on are in the store.
+
+        Raises:
+            DataMissingError: Some are not.
+        """
+        works_on: list[SampleRequest | Evaluate] = [request] if isinstance(request, SampleRequest) else []
+        works_on += [hook for hook in request.post_hooks if isinstance(hook, Evaluate)]
+        for one in works_on:
+            if one.ids:
+                self.data.store.check(one.ids, [column.key for column in one.fields.values()])
 
     def execute(self, request: Request) -> Reply:
         """Execute a request whose values are loaded.

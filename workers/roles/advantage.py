@@ -1,18 +1,21 @@
 """The advantage role: advantages and returns from the rewards, values and log-probabilities of a batch, where these are."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import loss_mask
 from ...engine.packing.batch import PackedBatch
+from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
-from ..advantages import broadcast_to_tokens, gae, grpo, reinforce_plus_plus, rloo, token_rewards, whiten
+from ..advantages import broadcast_to_tokens, discounted_returns, gae, grpo, rloo, token_rewards, whiten
 from ..batch_adapters import adapt_batch
 from ..dispatch import register
 from ..losses.fields import sequence_field, token_field
@@ -34,7 +37,7 @@ class AdvantageConfig:
         gamma: The discount per token.
         lam: lambda of GAE.
         scale: Whether GRPO divides by the group's standard deviation.
-        whiten: Whether advantages of `gae` get mean 0 and variance 1 over the tokens of the global batch.
+        whiten: Whether advantages of `gae` and `reinforce_plus_plus` get mean 0 and variance 1 over the tokens of the global batch.
     """
 
     estimator: Estimator = "gae"
@@ -65,17 +68,14 @@ class AdvantageWorker:
         self.config = config
         self._ranks = ranks
         self._groups: EngineGroups | None = None
+        self._group: ProcessGroup | None = None
 
     def initialize(self) -> Self:
         """Create the process group over which sums are taken."""
         if dist.is_initialized():
             self._groups = EngineGroups(None)
-            self._groups.get(self._members, "gloo")
+            self._group = self._groups.get(range(dist.get_world_size()) if self._ranks is None else self._ranks, "gloo")
         return self
-
-    @property
-    def _members(self) -> Sequence[int]:
-        return range(dist.get_world_size()) if self._ranks is None else self._ranks
 
     @register("dp")
     def compute_advantages(self, data: Any) -> dict[str, Tensor]:
@@ -89,9 +89,15 @@ class AdvantageWorker:
         Raises:
             BatchError: A field is missing, or a value that is used is not finite.
         """
-        adapter = adapt_batch(data, every=True)
-        responses = Responses(adapter.batch)
-        advantages, returns = _ESTIMATORS[self.config.estimator](self.config, responses, self._sum)
+        # An error on one rank is raised on all of them: the others would wait for it in the sums.
+        with collective_errors(self._group) if self._group is not None else nullcontext():
+            adapter = adapt_batch(data, every=True)
+            responses = Responses(adapter.batch)
+            advantages, returns = _ESTIMATORS[self.config.estimator](self.config, responses)
+            if not bool(torch.isfinite(advantages).all()):
+                raise BatchError("the advantages are not finite; the rewards or values are too large")
+        if self.config.whiten and self.config.estimator in _WHITENED:
+            advantages = whiten(advantages, responses.mask, reduce=self._sum)
         fields = {"advantages": responses.packed(advantages)}
         if returns is not None:
             fields["returns"] = responses.packed(returns)
@@ -100,8 +106,8 @@ class AdvantageWorker:
 
     def _sum(self, values: Tensor) -> Tensor:
         """Add up a tensor over all ranks."""
-        if self._groups is not None:
-            dist.all_reduce(values, group=self._groups.get(self._members, "gloo"))
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
         return values
 
     def close(self) -> None:
@@ -160,7 +166,6 @@ class Responses:
         return packed
 
 
-Reduce = Callable[[Tensor], Tensor]
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -171,26 +176,27 @@ def _token_rewards(config: AdvantageConfig, responses: Responses) -> Tensor:
     return token_rewards(responses.rewards(), responses.mask, kl, config.kl_coef)
 
 
-def _gae(config: AdvantageConfig, responses: Responses, reduce: Reduce) -> Result:
+def _gae(config: AdvantageConfig, responses: Responses) -> Result:
     rewards = _token_rewards(config, responses)
-    advantages, returns = gae(rewards, responses.padded("values"), responses.mask, config.gamma, config.lam)
-    return (whiten(advantages, responses.mask, reduce=reduce) if config.whiten else advantages), returns
+    return gae(rewards, responses.padded("values"), responses.mask, config.gamma, config.lam)
 
 
-def _grpo(config: AdvantageConfig, responses: Responses, reduce: Reduce) -> Result:
+def _grpo(config: AdvantageConfig, responses: Responses) -> Result:
     scores = grpo(responses.rewards(), responses.groups(), scale=config.scale)
     return broadcast_to_tokens(scores, responses.mask), None
 
 
-def _rloo(config: AdvantageConfig, responses: Responses, reduce: Reduce) -> Result:
+def _rloo(config: AdvantageConfig, responses: Responses) -> Result:
     return broadcast_to_tokens(rloo(responses.rewards(), responses.groups()), responses.mask), None
 
 
-def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses, reduce: Reduce) -> Result:
-    return reinforce_plus_plus(_token_rewards(config, responses), responses.mask, config.gamma, reduce=reduce)
+def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Result:
+    returns = discounted_returns(_token_rewards(config, responses), responses.mask, config.gamma)
+    return returns, returns
 
 
-_ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, Responses, Reduce], Result]] = {
+_WHITENED = ("gae", "reinforce_plus_plus")
+_ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, Responses], Result]] = {
     "gae": _gae,
     "grpo": _grpo,
     "rloo": _rloo,
