@@ -106,7 +106,9 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
                 batch = batch.rename(**{name: other for name, other in node.reads.items() if name in batch.keys})
                 after = hooks_of(node, batch, folder)
                 submitted.append((node, group.submit(node.role, node.method, batch, after=after, **node.options)))
-        waiting = [node for node in waiting if node not in [other for other, _ in submitted]]
+        if not submitted:
+            raise SystemExit(f"nothing can run: {', '.join(node.title for node in waiting)} lack fields that no call computes")
+        waiting = [node for node in waiting if node not in [done for done, _ in submitted]]
         # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
         group.flush()
         for node, submission in submitted:

@@ -599,3 +599,119 @@ def test_a_call_that_was_interrupted_does_not_mix_with_the_next(monkeypatch: pyt
             group["carrier"].wait(0.5)
         monkeypatch.setattr(group, "_collect_flush", read)
         assert group["carrier"].wait(0.1) == 0.1
+
+
+def test_what_was_dropped_meanwhile_is_missing_everywhere_and_nothing_is_lost() -> None:
+    with ProcessWorkerGroup({"carrier": carrier(), "one": carrier(ranks=(0,))}, pools={"main": 2}, grace_s=3) as group:
+        ref = group.put(odd_batch())
+        # Between submission and flush: that call fails, the other one runs.
+        gone, kept = group.put(odd_batch()), group.submit("carrier", "rank", ref)
+        lost = group.submit("carrier", "double", gone)
+        group.clear_data_cache(gone.select([0]))
+        assert group.flush() == [kept, lost]
+        with pytest.raises(DataMissingError):
+            lost.result()
+        assert len(group.get(kept.result(), ["rank"])["rank"]) == 5
+        # Behind the controller's back, on one rank: told on all ranks, and the group goes on.
+        some = [sample for sample in ref.ids if "main/1" in group.buffer.holders(sample, "x")]
+        group._ask("the test", {"main/1": [d.ClearDataCache(ids=some)]})
+        with pytest.raises(WorkerError, match=r"DataMissingError: the samples .* are not in the data store"):
+            group["carrier"].double(ref)
+        with pytest.raises(WorkerError, match="are not in the data store"):
+            group["one"].double(ref)
+        assert group["carrier"].wait(0.0) == 0.0
+        # Nothing has been stored for what did not arrive.
+        assert {name: count for name, (count, _) in stores(group).items()}["main/0"] <= 9
+        # While the call runs: its results go with the samples.
+        fresh = group.put(odd_batch())
+        running = group.submit("carrier", "double", fresh, slowly=0.5)
+        group.flush()
+        group.clear_data_cache(fresh)
+        running.result()
+        assert not set(fresh.ids) & set(group.buffer._samples)
+
+
+def test_a_flush_that_nobody_asks_for_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    with ProcessWorkerGroup({"carrier": carrier(), "one": carrier(ranks=(0,))}, pools={"main": 2}) as group:
+        group.submit("carrier", "wait", 0.0)
+        group.flush()
+        time.sleep(1.0)
+        assert group["one"].wait(0.0) == 0.0
+        # A refused flush loses nothing.
+        long = group.submit("one", "wait", 1.0)
+        group.flush()
+        next_one = group.submit("carrier", "wait", 0.1)
+        with pytest.raises(ConfigError, match=r"one.wait has not been answered, and both need main/0"):
+            group.flush()
+        assert long.result() == 1.0
+        group.flush()
+        assert next_one.result() == 0.1
+        withdrawn = group.submit("carrier", "wait", 0.1)
+        group.withdraw(withdrawn)
+        assert group.flush() == []
+        with pytest.raises(ConfigError, match=r"carrier.wait was withdrawn"):
+            withdrawn.result()
+        # What was under way when the group was rebuilt is not read from the new processes.
+        old = group.submit("carrier", "wait", 0.3)
+        group.flush()
+        group.rebuild()
+        with pytest.raises(WorkerLostError, match=r"carrier.wait was not answered"):
+            old.result()
+        assert group["carrier"].wait(0.1) == 0.1
+
+
+def test_hooks_after_a_call_that_fails_do_not_run_and_hold_up_nobody() -> None:
+    """Also on another pool, whose process waits for weights that do not come."""
+    roles = {"carrier": carrier(), "far": carrier("far")}
+    with ProcessWorkerGroup(roles, pools={"main": 2, "far": 1}, grace_s=5, timeout_s=60) as group:
+        began = time.monotonic()
+        failing = group.submit(
+            "carrier", "double", group.put(from_lists([[1], [2]])), after=[SyncParams(source="carrier", target="far")]
+        )
+        group.flush()
+        with pytest.raises(WorkerError, match="KeyError: 'x'"):
+            failing.result()
+        assert time.monotonic() - began < 20
+        group.sync_weights("carrier", "far")
+        assert len(group["far"].held()) == 6
+        late = group.submit("carrier", "wait", 0.0, after=[SyncParams(source="carrier", target="far", eta=0.5)])
+        group.flush()
+        with pytest.raises(WorkerError, match=r"the hook sync_params after .*; the call itself did not: ConfigError: eta=0.5"):
+            late.result()
+        group.sync_weights("carrier", "far")
+
+
+def test_a_local_call_does_not_change_the_callers_tensors() -> None:
+    with ProcessWorkerGroup({"carrier": carrier()}) as group:
+        batch = odd_batch()
+        before = batch.token_fields["x"].clone()
+        ref = group.put(batch)
+        for _ in range(2):
+            # The role works in place.
+            assert same_bits(group.get(group["carrier"].double_in_place(ref), ["doubled"])["doubled"], before * 2)
+        assert same_bits(batch.token_fields["x"], before)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda g, r: g.put_columns(r, tokens={"a@b": torch.ones(14)}), "'a@b' has an @"),
+        (lambda g, r: g.put_columns(r, tokens={"a": torch.ones(14)}, rows={"a": torch.ones(5)}), "for tokens and for rows"),
+        (lambda g, r: g.put_columns(r.only(), rows={"a": [1.0, 2.0]}), r"a is \[2\]; it must have 5 rows"),
+        (lambda g, r: g.get(r, "x"), "fields='x'; give a list"),
+        (lambda g, r: g.get(odd_batch(), ["x"]), "PackedBatch is not a reference; put the batch first"),
+        (lambda g, r: g.submit("carrier", "wait", 0.0, after=Offload(role="carrier")), "give a list of hooks"),
+        (lambda g, r: g.submit("carrier", "wait", 0.0, after=["save"]), "'save' is not a hook that can come here"),
+        (lambda g, r: g.submit_hooks(), "at least one hook"),
+        (lambda g, r: g.fetch(1, "carrier", start=-1), "start=-1; give a position"),
+    ],
+)
+def test_mistakes_are_told_by_the_controller(run: Any, message: str, small_group: Any) -> None:
+    with pytest.raises((ConfigError, BatchError), match=message):
+        run(small_group, small_group.put(odd_batch()))
+
+
+@pytest.fixture(scope="module")
+def small_group() -> Iterator[Any]:
+    with ProcessWorkerGroup({"carrier": carrier()}) as group:
+        yield group

@@ -310,6 +310,10 @@ class Carrier:
         time.sleep(slowly)
         return {"doubled": batch.token_fields["x"] * 2}
 
+    @register("dp")
+    def double_in_place(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"doubled": batch.token_fields["x"].mul_(2)}
+
     @register("dp", returns="rows")
     def rank(self, batch: Any) -> dict[str, torch.Tensor]:
         return {"rank": torch.full((batch.num_sequences,), dist.get_rank())}

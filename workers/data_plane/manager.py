@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine import progress
-from ...engine.errors import DrivetrainError, RemoteError
+from ...engine.errors import DataMissingError, DrivetrainError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from .links import Links
 from .plan import Load, Round, Step, pool_of, rank_of
@@ -128,9 +128,7 @@ class DataManager:
         if bool(status):
             self.store.unpack(load, pieces)
         else:
-            errors.append(
-                RemoteError(f"{load.source} failed: it does not have the samples that {', '.join(load.targets)} needs")
-            )
+            errors.append(RemoteError(f"{load.source} failed: {DataMissingError.of(load.ids)}"))
 
     def _linked(self) -> Links:
         if self.links is None:

@@ -233,6 +233,7 @@ class GroupData(ABC):
         """
         if isinstance(fields, str):
             raise ConfigError(f"get: fields={fields!r}; give a list of names")
+        self._check_owner(ref)
         store = self._gathered(ref, {name: ref.key_of(name) for name in fields})
         return {name: store.get(ref.ids, ref.key_of(name))[1] for name in fields}
 

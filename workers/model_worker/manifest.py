@@ -104,6 +104,9 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
                 results[request.id].append(_run_hook(worker, request, hook, "after"))
             except AbandonedError:
                 raise
+            except RemoteError as e:
+                # What failed elsewhere may be the call.
+                error = e
             except BaseException as e:  # the request's reply
                 what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
                 error = HookError(f"{what}: {type(e).__name__}: {e}")
