@@ -297,6 +297,13 @@ def rank_failing_hook() -> bool:
     assert isinstance(failed, DataMissingError if rank == 0 else RemoteError)
     assert "the samples 'gone' are not in the data store" in str(failed)
     assert ran.result == "1"
+    # A hook that concerns one rank alone, and fails: the others learn of it, instead of waiting in the call.
+    first, second = requests_for(3).requests[:2]
+    nobody = PlannedHook(name="offload", places=everyone[:1], make=lambda name: h.Offload(role="nobody"), common="")
+    manifest = Manifest.of([replace(first, before=[nobody]), second])
+    outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
+    assert "there is no role 'nobody'" in str(outcomes[1])
+    assert outcomes[2].result == "1"
     # A call that fails on all ranks has no effect on the next one, and its hooks after it do not run.
     first, second = requests_for(2).requests[:2]
     save = PlannedHook(name="save", places=everyone, make=lambda name: h.Save(role="r0", root="never", step=1), common="")
