@@ -153,7 +153,8 @@ class CheckpointableEngine(Backend):
 
         Args:
             weights: The names and tensors, the same on all ranks.
-            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current.
+            eta: The weight of the new tensors in a moving average: eta x new + (1 - eta) x current. A small one needs parameters of
+                32 bits (`engine.precision.params`): in 16 bits small changes are rounded away.
 
         Raises:
             ConfigError: `eta` is not between 0 and 1, the engine is in a mode, or its model has adapters.
@@ -201,6 +202,6 @@ def _mix(shard: LocalShard, tensor: Tensor, eta: float) -> None:
     if eta == 1 or not shard.data.is_floating_point():
         shard.data.copy_(new)
     else:
-        # In 16 bits, small changes would be lost before they add up in the sum.
+        # The sum in 32 bits; what is kept of it has the precision of the parameters.
         wide = torch.promote_types(shard.data.dtype, torch.float32)
         shard.data.copy_(torch.lerp(shard.data.to(wide), new.to(wide), eta))

@@ -11,7 +11,7 @@ from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLos
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
 from ..data_plane.plan import place, rank_of
-from ..model_worker.compute_messages import ComputeRequest, Initialize
+from ..model_worker.compute_messages import ComputeRequest
 from ..model_worker.data_messages import Put
 from ..model_worker.messages import Reply, Request
 from ..model_worker.role_host import RankInfo, RoleSpec, info_of
@@ -60,14 +60,7 @@ class LocalWorkerGroup(WorkerGroup):
             raise
 
     def _build(self, name: str, role: RoleSpec) -> list[RankInfo]:
-        request = Initialize(
-            role=name,
-            worker=role.worker,
-            config=role.config,
-            generator=role.generator,
-            dataset=role.dataset,
-            ranks=list(role.ranks or ()),
-        )
+        request = role.request(name)
         reply: Any = None
         error: Exception | None = None
         if self._worker.place in self.places(name):

@@ -132,17 +132,7 @@ class RemoteWorkerGroup(WorkerGroup):
     # ---- lifetime ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        requests = {
-            name: Initialize(
-                role=name,
-                worker=role.worker,
-                config=role.config,
-                generator=role.generator,
-                dataset=role.dataset,
-                ranks=list(role.ranks or ()),
-            )
-            for name, role in self.roles.items()
-        }
+        requests = {name: role.request(name) for name, role in self.roles.items()}
         for name, request in requests.items():
             try:
                 dump(request, self._names)

@@ -71,9 +71,7 @@ def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str) -> tuple
         return None, []
     buffer.note_moved(loads)
     places = tuple(sorted({name for load in loads for name in (load.source, *load.targets)}))
-    shown = hashlib.sha256(
-        repr([(load.source, load.targets, load.ids, [c.key for c in load.columns]) for load in loads]).encode()
-    ).hexdigest()
+    shown = _digest([(load.source, load.targets, load.ids, [c.key for c in load.columns]) for load in loads])
     hook = PlannedHook(
         name="data_transfer",
         places=places,
@@ -128,8 +126,7 @@ class SampleCall:
     @property
     def common(self) -> str:
         """What the requests of all processes have in common."""
-        content = repr((self.ref.ids, sorted(self.ref.keys.items()), self.version, self.shares.assignment.steps is None))
-        return hashlib.sha256(content.encode()).hexdigest()
+        return _digest((self.ref.ids, sorted(self.ref.keys.items()), self.version, self.shares.assignment.steps is None))
 
     def requests(self) -> Callable[[str], SampleRequest]:
         """Return what makes the request of a process."""
@@ -242,5 +239,10 @@ def evaluation(ref: DataRef, passengers: frozenset[str], shares: Shares, method:
         name="evaluate",
         places=tuple(shares.places),
         make=make,
-        common=hashlib.sha256(repr((ref.ids, sorted(ref.keys.items()), method)).encode()).hexdigest(),
+        common=_digest((ref.ids, sorted(ref.keys.items()), method)),
     )
+
+
+def _digest(content: object) -> str:
+    """Return a digest of plain data."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()

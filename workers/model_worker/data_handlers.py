@@ -17,6 +17,7 @@ from ..rollout.engine import Generation
 from . import compute_messages as c
 from . import data_messages as d
 from .handlers import check_method, check_role
+from .hooks import Evaluate
 from .worker import ModelWorker, OpError
 
 # ---- calls with samples -------------------------------------------------------------------------------------------------
@@ -85,17 +86,28 @@ def _run(worker: ModelWorker, request: c.SampleRequest, options: Mapping[str, An
         raise OpError(
             "bad_request", f"there are {len(request.ids)} ids and {len(request.rows)} rows; give one row for each id"
         )
-    batch = batch_of(
+    batch = batch_for(worker, request, request.names)
+    if dispatch_of(worker.host.owner(request.role, request.method), request.method).returns == "objects":
+        batch = batch.with_sequence_fields(row=torch.tensor(request.rows, dtype=torch.int64))
+    return worker.host.call(request.role, request.method, [batch, *request.args], {**request.options, **options})
+
+
+def batch_for(worker: ModelWorker, request: c.SampleRequest | Evaluate, names: Sequence[str] = ()) -> PackedBatch:
+    """Return the samples of a request as a batch.
+
+    Args:
+        worker: The worker.
+        request: The request, or a hook.
+        names: The name of each sample, for messages; its number in the global batch if not given.
+    """
+    return batch_of(
         worker.data.store,
         request.ids,
         request.fields,
         group_ids=request.group_ids,
-        names=request.names or [f"sequence {row}" for row in request.rows],
+        names=names or [f"sequence {row}" for row in request.rows],
         passengers=request.passengers,
     )
-    if dispatch_of(worker.host.owner(request.role, request.method), request.method).returns == "objects":
-        batch = batch.with_sequence_fields(row=torch.tensor(request.rows, dtype=torch.int64))
-    return worker.host.call(request.role, request.method, [batch, *request.args], {**request.options, **options})
 
 
 def _check_rows(request: c.Inference, returns: str, result: Mapping[str, Tensor], worker: ModelWorker) -> None:

@@ -42,17 +42,8 @@ def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:
 
 
 def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: Evaluate) -> dict[str, float]:
-    from ..data_plane.samples import batch_of
+    from .data_handlers import batch_for
 
     assert isinstance(request, TrainStep)
-    check_role(worker, request.role)
-    batch = batch_of(
-        worker.data.store,
-        hook.ids,
-        hook.fields,
-        group_ids=hook.group_ids,
-        names=[f"sequence {row}" for row in hook.rows],
-        passengers=hook.passengers,
-    )
-    numbers = worker.host.call(request.role, hook.method, [batch], {})
+    numbers = worker.host.call(request.role, hook.method, [batch_for(worker, hook)], {})
     return {str(name): float(number) for name, number in numbers.items()}

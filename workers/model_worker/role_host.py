@@ -18,7 +18,7 @@ from ..dispatch import Dispatch, dispatch_of
 from ..roles.base import to_host
 from ..rollout.engine import RolloutConfig
 from ..rollout.worker import RolloutWorker
-from .compute_messages import InitializeOk
+from .compute_messages import Initialize, InitializeOk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,17 @@ class RoleSpec:
             raise ConfigError(f"role {name!r}: generator is a {type(self.generator).__name__}; give a RolloutConfig(...)")
         if not hasattr(self.worker, "weights"):
             raise ConfigError(f"role {name!r}: {self.worker.__name__} has no method weights, so it cannot have a generator")
+
+    def request(self, name: str) -> Initialize:
+        """Return the request that builds the role."""
+        return Initialize(
+            role=name,
+            worker=self.worker,
+            config=self.config,
+            generator=self.generator,
+            dataset=self.dataset,
+            ranks=list(self.ranks or ()),
+        )
 
     def dispatch(self, method: str) -> Dispatch:
         """Return how a group calls a method of the role.
