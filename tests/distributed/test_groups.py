@@ -598,9 +598,8 @@ def test_a_stream_of_weights_arrives_whole_or_not_at_all(start: Start, trouble: 
             ),
         ):
             group.sync_weights("giver", "taker")
-        with pytest.raises(WorkerLostError, match="cannot be used"):
-            group["giver"].echo()
-        group.rebuild()
+        # All processes have answered, so the group goes on, with all weights of the rank that sent them or with none.
+        assert group["taker"].total() in (0, 100 * sum(range(20)))
         assert group["giver"].echo(1) == [[1], {}]
 
 
