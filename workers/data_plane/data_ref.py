@@ -68,7 +68,7 @@ class DataRef:
             BatchError: There is no such field.
             DataMissingError: The samples were dropped.
         """
-        key = self._key(name)
+        key = self.key_of(name)
         self.buffer.check(self.ids, [key])
         return [tuple(sorted(self.buffer.record(sample).columns[key].holders)) for sample in self.ids]
 
@@ -117,7 +117,7 @@ class DataRef:
             BatchError: There is no such field, or two would have the same name.
         """
         for name in names:
-            self._key(name)
+            self.key_of(name)
         keys: dict[str, str] = {}
         for name, key in self.keys.items():
             new = names.get(name, name)
@@ -132,7 +132,7 @@ class DataRef:
         Raises:
             BatchError: There is no such field.
         """
-        keys = {name: self._key(name) for name in names}
+        keys = {name: self.key_of(name) for name in names}
         return replace(self, keys=keys, passengers=self.passengers & keys.keys())
 
     def without(self, *names: str) -> Self:
@@ -142,7 +142,7 @@ class DataRef:
             BatchError: There is no such field.
         """
         for name in names:
-            self._key(name)
+            self.key_of(name)
         return self.only(*(name for name in self.keys if name not in names))
 
     def with_groups(self, group_ids: Sequence[int]) -> Self:
@@ -165,9 +165,6 @@ class DataRef:
         Raises:
             BatchError: There is no such field.
         """
-        return self._key(name)
-
-    def _key(self, name: str) -> str:
         if name not in self.keys:
             raise BatchError(f"the reference has no field {name!r}; it has {', '.join(self.keys) or 'none'}")
         return self.keys[name]

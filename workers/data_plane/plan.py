@@ -4,6 +4,7 @@ A **place** is a process: the name of its pool and its rank there, as in `main/0
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
@@ -34,6 +35,16 @@ def pool_of(name: str) -> str:
 def rank_of(name: str) -> int:
     """Return the rank of a place in its pool."""
     return int(name.rpartition("/")[2])
+
+
+def aligned(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return where tensors of these sizes begin and end when they follow each other, and the number of bytes of all."""
+    spans, end = [], 0
+    for size in sizes:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + size
+        spans.append((begin, end))
+    return spans, end
 
 
 class Column(Struct, frozen=True, omit_defaults=True):
@@ -104,12 +115,7 @@ class Load(Struct, frozen=True):
 
     def layout(self) -> tuple[list[tuple[int, int]], int]:
         """Return the begin and end of each column in the bytes of the load, and their number."""
-        places, end = [], 0
-        for column in self.columns:
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + sum(column.counts(self.lengths)) * column.row_bytes
-            places.append((begin, end))
-        return places, end
+        return aligned(sum(column.counts(self.lengths)) * column.row_bytes for column in self.columns)
 
 
 class Step(Struct, frozen=True):

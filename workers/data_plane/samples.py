@@ -23,12 +23,11 @@ STRUCTURE = ("input_ids", "position_ids", "labels")
 Columns = list[tuple[Column, Tensor]]
 
 
-def columns_of(batch: PackedBatch, keys: Mapping[str, str] | None = None) -> Columns:
+def columns_of(batch: PackedBatch) -> Columns:
     """Return a batch as columns: their types and their rows, in host memory.
 
     Args:
         batch: The batch.
-        keys: The key of each field; its name if not given.
 
     Raises:
         BatchError: Two fields have the same name, or a field has a data type that cannot be stored.
@@ -51,7 +50,7 @@ def columns_of(batch: PackedBatch, keys: Mapping[str, str] | None = None) -> Col
             raise BatchError(f"the batch has the field {name!r}; a name with an @ cannot be stored")
         names.add(name)
         rows = tuple(batch.media[name.removeprefix(MEDIA)].counts.tolist()) if per == "media" else ()
-        columns.append(column_of((keys or {}).get(name, name), per, values, rows))
+        columns.append(column_of(name, per, values, rows))
     return columns
 
 

@@ -17,7 +17,7 @@ from ...engine import progress
 from ...engine.errors import ConfigError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.links import Links
-from ..data_plane.plan import ALIGNMENT, ITEM_SIZES, pool_of, rank_of
+from ..data_plane.plan import ITEM_SIZES, aligned, pool_of, rank_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from .hooks import SyncParams
 
@@ -213,12 +213,7 @@ def _send_bucket(pairs: Sequence[tuple[str, Tensor]], channels: Sequence[_Channe
 
 
 def _layout(contents: Contents) -> tuple[list[tuple[int, int]], int]:
-    places, end = [], 0
-    for _, dtype, shape in contents:
-        begin = -(-end // ALIGNMENT) * ALIGNMENT
-        end = begin + torch.Size(shape).numel() * ITEM_SIZES[dtype]
-        places.append((begin, end))
-    return places, end
+    return aligned(torch.Size(shape).numel() * ITEM_SIZES[dtype] for _, dtype, shape in contents)
 
 
 def _received(incoming: _Channel, outgoing: Sequence[_Channel]) -> Pairs:

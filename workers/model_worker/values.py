@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError
+from ..data_plane.store import DTYPE_NAMES, DTYPES
 from .codec import Part
 from .messages import Message
 from .names import Names, is_named_tuple, is_reference
@@ -25,15 +26,6 @@ from .names import Names, is_named_tuple, is_reference
 M = TypeVar("M", bound=Message)
 TYPE = "$"
 _INT64 = range(-(2**63), 2**63)
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("bool", "complex64", "complex128"),
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ARRAY_KINDS = "biufc"
 """The kinds of NumPy arrays that hold plain numbers."""
 
@@ -213,9 +205,9 @@ def _is_unicode(value: str) -> bool:
 
 
 def _dtype_name(dtype: torch.dtype, where: str) -> str:
-    if dtype not in _NAMES:
+    if dtype not in DTYPE_NAMES:
         raise ConfigError(f"{where} has the data type {dtype}, which cannot be sent to a worker")
-    return _NAMES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def _value(plain: Any, parts: Sequence[Any], names: Names) -> Any:
@@ -246,7 +238,7 @@ def _value(plain: Any, parts: Sequence[Any], names: Names) -> Any:
         if kind == "path":
             return Path(_value(plain["value"], parts, names))
         if kind == "dtype":
-            return _DTYPES[plain["value"]]
+            return DTYPES[plain["value"]]
         if kind == "pickle":
             return _unpickled(plain, parts, names)
         if kind == "enum":
@@ -290,7 +282,7 @@ def _instance(name: str, content: dict[str, Any], names: Names) -> Any:
 
 
 def _tensor(plain: dict[str, Any], parts: Sequence[Any]) -> Tensor:
-    dtype, shape = _DTYPES[plain["dtype"]], tuple(plain["shape"])
+    dtype, shape = DTYPES[plain["dtype"]], tuple(plain["shape"])
     data = memoryview(_bytes(plain, parts)).cast("B")
     if any(not isinstance(size, int) or size < 0 for size in shape) or data.nbytes != math.prod(shape) * dtype.itemsize:
         raise ValueDecodeError(f"a tensor of shape {list(shape)} and type {plain['dtype']} has {data.nbytes} bytes of data")
