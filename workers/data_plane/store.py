@@ -61,6 +61,7 @@ class DataStore:
     def __init__(self) -> None:
         self._samples: dict[str, dict[str, _Entry]] = {}
         self._lengths: dict[str, int] = {}
+        self._blocks: set[_Block] = set()
         self._needed: dict[str, int] = {}
         self._deferred: dict[str, set[str]] = {}
         self._lock = threading.RLock()
@@ -75,8 +76,7 @@ class DataStore:
     def bytes_held(self) -> int:
         """The memory of all blocks, in bytes."""
         with self._lock:
-            blocks = {id(e.block): e.block for columns in self._samples.values() for e in columns.values()}
-        storages = {block.values.untyped_storage().data_ptr(): block.values.untyped_storage() for block in blocks.values()}
+            storages = {b.values.untyped_storage().data_ptr(): b.values.untyped_storage() for b in self._blocks}
         return sum(storage.nbytes() for storage in storages.values())
 
     def put(self, ids: Sequence[str], lengths: Sequence[int], columns: Iterable[tuple[Column, Tensor]]) -> None:
@@ -114,6 +114,7 @@ class DataStore:
                     own.samples.add(sample)
                     own.alive += count
                     begin += count
+                self._blocks.update(one for one in (block, nothing) if one.samples)
 
     def get(self, ids: Sequence[str], key: str, *, copy: bool = False) -> tuple[Column, Tensor]:
         """Return a column of samples: its type and its rows, one sample after the other.
@@ -270,6 +271,8 @@ class DataStore:
         block = entry.block
         block.alive -= entry.end - entry.begin
         block.samples.discard(sample)
+        if not block.samples:
+            self._blocks.discard(block)
         if 0 < block.alive < len(block.values) // 2:
             self._compact(block)
 
@@ -279,6 +282,8 @@ class DataStore:
         left = sorted(((s, self._samples[s][key]) for s in block.samples), key=lambda pair: pair[1].begin)
         values = torch.cat([block.values[entry.begin : entry.end] for _, entry in left])
         smaller = _Block(block.column, values, block.alive, set(block.samples))
+        self._blocks.discard(block)
+        self._blocks.add(smaller)
         ends = list(accumulate(entry.end - entry.begin for _, entry in left))
         for (sample, entry), end in zip(left, ends, strict=True):
             self._samples[sample][key] = _Entry(smaller, end - (entry.end - entry.begin), end)

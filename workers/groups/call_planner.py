@@ -225,9 +225,6 @@ class CallPlanner:
             data = from_lists(check_prompts(data))
         adapter = adapt_batch(data, self._declared(), every=not issubclass(spec.owner(call.method), Worker))
         batch = adapter.batch
-        if batch.names is None:
-            # A sequence's index in a shard differs from the index that the caller knows, so errors name it by the latter.
-            batch = replace(batch, names=tuple(f"sequence {i}" for i in range(batch.num_sequences)))
         if dispatch.columns is not None and call.options.get(dispatch.columns) is not None:
             check_columns(call.options[dispatch.columns], batch.num_sequences)
         groups = None if batch.group_ids is None else batch.groups()
@@ -237,7 +234,7 @@ class CallPlanner:
         try:
             request = self._plan_samples(call, ref, infos, shares=shares, wants_objects=True)
         except BaseException:
-            group.clear_data_cache(ref)
+            group.drop(ref, shares.places)
             raise
 
         def finish(replies: Replies) -> Any:
@@ -248,11 +245,11 @@ class CallPlanner:
                 values = group.get(result, list(result.keys))
                 return adapter.answer(values) if dispatch.returns == "tokens" else adapter.answer_rows(values)
             finally:
-                group.clear_data_cache(ref)
+                group.drop(ref, shares.places)
 
         def undo() -> None:
             request.undo()
-            group.clear_data_cache(ref)
+            group.drop(ref, shares.places)
 
         return replace(request, finish=finish, undo=undo)
 

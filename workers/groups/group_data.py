@@ -284,13 +284,16 @@ class GroupData(ABC):
             fields: The fields to drop; all data of the samples if not given.
         """
         self._check_owner(ref)
-        keys = [ref.key_of(name) for name in fields]
+        pools = sorted({role.pool for role in self.roles.values()})
+        everyone = [place(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
+        self.drop(ref, everyone, [ref.key_of(name) for name in fields])
+
+    def drop(self, ref: DataRef, places: Sequence[str], keys: Sequence[str] = ()) -> None:
+        """Drop samples, or some of their columns, that no process but these holds."""
         self.buffer.drop(ref.ids, keys)
         if self._is_usable():
-            request = d.ClearDataCache(ids=list(ref.ids), keys=keys)
-            pools = {role.pool for role in self.roles.values()}
-            names = [place(pool, rank) for pool in sorted(pools) for rank in range(self._pool_size(pool))]
-            self._ask("clearing the data cache", {name: [request] for name in names})
+            request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
+            self._ask("clearing the data cache", {name: [request] for name in places})
 
     def check_ref(self, ref: DataRef) -> None:
         """Check that a reference can be used.
