@@ -18,8 +18,10 @@ COMMANDS = {
     "verify": "check a checkpoint against its checksums, or compare two checkpoints tensor by tensor",
     "import": "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
+    "conformance-rollout": "check a generator against plain transformers: NAME [setting=value ...]",
     "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     "backends": "list the engines that engine.backend accepts",
+    "generators": "list the generators that rollout.generator accepts",
 }
 MODULES = {
     **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm")},
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: drivetrain COMMAND ...\n")
-        print("\n".join(f"  {name:12} {description}" for name, description in COMMANDS.items()))
+        print("\n".join(f"  {name:19} {description}" for name, description in COMMANDS.items()))
         return 0
     command, rest = arguments[0], arguments[1:]
     if command == "backends":
@@ -40,6 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("\n".join(f"{name:12} {spec.engine}" for name, spec in backends().items()))
         return 0
+    if command == "generators":
+        from .workers.rollout.registry import generators
+
+        print("\n".join(f"{name:15} {generator.generator}" for name, generator in generators().items()))
+        return 0
+    if command == "conformance-rollout":
+        from .workers.rollout.conformance.__main__ import main as conformance_rollout
+
+        return conformance_rollout(rest)
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)
         return result

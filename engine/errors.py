@@ -101,3 +101,12 @@ class ManifestError(DrivetrainError):
 
 class RemoteError(DrivetrainError):
     """Another rank failed; the message contains that rank's number and error."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on the device or on the host."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .roles.reward import FunctionRewardConfig as FunctionRewardConfig
     from .roles.reward import FunctionRewardWorker as FunctionRewardWorker
     from .roles.reward import RewardWorker as RewardWorker
-    from .rollout.engine import RolloutConfig as RolloutConfig
-    from .rollout.engine import SamplingOptions as SamplingOptions
+    from .rollout.options import RolloutConfig as RolloutConfig
+    from .rollout.options import SamplingOptions as SamplingOptions
     from .rollout.worker import RolloutWorker as RolloutWorker
 
 __getattr__, __dir__ = lazy_exports(
@@ -58,9 +58,9 @@ __getattr__, __dir__ = lazy_exports(
         "ReferenceWorker": "roles.reference",
         "RewardWorker": "roles.reward",
         "RoleSpec": "model_worker.role_host",
-        "RolloutConfig": "rollout.engine",
+        "RolloutConfig": "rollout.options",
         "RolloutWorker": "rollout.worker",
-        "SamplingOptions": "rollout.engine",
+        "SamplingOptions": "rollout.options",
         "ValueLoss": "losses.value",
         "WorkerConfig": "roles.base",
         "WorkerGroup": "groups.base",

@@ -28,7 +28,7 @@ from drivetrain.workers.model_worker import data_messages as d
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
-from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example

@@ -36,7 +36,7 @@ from drivetrain.workers.model_worker.errors import RemoteWorkerError
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
-from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected

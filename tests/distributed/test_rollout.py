@@ -19,7 +19,8 @@ from drivetrain.workers.batch_adapters import adapt_batch
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
-from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions, to_padded
+from drivetrain.workers.rollout.generation import to_padded
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.engines import build, steps
 from helpers.harness import run_ranks
@@ -57,7 +58,7 @@ def test_greedy_answers_are_those_of_plain_generate(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     # In one batch, and in several.
     for room in (16384, 24):
-        answers = worker(folder, batch_tokens=room).generate(PROMPTS, GREEDY)
+        answers = worker(folder, max_batch_total_tokens=room).generate(PROMPTS, GREEDY)
         assert [a[0].response for a in answers] == plain_answers(model)
         assert [a[0].prompt for a in answers] == PROMPTS
         for (a,) in answers:
@@ -96,7 +97,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(folder: Path) -> None:
         kept = more.get("top_k") or (1 + int((ordered.values.cumsum(0) < more["top_p"]).sum()) if "top_p" in more else 256)
         want = torch.zeros_like(want).index_put((ordered.indices[:kept],), ordered.values[:kept])
         want /= want.sum()
-        drawn = [a.response[0] for a in worker(folder, batch_tokens=10**6).generate([[5, 6, 7]], options)[0]]
+        drawn = [a.response[0] for a in worker(folder, max_batch_total_tokens=10**6).generate([[5, 6, 7]], options)[0]]
         seen = torch.bincount(torch.tensor(drawn), minlength=256) / count
         assert not seen[want == 0].any()
         # Within five standard deviations of every token's frequency.
@@ -108,7 +109,7 @@ def test_what_is_drawn_for_a_row_depends_on_nothing_else(folder: Path) -> None:
     rows = torch.arange(len(PROMPTS))
     whole = worker(folder).generate(PROMPTS, options)
     # One batch for each prompt, and a share of the rows.
-    assert answers_of(worker(folder, batch_tokens=24).generate(PROMPTS, options)) == answers_of(whole)
+    assert answers_of(worker(folder, max_batch_total_tokens=24).generate(PROMPTS, options)) == answers_of(whole)
     batch = from_lists(PROMPTS).with_sequence_fields(row=rows)
     assert answers_of(worker(folder).generate(batch.select([3, 1]), options)) == answers_of([whole[3], whole[1]])
     # The same prompt in another row, and without a seed: others.
@@ -126,13 +127,13 @@ def test_continuous_batching_gives_the_same(folder: Path) -> None:
     # With room for all of them, and for one at a time.
     for room in (2048, 24):
         for (a,), (b,) in zip(
-            static, worker(folder, continuous=True, batch_tokens=room).generate(PROMPTS, GREEDY), strict=True
+            static, worker(folder, generator="continuous", max_batch_total_tokens=room).generate(PROMPTS, GREEDY), strict=True
         ):
             assert a.response == b.response
             assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
     # Drawn ones say how likely they were, depend on the seed, and leave torch's random state alone.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rollout = worker(folder, continuous=True, batch_tokens=2048)
+    rollout = worker(folder, generator="continuous", max_batch_total_tokens=2048)
     options, state = SamplingOptions(max_tokens=5, temperature=1.7, samples=2, seed=4), torch.get_rng_state()
     answers = rollout.generate(PROMPTS, options)
     for some in answers:
@@ -141,9 +142,10 @@ def test_continuous_batching_gives_the_same(folder: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert answers_of(rollout.generate(PROMPTS, options)) == answers_of(answers)
     assert answers_of(rollout.generate(PROMPTS, replace(options, seed=5))) != answers_of(answers)
-    for more in ({"top_k": 5}, {"top_p": 0.5}):
-        with pytest.raises(ConfigError, match="use top_p=1 and top_k=0, or continuous=False"):
-            rollout.generate(PROMPTS, replace(options, **more))
+    # All generators of this kind draw alike, filtered or not.
+    for more in ({}, {"top_k": 5}, {"top_p": 0.5}):
+        drawn = replace(options, **more)
+        assert answers_of(rollout.generate(PROMPTS, drawn)) == answers_of(worker(folder).generate(PROMPTS, drawn))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -201,9 +203,9 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
 
 def test_prompts_that_do_not_fit_are_refused(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"prompt 2 has 7 tokens; .* 1 responses of up to 7 tokens it needs room for 14 \(batch_tokens=12\)"
+        ConfigError, match=r"prompt 2 has 7 tokens; .* up to max_tokens=7 it needs room for 14 \(max_batch_total_tokens=12\)"
     ):
-        worker(folder, batch_tokens=12).generate(PROMPTS, GREEDY)
+        worker(folder, max_batch_total_tokens=12).generate(PROMPTS, GREEDY)
     with pytest.raises(ConfigError, match="prompt 0 has token ids from 3 to 999; the model only has those below 256"):
         worker(folder).generate([[3, 999]], GREEDY)
     with pytest.raises(ConfigError, match="prompt 0 has 0 tokens"):
@@ -286,7 +288,7 @@ def folder_with(folder: Path, to: Path, generation: dict[str, Any], **config: An
 def test_generation_follows_no_settings_of_the_folder_but_names_them_once(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, continuous: bool
 ) -> None:
-    more: dict[str, Any] = {"continuous": True, "batch_tokens": 2048} if continuous else {}
+    more: dict[str, Any] = {"generator": "continuous", "max_batch_total_tokens": 2048} if continuous else {}
     plain = worker(folder, **more)
     assert "which rollout ignores" not in caplog.text
     asks = worker(folder_with(folder, tmp_path / "asks", FOLDER_SETTINGS, use_cache=False), **more)
@@ -315,7 +317,7 @@ def test_generation_always_has_a_cache(folder: Path, tmp_path: Path) -> None:
     (off / "generation_config.json").unlink()
     rollout: Any = worker(off)
     widths: list[int] = []
-    rollout._engine._model.register_forward_pre_hook(
+    rollout.generator._lm.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     rollout.generate([[5, 6, 7]], GREEDY)
@@ -355,8 +357,8 @@ def test_weights_that_are_not_finite_are_refused_on_load_and_on_sync(folder: Pat
     ("options", "continuous"), [(GREEDY, False), (SAMPLED, False), (SamplingOptions(max_tokens=3, seed=1), True)]
 )
 def test_logits_that_are_nan_are_one_error(folder: Path, options: SamplingOptions, continuous: bool) -> None:
-    rollout: Any = worker(folder, continuous=continuous, batch_tokens=2048)
-    head = rollout._engine._model.lm_head
+    rollout: Any = worker(folder, generator="continuous" if continuous else "static", max_batch_total_tokens=2048)
+    head = rollout.generator._lm.model.lm_head
     head.register_forward_hook(lambda module, args, output: output * float("nan"))
     with pytest.raises(ModelError, match="computes NaN"):
         rollout.generate(PROMPTS, options)
@@ -364,12 +366,10 @@ def test_logits_that_are_nan_are_one_error(folder: Path, options: SamplingOption
 
 def test_continuous_batching_without_a_token_that_ends_answers(folder: Path, tmp_path: Path) -> None:
     endless = folder_with(folder, tmp_path / "endless", {"eos_token_id": None}, eos_token_id=None)
-    rollout = worker(endless, continuous=True, batch_tokens=2048)
-    with pytest.raises(ConfigError, match=r"no token that ends a response.*give SamplingOptions\(stop_tokens=...\)"):
-        rollout.generate(PROMPTS, GREEDY)
+    rollout = worker(endless, generator="continuous", max_batch_total_tokens=2048)
+    assert answers_of(rollout.generate(PROMPTS, GREEDY)) == answers_of(worker(endless).generate(PROMPTS, GREEDY))
     stopped = replace(GREEDY, stop_tokens=(2,))
     assert answers_of(rollout.generate(PROMPTS, stopped)) == answers_of(worker(endless).generate(PROMPTS, stopped))
-    assert worker(endless).generate(PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
@@ -400,7 +400,7 @@ def test_the_context_is_that_of_the_scaled_rope(folder: Path, tmp_path: Path, ca
 
 def test_an_infinite_logit_is_one_error(folder: Path) -> None:
     rollout: Any = worker(folder)
-    rollout._engine._model.lm_head.register_forward_hook(
+    rollout.generator._lm.model.lm_head.register_forward_hook(
         lambda module, args, output: output.index_fill(-1, torch.tensor(7), torch.inf)
     )
     for options in (GREEDY, SAMPLED):

@@ -29,7 +29,7 @@ from drivetrain.workers.model_worker.names import BUILT_IN, Names, Program, coll
 from drivetrain.workers.model_worker.values import ValueDecodeError, dump, load
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig
-from drivetrain.workers.rollout.engine import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from helpers.roles import Trouble, fails_on_nine
 
 NAMES = Names()
@@ -137,7 +137,7 @@ def test_configurations_come_back() -> None:
     for binary in (True, False):
         assert through(config, binary=binary) == config
         assert through(SamplingOptions(stop_tokens=(1, 2)), binary=binary) == SamplingOptions(stop_tokens=(1, 2))
-        assert through(RolloutConfig(model=ModelConfig(path="m")), binary=binary).engine is None
+        assert through(RolloutConfig(model=ModelConfig(path="m")), binary=binary).generator == "static"
     assert through(ActorWorker) is ActorWorker
     assert math.isnan(through(math.nan, binary=False))
     batch = from_lists([[1, 2], [3, 4, 5]]).with_sequence_fields(row=torch.arange(2)).with_passengers("row")
@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_is_refused_by_its_place() -> None:
         ({"$": "subprocess:Popen", "fields": {"args": ["true"]}}, ConfigError, "subprocess:Popen is not on the list"),
         ({"$": "drivetrain.workers.roles.actor:ActorWorker", "fields": {}}, ValueDecodeError, "is not a dataclass"),
         ({"$": "drivetrain.engine.config:ModelConfig", "fields": {"pat": "x"}}, ValueDecodeError, "has no field 'pat'"),
-        ({"$": "drivetrain.workers.rollout.engine:RolloutConfig", "fields": {}}, ValueDecodeError, "missing 1 required"),
+        ({"$": "drivetrain.workers.rollout.options:RolloutConfig", "fields": {}}, ValueDecodeError, "missing 1 required"),
         ({"$": "drivetrain.engine.config:ModelConfig", "fields": 3}, ValueDecodeError, "is not a value"),
         ({"$": "tensor", "dtype": "float32", "shape": [2], "part": 0}, ValueDecodeError, "part 0 of 0 does not exist"),
         ({"$": "tensor", "dtype": "float32", "shape": [2], "data": "AAAA"}, ValueDecodeError, r"shape \[2\].* has 3 bytes"),

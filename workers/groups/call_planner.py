@@ -16,7 +16,7 @@ from ..model_worker.role_host import RankInfo
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
 from ..roles.reference import ReferenceConfig
-from ..rollout.engine import SamplingOptions, check_prompts
+from ..rollout.options import SamplingOptions, check_prompts
 from . import hooks as h
 from .planned import PlannedHook, PlannedRequest, Replies
 from .sample_calls import SampleCall, Shares, evaluation, transfer

@@ -25,7 +25,7 @@ from ..dispatch import assign_rows
 from ..model_worker import data_messages as d
 from ..model_worker.messages import Request
 from ..model_worker.role_host import RankInfo, RoleSpec
-from ..rollout.engine import check_prompts
+from ..rollout.options import check_prompts
 from .sample_calls import Shares
 
 

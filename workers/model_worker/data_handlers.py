@@ -13,7 +13,7 @@ from ..data_plane.plan import Column
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import key_of
 from ..dispatch import dispatch_of
-from ..rollout.engine import Generation
+from ..rollout.generation import Generation
 from . import compute_messages as c
 from . import data_messages as d
 from .handlers import check_method, check_role

@@ -46,7 +46,8 @@ BUILT_IN: frozenset[str] = frozenset(
         "workers.roles.critic": ("CriticConfig", "CriticWorker"),
         "workers.roles.reference": ("ReferenceConfig", "ReferenceWorker"),
         "workers.roles.reward": ("FunctionRewardConfig", "FunctionRewardWorker", "RewardWorker"),
-        "workers.rollout.engine": ("Generation", "RolloutConfig", "SamplingOptions"),
+        "workers.rollout.generation": ("Generation",),
+        "workers.rollout.options": ("RolloutConfig", "SamplingOptions"),
         "workers.rollout.worker": ("RolloutWorker",),
     }.items()
     for attribute in attributes

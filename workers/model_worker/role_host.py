@@ -16,7 +16,7 @@ from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.dataset import DatasetSpec, ShardedDataset
 from ..dispatch import Dispatch, dispatch_of
 from ..roles.base import to_host
-from ..rollout.engine import RolloutConfig
+from ..rollout.options import RolloutConfig
 from ..rollout.worker import RolloutWorker
 from .compute_messages import Initialize, InitializeOk
 

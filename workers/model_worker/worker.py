@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine import progress
-from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError
+from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError, is_out_of_memory
 from ..data_plane.plan import place
 from .codec import text
 from .comm_id import CommId
@@ -402,12 +402,3 @@ def _origin(error: BaseException) -> dict[str, Any]:
         except Exception as e:  # code of the error's class
             logger.warning("the traceback of a %s cannot be formatted: %s", type(error).__name__, type(e).__name__)
     return origin
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on the device or on the host."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in _text(error))
-    )

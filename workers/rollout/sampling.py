@@ -1,19 +1,19 @@
-"""Token sampling in which a response depends on the seed and its row, but not on its batch or process.
+"""Token sampling in which a response depends on its seed, but not on its batch, its process or its generator.
 
-Axes: B rows of a batch, V vocabulary, L tokens of the longest response.
+Axes: B rows of a batch, V vocabulary.
 """
 
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from ...engine import progress
-from .engine import SamplingOptions
+from .options import SamplingOptions
+
+_CHUNK = 64
 
 
 def seed_of(*parts: int | None) -> int:
@@ -23,57 +23,93 @@ def seed_of(*parts: int | None) -> int:
     return int.from_bytes(hashlib.sha256(" ".join(map(str, parts)).encode()).digest()[:7], "big")
 
 
-class TokenSampler(LogitsProcessor):
-    """A logits processor that samples each row's next token, masks all others, and records its log-probability.
+class UniformNumbers:
+    """The random numbers of one response: one in [0, 1) for each of its tokens, derived from a seed.
 
-    A token is sampled by inverting the cumulative distribution at a random number that belongs to the row and the step, so
-    rows share no random state.
+    Args:
+        seed: The seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._numbers: list[float] = []
+
+    def __getitem__(self, position: int) -> float:
+        """Return the number of the token at a position. It does not depend on how many are used."""
+        while position >= len(self._numbers):
+            self._numbers += torch.rand(_CHUNK, generator=self._generator, dtype=torch.float64).tolist()
+        return self._numbers[position]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the next token of a row is sampled.
 
     Args:
         options: The sampling options.
-        rows: The number of each prompt in the global batch; each has `options.samples` rows here.
-        device: The device of the logits.
+        uniform: The row's random number in [0, 1).
     """
 
-    def __init__(self, options: SamplingOptions, rows: Sequence[int], device: torch.device) -> None:
-        self._options = options
-        self._warpers = LogitsProcessorList()
-        if options.top_k:
-            self._warpers.append(TopKLogitsWarper(options.top_k))
-        if options.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(options.top_p))
-        self._uniform_bl: Tensor | None = None
-        if options.temperature > 0:
-            uniform = []
-            for row in rows:
-                generator = torch.Generator().manual_seed(seed_of(options.seed, row))
-                uniform.append(torch.rand(options.samples, options.max_tokens, generator=generator))
-            self._uniform_bl = torch.cat(uniform).to(device)
-        self.log_probs: list[Tensor] = []
-        """The log-probabilities of the sampled tokens, `[B]` for each step."""
-        self._broken = torch.zeros((), dtype=torch.bool, device=device)
+    options: SamplingOptions
+    uniform: float
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Convert the logits `[B, V]` of a step to logits that allow only the sampled tokens."""
-        scaled = scores.float() / (self._options.temperature or 1.0)
-        chosen = scaled.argmax(-1, keepdim=True) if self._uniform_bl is None else self._sample(input_ids, scaled)
-        log_probs = scaled.log_softmax(-1).gather(1, chosen)[:, 0]
-        # The log-probability of a sampled token is finite unless a logit is NaN or infinite. This is checked after the last
-        # step, since every check waits for the device.
-        self._broken |= ~torch.isfinite(log_probs).all()
-        self.log_probs.append(log_probs)
-        progress.advance()
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
-    def _sample(self, input_ids: Any, scaled: Any) -> Tensor:
-        assert self._uniform_bl is not None
-        # Float64, because a float32 sum over the vocabulary would distort the probabilities of its last tokens.
-        cumulative = self._warpers(input_ids, scaled).softmax(-1, dtype=torch.float64).cumsum(-1)
-        threshold = self._uniform_bl[:, len(self.log_probs), None] * cumulative[:, -1:]
-        # Select the first token whose cumulative probability exceeds the threshold. That is never a token of probability 0;
-        # the clamp covers NaN, for which the index would be past the end.
-        return torch.searchsorted(cumulative, threshold, right=True).clamp(max=scaled.shape[-1] - 1)
+def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    """Sample a token for each row, by inverting the cumulative distribution at the row's random number. Waits for the device.
 
-    def is_broken(self) -> bool:
-        """Return whether any step had a log-probability that was not finite."""
-        return bool(self._broken)
+    Args:
+        logits: The logits `[B, V]`.
+        draws: How each row is sampled.
+
+    Returns:
+        The B tokens, and their log-probabilities at the row's temperature before top_p and top_k. The log-probability of a row whose
+        logits include NaN or positive infinity is not finite.
+    """
+    device = logits.device
+    temperatures = [draw.options.temperature or 1.0 for draw in draws]
+    scaled = logits.float()
+    if any(temperature != 1.0 for temperature in temperatures):
+        scaled = scaled / torch.tensor(temperatures, device=device)[:, None]
+    log_probs = scaled.log_softmax(-1)
+    sampled = [row for row, draw in enumerate(draws) if draw.options.temperature]
+    if len(sampled) == len(draws):
+        chosen = _invert(_allowed(scaled, draws), draws)
+    else:
+        chosen = scaled.argmax(-1)
+        if sampled:
+            rows, some = torch.tensor(sampled, device=device), [draws[row] for row in sampled]
+            chosen[rows] = _invert(_allowed(scaled[rows], some), some)
+    found = torch.stack([chosen.double(), log_probs.gather(1, chosen[:, None])[:, 0].double()]).tolist()
+    return [int(token) for token in found[0]], found[1]
+
+
+def _invert(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    # Float64, because a float32 sum over the vocabulary would distort the probabilities of its last tokens.
+    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+    uniform = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=scores.device)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    # The first token whose cumulative probability exceeds the threshold, which is never one of probability 0; the clamp covers NaN, for
+    # which the index would be past the end.
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
+
+
+def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the scores `[B, V]` with those of tokens outside top_k and top_p at minus infinity."""
+    filtered = [row for row, draw in enumerate(draws) if draw.options.top_k or draw.options.top_p < 1]
+    if not filtered:
+        return scores
+    rows = torch.tensor(filtered, device=scores.device)
+    options = [draws[row].options for row in filtered]
+    some, vocabulary = scores[rows], scores.shape[-1]
+    ordered, order = some.sort(-1, descending=True)
+    kept = torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options], device=scores.device)
+    # Tokens as likely as the last one that top_k allows are allowed too: which of them came first would be arbitrary.
+    least = ordered.gather(1, (kept - 1)[:, None])
+    ordered = ordered.masked_fill(ordered < least, -torch.inf)
+    probabilities = ordered.softmax(-1, dtype=torch.float64)
+    top_p = torch.tensor([o.top_p for o in options], dtype=torch.float64, device=scores.device)
+    # A token is outside if those before it reach the mass already; the most likely one never is, and with top_p=1 none is.
+    outside = (probabilities.cumsum(-1) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
+    outside[:, 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return scores.index_copy(0, rows, torch.full_like(some, -torch.inf).scatter(1, order, ordered))

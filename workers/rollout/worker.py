@@ -9,11 +9,14 @@ from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import to_lists
 from ..dispatch import register
-from .engine import Generation, RolloutConfig, RolloutEngine, SamplingOptions, check_prompts
+from .generation import Generation
+from .generator import BaseGenerator
+from .options import RolloutConfig, SamplingOptions, check_prompts
+from .registry import build_generator
 
 
 class RolloutWorker:
-    """A worker with an inference engine in every process, each of which answers its shard of the prompts.
+    """A worker with a generator in every process, each of which answers its shard of the prompts.
 
     Args:
         config: The configuration of the role.
@@ -24,16 +27,11 @@ class RolloutWorker:
         if config.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
         self.config = config
-        self._engine: RolloutEngine | None = None
+        self._generator: BaseGenerator | None = None
 
     def initialize(self) -> Self:
         """Load the model."""
-        if self.config.engine is not None:
-            self._engine = self.config.engine(self.config)
-        else:
-            from .hf import TransformersRollout
-
-            self._engine = TransformersRollout(self.config)
+        self._generator = build_generator(self.config)
         return self
 
     @register("dp", returns="objects")
@@ -49,25 +47,30 @@ class RolloutWorker:
         token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(token_ids)) if numbers is None else numbers.tolist()
-        return self._started.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
+        return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an actor's weights, as streamed by its `weights()`."""
-        self._started.load_weights(weights)
+        self.generator.load_weights(weights)
 
     @register("all")
     def to(self, place: str) -> None:
         """Offload the model to `host`, or reload it to the `device`."""
-        self._started.to(place)
+        self.generator.to(place)
 
     @property
-    def _started(self) -> RolloutEngine:
-        if self._engine is None:
+    def generator(self) -> BaseGenerator:
+        """The generator.
+
+        Raises:
+            ConfigError: The worker is not initialized.
+        """
+        if self._generator is None:
             raise ConfigError("this rollout worker is not initialized; call initialize() first")
-        return self._engine
+        return self._generator
 
     def close(self) -> None:
         """Free the model."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None

@@ -1,12 +1,9 @@
-"""The interface of inference engines, with its sampling options and results. Imports no inference engine."""
+"""The settings of generation: how responses are sampled, and how a role that generates them is configured. Imports no torch."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...engine.config import ModelConfig
 from ...engine.errors import ConfigError
@@ -26,6 +23,7 @@ class SamplingOptions:
         top_k: The number of most likely tokens to sample from; 0 means all.
         samples: The number of responses per prompt.
         stop_tokens: Token ids that end a response, in addition to those of the model's generation config.
+        ignore_eos: Whether only `stop_tokens` end a response, and not the tokens of the model's generation config.
         seed: The random seed; None uses a new one for every call.
         evaluation: Whether the responses are only for evaluation and never trained on. In a group with an actor, their
             temperature may then differ from the actor's.
@@ -40,6 +38,7 @@ class SamplingOptions:
     top_k: int = 0
     samples: int = 1
     stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
     seed: int | None = None
     evaluation: bool = False
 
@@ -105,102 +104,35 @@ def _is_id(token: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One generated response.
-
-    Args:
-        prompt: The token ids of the prompt.
-        response: The token ids of the response, including the stop token that ended it.
-        log_probs: The log-probability of each response token at the sampling temperature (1 if that is 0), before top_p and
-            top_k.
-        finished: Whether a stop token ended the response, and not the length limit.
-    """
-
-    prompt: list[int]
-    response: list[int]
-    log_probs: list[float]
-    finished: bool
-
-
-class RolloutEngine(Protocol):
-    """The interface of an inference engine. There is one per process, and each holds the entire model."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int]
-    ) -> list[list[Generation]]:
-        """Generate `options.samples` responses to each prompt, in order.
-
-        Args:
-            prompts: The token ids of this process's shard of the prompts.
-            options: The sampling options.
-            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same
-                responses on any process, and different responses for an equal prompt in another row.
-        """
-        ...
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights, under their Hugging Face names as on disk: all of the model's, tied ones once.
-
-        After an error the engine must not generate until it has loaded a complete set of weights.
-        """
-        ...
-
-    def to(self, place: str) -> None:
-        """Offload the model to `host`, or reload it to the `device`."""
-        ...
-
-    def close(self) -> None:
-        """Free the model."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The configuration of a role that generates responses.
 
     Args:
         model: The model. Only path, added_tokens and trust_remote_code are used.
-        engine: A function that builds the inference engine from this configuration; None uses transformers. In a group of
-            processes these find it by its name, so define it at the top level of a module.
+        generator: The generator: a name that `drivetrain generators` lists, or `module:class`.
         dtype: The data type of the weights: float32 or bfloat16.
-        batch_tokens: The number of tokens in a batch, counting prompts and responses of maximum length.
-        continuous: Whether to use the continuous batching of transformers, which reuses the memory of finished responses at
-            once. Worth its startup time on a GPU, for many responses of different lengths. `batch_tokens` is then the size of
-            its cache, and top_p and top_k are not supported.
+        max_batch_size: The number of responses that are generated at the same time.
+        max_batch_total_tokens: The number of tokens of these responses and their prompts together, which bounds the memory of the
+            cache.
+        target_tokens_per_batch: The number of tokens in a forward pass. Prompts are added until it is reached.
+        enable_chunked_prefill: Whether a prompt that exceeds what is left of `target_tokens_per_batch` is processed in several
+            forward passes, so that running responses do not wait for it. Only the generator `continuous` can do this.
         pad: The token id of padding; None uses the tokenizer's, or 0.
+        options: The settings that only this generator has.
     """
 
     model: ModelConfig
-    engine: "Callable[[RolloutConfig], RolloutEngine] | None" = None
+    generator: str = "static"
     dtype: str = "float32"
-    batch_tokens: int = 16384
-    continuous: bool = False
+    max_batch_size: int = 256
+    max_batch_total_tokens: int = 16384
+    target_tokens_per_batch: int = 8192
+    enable_chunked_prefill: bool = True
     pad: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-
-def to_padded(generations: Sequence[Generation], pad: int = 0) -> dict[str, Any]:
-    """Convert responses to the padded format of RL frameworks: prompts padded on the left, responses on the right.
-
-    Args:
-        generations: B generated responses.
-        pad: The token id of padding.
-
-    Returns:
-        `input_ids` and `attention_mask` `[B, P + R]`, `responses`, `response_mask` and `rollout_log_probs` `[B, R]`.
-    """
-    rows, p = len(generations), max((len(g.prompt) for g in generations), default=0)
-    r = max((len(g.response) for g in generations), default=0)
-    ids, mask = torch.full((rows, p + r), pad, dtype=torch.int64), torch.zeros(rows, p + r, dtype=torch.int64)
-    log_probs = torch.zeros(rows, r)
-    for row, g in enumerate(generations):
-        begin, end = p - len(g.prompt), p + len(g.response)
-        ids[row, begin:end] = torch.tensor([*g.prompt, *g.response])
-        mask[row, begin:end] = 1
-        log_probs[row, : len(g.response)] = torch.tensor(g.log_probs)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "responses": ids[:, p:],
-        "response_mask": mask[:, p:],
-        "rollout_log_probs": log_probs,
-    }
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}; it must be an integer of at least 1")

@@ -1,0 +1,266 @@
+"""Generators: what their interface promises, on every implementation; what happens when they fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.cli import main
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.rollout.conformance.__main__ import main as conformance
+from drivetrain.workers.rollout.conformance.__main__ import parse_settings
+from drivetrain.workers.rollout.conformance.checks import CHECKS, Case, ConformanceError
+from drivetrain.workers.rollout.generator import BaseGenerator, TokenStream
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.registry import build_generator
+from helpers.broken_generators import DEFECTS
+
+GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
+LONG = [(7 * i + 3) % 250 for i in range(65)]
+SLOW = ("frequencies", "stops")
+"""Checks that take seconds with continuous batching."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("generators") / "model", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("conformance"), {"max_batch_total_tokens": 4096})
+
+
+@pytest.fixture(params=["static", "continuous"])
+def generator(folder: Path, request: pytest.FixtureRequest) -> Iterator[BaseGenerator]:
+    found = build(folder, generator=request.param)
+    yield found
+    found.close()
+
+
+def build(folder: Path, **settings: Any) -> BaseGenerator:
+    return build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), **{"max_batch_total_tokens": 2048, **settings}))
+
+
+def with_settings(case: Case, **settings: Any) -> Case:
+    found = object.__new__(Case)
+    found.__dict__ = {**case.__dict__, "_config": replace(case._config, **settings)}
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"generator": "static"}, id="static"),
+        pytest.param({"generator": "continuous"}, id="continuous"),
+        pytest.param(
+            {
+                "generator": "continuous",
+                "max_batch_total_tokens": 256,
+                "target_tokens_per_batch": 16,
+                "max_batch_size": 3,
+            },
+            id="continuous-tight",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"generator": "static", "max_batch_size": 2}, id="static-two", marks=pytest.mark.slow),
+    ],
+)
+def test_it_does_what_the_interface_says(case: Case, settings: dict[str, Any], check: str) -> None:
+    CHECKS[check](with_settings(case, **settings))
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_checks_find_a_defect(case: Case, defect: str) -> None:
+    broken = with_settings(case, generator=f"helpers.broken_generators:{defect}")
+    with pytest.raises(ConformanceError):
+        CHECKS[DEFECTS[defect]](broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "qwen3_moe", "gemma3_text"])
+def test_other_families_conform(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("static", "continuous"):
+        assert conformance([name, "--family", family]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2"])
+def test_continuous_batching_refuses_models_whose_attention_it_cannot_page(tmp_path: Path, family: str) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    with pytest.raises(ConfigError, match="generator=continuous cannot run .*; use generator=static"):
+        build(path, generator="continuous")
+    assert build(path, generator="static").generate([[5, 6]], GREEDY)
+
+
+# ---- the cache of continuous batching -----------------------------------------------------------------------------------
+
+
+def responses(generator: BaseGenerator, prompts: list[list[int]], options: SamplingOptions) -> list[list[list[int]]]:
+    return [[answer.response for answer in some] for some in generator.generate(prompts, options)]
+
+
+def test_a_full_cache_changes_no_response(folder: Path) -> None:
+    prompts = [[(i * 7 + 3 + j) % 250 for i in range(20 + j)] for j in range(8)]
+    options = SamplingOptions(max_tokens=50, temperature=1.5, samples=2, top_p=0.95, seed=3)
+    expected = responses(build(folder), prompts, options)
+    # Room for a fifth of them, so that requests have to leave the cache and come back; and prompts in pieces.
+    tight = build(folder, generator="continuous", max_batch_total_tokens=128)
+    assert responses(tight, prompts, options) == expected
+    assert tight.stats().prefill_tokens > sum(map(len, prompts)) * 2
+    pieces = build(folder, generator="continuous", target_tokens_per_batch=7)
+    assert responses(pieces, prompts, options) == expected
+
+
+def test_a_prompt_that_is_in_the_cache_up_to_its_last_token(folder: Path) -> None:
+    """What is left of it is too short to be kept back until all its responses exist."""
+    options = SamplingOptions(max_tokens=9, temperature=1.5, samples=4, seed=3)
+    expected = responses(build(folder), [LONG], options)
+    generator = build(folder, generator="continuous")
+    for _ in range(3):
+        before = generator.stats().prefill_tokens
+        assert responses(generator, [LONG], options) == expected
+    assert generator.stats().prefill_tokens - before == 4
+
+
+def test_requests_begin_in_the_order_of_their_arrival(folder: Path) -> None:
+    """A long prompt that does not fit yet is not overtaken by short ones that would."""
+    generator = build(folder, generator="continuous", max_batch_total_tokens=192)
+    first = [generator.submit([5, 6, i], replace(GREEDY, max_tokens=20 + 5 * i)) for i in range(5)]
+    generator.step()
+    long = generator.submit([*LONG, *LONG[:40]], replace(GREEDY, max_tokens=4))
+    short = [generator.submit([7, i], replace(GREEDY, max_tokens=4)) for i in range(12)]
+    order: list[TokenStream] = []
+    while generator.step():
+        order += [stream for stream in [long, *short] if stream.tokens and stream not in order]
+    assert order == [long, *short]
+    assert all(stream.finish_reason == "length" for stream in [*first, long, *short])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_response_of_a_prompt_in_pieces_can_be_cancelled(folder: Path, which: int) -> None:
+    """The responses of one prompt come into being with the first token of one of them."""
+    generator = build(folder, generator="continuous", target_tokens_per_batch=16)
+    options = SamplingOptions(max_tokens=9, temperature=1.5, seed=3)
+    expected = responses(build(folder), [LONG], replace(options, samples=3))[0]
+    streams = [generator.submit(LONG, options, row=0, sample=sample) for sample in range(3)]
+    generator.step()
+    assert not any(stream.tokens for stream in streams)
+    generator.cancel(streams[which].id)
+    while generator.step():
+        pass
+    for sample, stream in enumerate(streams):
+        assert stream.tokens == ([] if sample == which else expected[sample])
+    assert responses(generator, [LONG], replace(options, samples=3))[0] == expected
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """Lets the forward pass of a model fail at the given calls."""
+
+    def __init__(self, generator: Any, error: BaseException, *calls: int) -> None:
+        self._calls, self._error, self._count = calls, error, 0
+        self._hook = generator._lm.model.register_forward_pre_hook(self._raise)
+
+    def _raise(self, module: Any, inputs: Any) -> None:
+        self._count += 1
+        if self._count in self._calls:
+            raise self._error
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_when_memory_runs_out_the_latest_request_fails(generator: BaseGenerator, error: Exception) -> None:
+    prompts = [[5, 6, 7], [9], [5, 6, 7, 8]]
+    expected = [some[0] for some in responses(generator, prompts, GREEDY)]
+    Fault(generator, error, 4)
+    streams = [generator.submit(prompt, GREEDY) for prompt in prompts]
+    while generator.step():
+        pass
+    failed = [stream for stream in streams if stream.error is not None]
+    assert len(failed) == 1
+    assert failed[0].error is error
+    # The others go on after the tokens that they had.
+    for stream, tokens in zip(streams, expected, strict=True):
+        assert stream.tokens == (tokens[:3] if stream in failed else tokens)
+    assert [some[0] for some in responses(generator, prompts, GREEDY)] == expected
+
+
+def test_after_an_error_the_running_requests_fail_and_later_ones_do_not(generator: BaseGenerator) -> None:
+    expected = responses(generator, [[5, 6, 7]], GREEDY)
+    Fault(generator, RuntimeError("a broken kernel"), 3)
+    streams = [generator.submit([5, i], GREEDY) for i in range(3)]
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        list(streams[0])
+    assert all(stream.error is not None and len(stream.tokens) == 2 for stream in streams)
+    assert responses(generator, [[5, 6, 7]], GREEDY) == expected
+    # One that fails within generate leaves none of the others behind.
+    Fault(generator, RuntimeError("a broken kernel"), 2)
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        generator.generate([[5], [6]], GREEDY)
+    stats = generator.stats()
+    assert (stats.waiting, stats.running) == (0, 0)
+
+
+def test_an_interrupt_of_the_keyboard_loses_no_token(generator: BaseGenerator) -> None:
+    expected = responses(generator, [[5, 6, 7]], GREEDY)[0][0]
+    fault = Fault(generator, KeyboardInterrupt(), 4)
+    stream = generator.submit([5, 6, 7], GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    fault.remove()
+    assert stream.tokens == expected[:3]
+    assert [token.token for token in stream][-1] == expected[-1]
+    assert stream.tokens == expected
+
+
+# ---- names and settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("statik", "generator='statik' is unknown; available: .*did you mean 'static'?"),
+        ("nowhere:Class", "generator=nowhere:Class: nowhere:Class cannot be imported"),
+        ("json:Nothing", "json:Nothing cannot be imported: module 'json' has no attribute 'Nothing'"),
+    ],
+)
+def test_a_generator_that_does_not_exist_is_named(folder: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(folder, generator=name)
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_sizes_that_are_no_numbers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}; it must be an integer of at least 1"):
+        RolloutConfig(model=ModelConfig(), **{name: value})
+
+
+def test_the_command_checks_a_generator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generators"]) == 0
+    assert "static " in capsys.readouterr().out
+    assert main(["conformance-rollout", "static", "max_batch_size=4", "--only", "greedy", "stops"]) == 0
+    assert "2 checks passed, 0 failed" in capsys.readouterr().out
+    broken = "helpers.broken_generators:OtherTokens"
+    assert main(["conformance-rollout", broken, "--only", "greedy"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL  greedy             to [5, 6, 7] it answers" in printed
+    assert "0 checks passed, 1 failed" in printed
+    for words, message in (
+        (["statik"], "did you mean 'static'?"),
+        (["static", "size=3"], "'size=3' is not a setting with a value; the settings are"),
+        (["static", "max_batch_size"], "'max_batch_size' has no value; write max_batch_size=VALUE"),
+    ):
+        assert main(["conformance-rollout", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert parse_settings(["options.a.b=1", "dtype=bfloat16"]) == {"options": {"a.b": 1}, "dtype": "bfloat16"}

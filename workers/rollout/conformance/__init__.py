@@ -1,0 +1,1 @@
+"""Conformance checks for generators, built-in or third-party."""

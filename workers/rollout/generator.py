@@ -1,0 +1,471 @@
+"""The interface of generators: requests that are submitted, advanced together a step at a time, and read as streams of tokens.
+
+A generator is used by one thread. A scheduler in a model worker lets many clients share one.
+"""
+
+import logging
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine import progress
+from ...engine.errors import ConfigError, ModelError, is_out_of_memory
+from .generation import FinishReason, Generation
+from .options import RolloutConfig, SamplingOptions, check_prompts
+from .sampling import Draw, UniformNumbers, seed_of
+
+logger = logging.getLogger(__name__)
+
+RequestId = int | str
+
+
+class Token(NamedTuple):
+    """A generated token.
+
+    Args:
+        token: The token id.
+        log_prob: Its log-probability at the sampling temperature (1 if that is 0), before top_p and top_k.
+        version: The version of the weights that made it.
+    """
+
+    token: int
+    log_prob: float
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a generator can take.
+
+    Args:
+        vocabulary: The number of tokens of the model; ids are below it.
+        context: The number of positions of the model; None if it has no limit.
+        tokens: The largest number of tokens of a prompt and its response together.
+        end_tokens: The token ids that end a response.
+    """
+
+    vocabulary: int
+    context: int | None
+    tokens: int
+    end_tokens: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStats:
+    """The state of a generator.
+
+    Args:
+        waiting: The number of requests that have not begun.
+        running: The number of requests that are being generated.
+        version: The version of the weights.
+        requests: The number of requests that have ended.
+        tokens: The number of tokens that have been generated.
+        prefill_tokens: The number of tokens of prompts that have been processed. Those found in a cache do not count.
+        steps: The number of forward passes.
+    """
+
+    waiting: int
+    running: int
+    version: int
+    requests: int
+    tokens: int
+    prefill_tokens: int
+    steps: int
+
+
+class TokenStream:
+    """The tokens of one request, as an iterator that advances the generator when no token is left.
+
+    Args:
+        generator: The generator.
+        request_id: The id of the request.
+        prompt: The token ids of the prompt.
+        options: The sampling options.
+        stop_tokens: The token ids that end the response.
+        seed: The seed of its random numbers.
+    """
+
+    def __init__(
+        self,
+        generator: "BaseGenerator",
+        request_id: RequestId,
+        prompt: list[int],
+        options: SamplingOptions,
+        stop_tokens: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.id, self.prompt, self.options, self.stop_tokens = request_id, prompt, options, stop_tokens
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        """Why the response ended; see `Generation`. None if it goes on, or failed."""
+        self.error: Exception | None = None
+        """Why the request failed."""
+        self._generator, self._uniform, self._read = generator, UniformNumbers(seed), 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def so_far(self) -> list[int]:
+        """The prompt and the tokens that have been generated."""
+        return self.prompt + self.tokens
+
+    @property
+    def remaining(self) -> int:
+        """The number of tokens that may still come."""
+        return self.options.max_tokens - len(self.tokens)
+
+    def draw(self) -> Draw:
+        """Return how its next token is sampled."""
+        return Draw(self.options, self._uniform[len(self.tokens)] if self.options.temperature else 0.0)
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        while self._read == len(self.tokens):
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise StopIteration
+            if not self._generator.step():
+                raise ConfigError("the generator is paused, so this response cannot go on; call resume()")
+        self._read += 1
+        return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])
+
+    def result(self) -> Generation:
+        """Return the response so far."""
+        return Generation(
+            prompt=list(self.prompt),
+            response=list(self.tokens),
+            log_probs=list(self.log_probs),
+            versions=list(self.versions),
+            finish_reason=self.finish_reason or "aborted",
+        )
+
+
+class BaseGenerator(ABC):
+    """Generates responses to many requests at the same time.
+
+    A generator of your own implements the abstract methods. `run_step` moves requests from `waiting` to `running` with `admit` and
+    reports their tokens with `add_token`. All else, such as validation, ends of responses, cancellation, versions and recovery from
+    errors, is done here.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.version = 0
+        """The version of the weights. Those that the generator was built with are version 0."""
+        self.waiting: dict[RequestId, TokenStream] = {}
+        """The requests that have not begun, or begin anew, in the order of their arrival."""
+        self.running: dict[RequestId, TokenStream] = {}
+        """The requests that are being generated, in the order in which they began."""
+        self.reset_stats()
+        self._complete, self._paused, self._on_device, self._warned = True, False, True, False
+
+    # ---- what a generator implements ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+
+    @abstractmethod
+    def run_step(self) -> None:
+        """Begin requests that are waiting, if there is room, and run one forward pass. Called if there is anything to do."""
+
+    @abstractmethod
+    def stop_request(self, stream: TokenStream) -> None:
+        """Stop generating a running request."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget all running requests, and everything that was computed with the present weights. May follow an error of `run_step`."""
+
+    @abstractmethod
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights; see `load_weights`. No request is running."""
+
+    @abstractmethod
+    def move(self, place: str) -> None:
+        """Move the weights to the `device` or the `host`. No request is running."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model."""
+
+    def admit(self, stream: TokenStream) -> None:
+        """Note that a waiting request begins."""
+        del self.waiting[stream.id]
+        self.running[stream.id] = stream
+
+    def add_token(self, stream: TokenStream, token: int, log_prob: float) -> None:
+        """Add a token to a running request. If the response ends with it, `stop_request` is called."""
+        if not math.isfinite(log_prob):
+            self.stop_request(stream)
+            self._fail(
+                stream,
+                ModelError(
+                    f"rollout: {self.config.model.path} computes NaN or infinity for this prompt; its weights or its number format "
+                    f"(dtype={self.config.dtype}) are at fault"
+                ),
+            )
+            return
+        stream.tokens.append(token)
+        stream.log_probs.append(log_prob)
+        stream.versions.append(self.version)
+        self._tokens += 1
+        if token in stream.stop_tokens:
+            self._finish(stream, "stop")
+        elif not stream.remaining:
+            self._finish(stream, "length")
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        self._numbered = self._ended = self._tokens = self._steps = self.prefill_tokens = 0
+
+    # ---- what its users call -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        request_id: RequestId | None = None,
+        *,
+        row: int | None = None,
+        sample: int = 0,
+    ) -> TokenStream:
+        """Add a request.
+
+        Args:
+            prompt: The token ids of the prompt.
+            options: The sampling options. `samples` is not used; a stream is one response.
+            request_id: The id by which it can be cancelled; None numbers it.
+            row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
+            sample: The number of the response among those to the prompt.
+
+        Raises:
+            ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is in use.
+            ModelError: The last weights were not loaded completely.
+        """
+        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample)
+
+    def _enqueue(
+        self, title: str, prompt: list[int], options: SamplingOptions, request_id: RequestId | None, row: int, sample: int
+    ) -> TokenStream:
+        self._check_ready()
+        limits = self.limits()
+        _check_prompt(title, prompt, options, limits, self.config)
+        self._warn_of_length(len(prompt), options.max_tokens, limits.context)
+        if request_id is None:
+            request_id = f"request-{self._numbered}"
+            self._numbered += 1
+        if request_id in self.waiting or request_id in self.running:
+            raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
+        stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
+        stream = TokenStream(self, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample))
+        self.waiting[request_id] = stream
+        return stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request with the tokens so far; its finish reason is `aborted`. Returns whether there was such a request."""
+        stream = self.waiting.get(request_id)
+        if stream is None:
+            stream = self.running.get(request_id)
+            if stream is None:
+                return False
+            self._stop(stream)
+        self._end(stream, "aborted")
+        return True
+
+    def step(self) -> bool:
+        """Advance all requests; return False if there is nothing to do, or the generator is paused.
+
+        An error ends the requests that were running; see `TokenStream.error`. If memory ran out, it ends the latest of them, and the
+        others begin anew after the tokens that they have.
+        """
+        if self._paused or not (self.waiting or self.running):
+            return False
+        self._check_ready()
+        try:
+            with torch.inference_mode():
+                self.run_step()
+        except Exception as e:
+            self._recover(e)
+        except BaseException:
+            self._interrupt()
+            raise
+        self._steps += 1
+        progress.advance()
+        return True
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int] | None = None
+    ) -> list[list[Generation]]:
+        """Generate `options.samples` responses to each prompt, in order.
+
+        Args:
+            prompts: The token ids of the prompts.
+            options: The sampling options.
+            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
+                any process, and different responses for an equal prompt in another row. None numbers them from 0.
+
+        Raises:
+            ConfigError: A prompt cannot be used, or the generator is paused.
+            ModelError: The last weights were not loaded completely, or the model computes NaN.
+        """
+        streams: list[list[TokenStream]] = []
+        try:
+            checked = check_prompts(prompts)
+            for i, (prompt, row) in enumerate(zip(checked, range(len(checked)) if rows is None else rows, strict=True)):
+                streams.append([])
+                for sample in range(options.samples):
+                    streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample))
+            rest = [stream for some in streams for stream in some]
+            while rest:
+                if not self.step():
+                    raise ConfigError("the generator is paused; call resume()")
+                for stream in rest:
+                    if stream.error is not None:
+                        raise stream.error
+                rest = [stream for stream in rest if not stream.ended]
+        finally:
+            for some in streams:
+                for stream in some:
+                    if not stream.ended:
+                        self.cancel(stream.id)
+        return [[stream.result() for stream in some] for some in streams]
+
+    def pause(self) -> None:
+        """Stop generating until `resume`. Requests and their caches stay."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load new weights, also while requests are running: these go on after the tokens that they have, from an empty cache.
+
+        Args:
+            weights: All tensors of the model under their Hugging Face names as on disk, tied ones once.
+            version: The version of the weights; None is one more than the present one.
+
+        Raises:
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite. The generator then refuses to work until it has
+                loaded a complete set of weights; its requests wait.
+        """
+        self._complete = False
+        self._interrupt()
+        with torch.no_grad():
+            self.copy_weights(weights)
+        self.version = self.version + 1 if version is None else version
+        self._complete = True
+
+    def to(self, place: str) -> None:
+        """Offload the model to `host`, or reload it to the `device`. Caches are dropped; requests wait.
+
+        Raises:
+            ConfigError: The place is neither.
+        """
+        if place not in ("device", "host"):
+            raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host'")
+        self._interrupt()
+        self.move(place)
+        self._on_device = place == "device"
+
+    def stats(self) -> GeneratorStats:
+        """Return the state of the generator."""
+        return GeneratorStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            version=self.version,
+            requests=self._ended,
+            tokens=self._tokens,
+            prefill_tokens=self.prefill_tokens,
+            steps=self._steps,
+        )
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if not self._complete:
+            raise ModelError(
+                "the rollout's weights are a mix of two models because loading new ones failed; load a complete set (sync_weights)"
+            )
+        if not self._on_device:
+            raise ConfigError("the rollout's model is on the host; call to('device') first")
+
+    def _warn_of_length(self, length: int, max_tokens: int, context: int | None) -> None:
+        if context is not None and length + max_tokens > context and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a prompt of %d tokens with a response of max_tokens=%d may exceed the %d positions that %s supports",
+                length,
+                max_tokens,
+                context,
+                self.config.model.path,
+            )
+
+    def _stop(self, stream: TokenStream) -> None:
+        with torch.inference_mode():
+            self.stop_request(stream)
+
+    def _finish(self, stream: TokenStream, reason: FinishReason) -> None:
+        self.stop_request(stream)
+        self._end(stream, reason)
+
+    def _end(self, stream: TokenStream, reason: FinishReason | None) -> None:
+        self.waiting.pop(stream.id, None)
+        self.running.pop(stream.id, None)
+        stream.finish_reason = reason
+        self._ended += 1
+
+    def _fail(self, stream: TokenStream, error: Exception) -> None:
+        stream.error = error
+        self._end(stream, None)
+
+    def _interrupt(self) -> None:
+        """Drop all caches, and let the running requests begin anew, before those that wait."""
+        self.drop_caches()
+        self.waiting = {**self.running, **self.waiting}
+        self.running = {}
+
+    def _recover(self, error: Exception) -> None:
+        streams = list(self.running.values()) or list(self.waiting.values())[:1]
+        for stream in streams[-1:] if is_out_of_memory(error) else streams:
+            self._fail(stream, error)
+        # They hold the tensors of the step.
+        traceback.clear_frames(error.__traceback__)
+        self._interrupt()
+
+
+def _check_prompt(title: str, prompt: list[int], options: SamplingOptions, limits: Limits, config: RolloutConfig) -> None:
+    if not prompt:
+        raise ConfigError(f"{title} has 0 tokens; it must have at least one")
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
+        raise ConfigError(
+            f"{title} has token ids from {min(prompt)} to {max(prompt)}; the model only has those below {limits.vocabulary}"
+        )
+    if limits.context is not None and len(prompt) >= limits.context:
+        raise ConfigError(
+            f"{title} has {len(prompt)} tokens, which leaves no room for a response in the {limits.context} positions of "
+            f"{config.model.path}; shorten it"
+        )
+    if (needed := len(prompt) + options.max_tokens) > limits.tokens:
+        raise ConfigError(
+            f"{title} has {len(prompt)} tokens; with a response of up to max_tokens={options.max_tokens} it needs room for {needed} "
+            f"(max_batch_total_tokens={config.max_batch_total_tokens})"
+        )

@@ -1,0 +1,185 @@
+"""Static batching with a plain transformers model: a batch of prompts is generated to its end before the next one begins.
+
+Axes: P different prompts, B rows of a batch, L tokens of the longest prompt and its response so far.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .causal_lm import CausalLM
+from .generator import BaseGenerator, Limits, TokenStream
+from .options import RolloutConfig
+from .sampling import sample_tokens
+
+DROP_SHARE = 0.25
+"""Rows that have ended are dropped from a batch when they are this share of it. Dropping them copies the cache."""
+
+
+class StaticGenerator(BaseGenerator):
+    """A generator that pads prompts of similar length into a batch.
+
+    Each different prompt of a batch is processed once, however many responses it gets.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        self._lm = CausalLM(config)
+        self._batch: _Batch | None = None
+
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+        return self._lm.limits
+
+    def run_step(self) -> None:
+        """Begin a batch, or generate the next token of its rows."""
+        if self._batch is None or not self._batch.live():
+            streams = next(batch for batch in self._batches() if next(iter(self.waiting.values())) in batch)
+            for stream in streams:
+                self.admit(stream)
+            self._batch = _Batch(self._lm, streams)
+            logits = self._batch.prefill()
+            self.prefill_tokens += self._batch.prefill_tokens
+        else:
+            logits = self._batch.decode()
+        live = self._batch.live()
+        if len(live) < len(logits):
+            logits = logits[torch.tensor(live, device=logits.device)]
+        batch = self._batch
+        streams = [batch.streams[row] for row in live]
+        tokens, log_probs = sample_tokens(logits, [stream.draw() for stream in streams])
+        batch.set_tokens(live, tokens)
+        for stream, token, log_prob in zip(streams, tokens, log_probs, strict=True):
+            self.add_token(stream, token, log_prob)
+
+    def _batches(self) -> Iterator[list[TokenStream]]:
+        """Yield the batches of the requests that wait, those of similar length together."""
+        batch: list[TokenStream] = []
+        most = 0
+        # Stable, so that equal prompts stay together in the order of their arrival.
+        for stream in sorted(self.waiting.values(), key=lambda s: -len(s.so_far)):
+            # The first prompt of a batch is the longest; all others are padded to its length.
+            longest = len(batch[0].so_far) if batch else len(stream.so_far)
+            most = max(most, stream.remaining) if batch else stream.remaining
+            rows = len(batch) + 1
+            if batch and (rows > self.config.max_batch_size or rows * (longest + most) > self.config.max_batch_total_tokens):
+                yield batch
+                batch, most = [], stream.remaining
+            batch.append(stream)
+        yield batch
+
+    def stop_request(self, stream: TokenStream) -> None:
+        """Leave a row of the batch unused."""
+        if self._batch is not None:
+            self._batch.drop(stream)
+
+    def drop_caches(self) -> None:
+        """Forget the batch."""
+        self._batch = None
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new weights into the model."""
+        self._lm.copy_weights(weights)
+
+    def move(self, place: str) -> None:
+        """Move the model."""
+        self._lm.move(place)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._batch = None
+        self._lm.close()
+
+
+class _Batch:
+    """The rows of a batch, with their cache.
+
+    Args:
+        lm: The model.
+        streams: The request of each row.
+    """
+
+    def __init__(self, lm: CausalLM, streams: Sequence[TokenStream]) -> None:
+        self._lm, self.streams = lm, list(streams)
+        self._ended: set[int] = set()
+        self._cache: Any = DynamicCache(config=lm.model.config.get_text_config(decoder=True))
+        self.prefill_tokens = 0
+
+    def live(self) -> list[int]:
+        """Return the rows that have not ended."""
+        return [row for row in range(len(self.streams)) if row not in self._ended]
+
+    def drop(self, stream: TokenStream) -> None:
+        """Leave a row unused."""
+        self._ended.add(next(row for row, other in enumerate(self.streams) if other is stream))
+
+    def set_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set the last token of rows."""
+        self._last = torch.full((len(self.streams), 1), self._lm.pad, dtype=torch.int64)
+        self._last[list(rows), 0] = torch.tensor(tokens)
+
+    def prefill(self) -> Tensor:
+        """Process the prompts and return the logits `[B, V]` of the first tokens."""
+        device = self._lm.device
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, stream in enumerate(self.streams):
+            rows_of.setdefault(tuple(stream.so_far), []).append(row)
+        # The states of linear attention cannot be copied from row to row.
+        shared = all(hasattr(layer, "batch_select_indices") for layer in self._cache.layers)
+        prompts = list(rows_of) if shared else [tuple(stream.so_far) for stream in self.streams]
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), self._lm.pad, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        self.prefill_tokens = sum(map(len, prompts))
+        self._selects = shared
+        self._mask, self._next = mask.to(device), mask.sum(1, keepdim=True).to(device)
+        self._padded = any(len(prompt) < width for prompt in prompts)
+        logits = self._forward(ids.to(device), (self._mask.cumsum(1) - 1).clamp(min=0))
+        if len(prompts) < len(self.streams):
+            source = [0] * len(self.streams)
+            for i, rows in enumerate(rows_of.values()):
+                for row in rows:
+                    source[row] = i
+            logits = self._select(source, logits)
+        return logits
+
+    def decode(self) -> Tensor:
+        """Process the last token of each row and return the logits `[B, V]` of the next ones."""
+        if self._selects and len(self._ended) >= DROP_SHARE * len(self.streams):
+            live = self.live()
+            self._last = self._last[live]
+            self._select(live)
+            self.streams, self._ended = [self.streams[row] for row in live], set()
+        positions = self._next
+        self._next = self._next + 1
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+        return self._forward(self._last.to(self._lm.device), positions)
+
+    def _select(self, rows: list[int], logits: Tensor | None = None) -> Any:
+        index = torch.tensor(rows, device=self._lm.device)
+        self._cache.batch_select_indices(index)
+        self._mask, self._next = self._mask[index], self._next[index]
+        return None if logits is None else logits[index]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
+        # Without padding, attention needs no mask.
+        inputs["attention_mask"] = self._mask if self._padded else None
+        if "position_ids" in self._lm.parameters:
+            inputs["position_ids"] = positions
+        if "logits_to_keep" in self._lm.parameters:
+            inputs["logits_to_keep"] = 1
+        logits: Tensor = self._lm.model(**inputs).logits[:, -1]
+        return logits
