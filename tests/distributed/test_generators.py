@@ -93,7 +93,7 @@ def test_other_families_conform(family: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt2"])
 def test_continuous_batching_refuses_models_whose_attention_it_cannot_page(tmp_path: Path, family: str) -> None:
     path = save_tiny_model(tmp_path / "model", family)
-    with pytest.raises(ConfigError, match="generator=continuous cannot run .*; use generator=static"):
+    with pytest.raises(ConfigError, match=r"generator=continuous cannot run .*; use generator=static"):
         build(path, generator="continuous")
     assert build(path, generator="static").generate([[5, 6]], GREEDY)
 
