@@ -70,6 +70,10 @@ class WorkerLostError(WorkerError):
     """A process of a worker group died; the group must be rebuilt."""
 
 
+class QueueFullError(WorkerError):
+    """Too many requests are waiting; send it again later."""
+
+
 class DataMissingError(DrivetrainError, LookupError):
     """Samples, or columns of samples, are not in the workers' data stores.
 

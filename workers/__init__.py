@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .data_plane.data_ref import DataRef as DataRef
     from .data_plane.dataset import DatasetSpec as DatasetSpec
     from .dispatch import MiniBatches as MiniBatches
+    from .embeddings.config import EmbeddingConfig as EmbeddingConfig
+    from .embeddings.worker import EmbeddingWorker as EmbeddingWorker
     from .groups.base import WorkerGroup as WorkerGroup
     from .groups.local import LocalWorkerGroup as LocalWorkerGroup
     from .groups.process import ProcessWorkerGroup as ProcessWorkerGroup
@@ -47,6 +49,8 @@ __getattr__, __dir__ = lazy_exports(
         "CriticWorker": "roles.critic",
         "DataRef": "data_plane.data_ref",
         "DatasetSpec": "data_plane.dataset",
+        "EmbeddingConfig": "embeddings.config",
+        "EmbeddingWorker": "embeddings.worker",
         "FunctionRewardConfig": "roles.reward",
         "FunctionRewardWorker": "roles.reward",
         "LocalWorkerGroup": "groups.local",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..checkpoint.local_shards import LocalShard, read_part
@@ -61,6 +62,11 @@ class WeightFolder:
     def names(self) -> list[str]:
         """The canonical names of all tensors."""
         return list(self._where)
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """The file and key of all tensors."""
+        return list(self._where.values())
 
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
         """Return the file and key of a tensor, or None; a folder saved from a bare backbone lacks the backbone's prefix."""
@@ -124,6 +130,25 @@ def stored_names(path: str) -> frozenset[str]:
         ModelError: There are no safetensors files.
     """
     return frozenset(WeightFolder(resolve_folder(path), str).names)
+
+
+def stored_weights(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's folder under their names there, file by file. They are views of the files.
+
+    Raises:
+        ModelError: There are no safetensors files, or one is damaged.
+    """
+    folder = WeightFolder(resolve_folder(path), str)
+    keys_by_file: dict[str, list[str]] = {}
+    for file, key in folder.places:
+        keys_by_file.setdefault(file, []).append(key)
+    for file, keys in sorted(keys_by_file.items()):
+        try:
+            with safe_open(folder.folder / file, framework="pt") as stored:
+                for key in keys:
+                    yield key, stored.get_tensor(key)
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{folder.folder / file} cannot be read: {e}; the model is damaged") from e
 
 
 def check_head(names: Collection[str], model: ModelConfig) -> None:

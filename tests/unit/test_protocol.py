@@ -17,6 +17,7 @@ from drivetrain.workers.model_worker import data_messages as d
 from drivetrain.workers.model_worker import hooks as h
 from drivetrain.workers.model_worker import messages as p
 from drivetrain.workers.model_worker import protocol
+from drivetrain.workers.model_worker import stream_messages as s
 from drivetrain.workers.model_worker.codec import Codec, FrameError
 from drivetrain.workers.model_worker.worker import ModelWorker, OpError, WorkerSettings, error_of
 
@@ -109,6 +110,8 @@ REQUESTS: list[tuple[p.Request, str]] = [
     ),
     (d.Peers(addresses={"m/0": "ipc:///f/0"}), '{"op":"peers","addresses":{"m/0":"ipc:///f/0"}}'),
     (c.Flush(ids=[1, "a"], digest="d"), '{"op":"flush","ids":[1,"a"],"digest":"d"}'),
+    (s.Stream(role="r", prompt=[5, 6], row=1), '{"op":"stream","role":"r","prompt":[5,6],"row":1}'),
+    (s.Embed(role="r", tokens=[5, 6]), '{"op":"embed","role":"r","tokens":[5,6]}'),
 ]
 REPLIES: list[tuple[p.Reply, str]] = [
     (p.Pong(rank=1, world_size=2, cuda_device=1), '{"op":"pong","rank":1,"world_size":2,"cuda_device":1}'),
@@ -147,6 +150,12 @@ REPLIES: list[tuple[p.Reply, str]] = [
     (d.DigestOk(digest="ab"), '{"op":"digest_ok","digest":"ab"}'),
     (d.Listening(address="ipc:///f/0"), '{"op":"listening","address":"ipc:///f/0"}'),
     (d.PeersOk(), '{"op":"peers_ok"}'),
+    (s.StreamOk(finish_reason="stop"), '{"op":"stream_ok","finish_reason":"stop"}'),
+    (
+        s.Tokens(responses=[s.NewTokens(7, [5, 6], [-0.5, -1.5], 2), s.NewTokens("x", [9], [-1.0], 2)]),
+        '{"op":"tokens","responses":[[7,[5,6],[-0.5,-1.5],2],["x",[9],[-1.0],2]]}',
+    ),
+    (s.EmbedOk(embedding=[0.5]), '{"op":"embed_ok","embedding":[0.5]}'),
     (p.Beat(rank=0, progress=3), '{"op":"beat","rank":0,"progress":3}'),
 ]
 

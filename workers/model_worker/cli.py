@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--beat", type=float, default=0.0, metavar="S", help="interval of beat messages; 0 sends none")
     add("--queue-size", type=int, default=1024, metavar="N", help="how many requests may wait")
+    add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
     add("--max-line-mib", type=int, default=MAX_LINE_BYTES // 2**20, metavar="N", help="the longest line on standard input")
     add("--identity", default=None, help="its name for the controller behind a socket")
     add(
@@ -153,6 +154,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         watchdog=watchdog,
         beat_s=args.beat,
         queue_size=args.queue_size,
+        max_wait_ms=args.max_wait_ms,
         names=tuple(args.allow),
         program=None if args.program is None else parse_program(args.program),
     )

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .manifest import digest_of
 from .messages import Beat, Reply, Request
 from .names import Names
 from .protocol import Registry
+from .stream_messages import NewTokens, Stream, Tokens
 from .transports.base import Frame, Wakeup
 from .transports.zeromq import LINGER_MS, SCHEME, CurveKeys, endpoint_of
 from .values import dump, load
@@ -75,6 +76,7 @@ class Channel:
         self._controller = controller
         self._lock = threading.Lock()
         self._pending: dict[int, ReplyFuture] = {}
+        self._listeners: dict[Any, Callable[[NewTokens], None]] = {}
         self._early: list[Frame] = []
         self._connected = False
         self._lost: WorkerLostError | None = None
@@ -86,6 +88,22 @@ class Channel:
             ConfigError: A value cannot be sent.
         """
         return self.send([self.encode(*dump(request, self._controller.names))])[0]
+
+    def open_stream(self, request: Stream, listener: Callable[[NewTokens], None]) -> tuple[int, ReplyFuture]:
+        """Send a request whose tokens come before its reply; return its id, and the reply.
+
+        Args:
+            request: The request.
+            listener: Called with tokens as they arrive, by the controller's thread.
+
+        Raises:
+            ConfigError: A value cannot be sent.
+        """
+        number, frame = self.encode(*dump(request, self._controller.names))
+        self._listeners[number] = listener
+        (sent,) = self.send([(number, frame)])
+        sent.add_done_callback(lambda done: self._listeners.pop(number, None))
+        return number, sent
 
     def ask_flushed(self, request: ComputeRequest) -> ReplyFuture:
         """Send a request together with the flush that runs it, to a worker that is the only one of its pool.
@@ -159,6 +177,11 @@ class Channel:
             future = self._pending.pop(reply.id, None) if isinstance(reply.id, int) else None
         if isinstance(reply, Beat):
             self.beat = reply
+        elif isinstance(reply, Tokens):
+            for added in reply.responses:
+                listener = self._listeners.get(added.request)
+                if listener is not None:
+                    listener(added)
         elif future is not None:
             future.set_result((reply, parts))
         elif self._lost is None:

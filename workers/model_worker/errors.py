@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ...engine import errors
-from ...engine.errors import WorkerError
+from ...engine.errors import QueueFullError, WorkerError
 from .messages import Error
 
 LAST_WORDS = "; its last words:"
@@ -61,6 +61,7 @@ def raise_error(error: Error, where: str) -> NoReturn:
         where: What it was doing, and which worker.
 
     Raises:
-        WorkerError: Always; its cause is of the original class.
+        WorkerError: Always, a QueueFullError if too many requests were waiting; its cause is of the original class.
     """
-    raise WorkerError(describe(error, where)) from cause_of(error)
+    raised = QueueFullError if error.kind == "queue_full" else WorkerError
+    raise raised(describe(error, where)) from cause_of(error)

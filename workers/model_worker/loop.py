@@ -1,8 +1,9 @@
 """The request loop of a model worker process: an I/O thread, and the executor on the main thread.
 
 The I/O thread reads frames, answers immediate operations, beats, and watches the executor. The executor alone owns the device and
-takes part in collectives; requests that wait for a flush are collected there. Data sets are read by a third thread. Frames without
-an id are answered strictly in order; only frames with an id may overtake.
+takes part in collectives; requests that wait for a flush are collected there. Data sets are read by a third thread. Requests that
+share a model go to its scheduler, which the executor advances step by step. Frames without an id are answered strictly in order; only
+frames with an id may overtake.
 """
 
 import logging
@@ -26,6 +27,7 @@ from .compute_messages import ComputeRequest, Flush
 from .data_messages import GetOk
 from .manifest import AbandonedError
 from .messages import Beat, Bye, Error, Reply, Request, Shutdown
+from .serving import Serving
 from .transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from .watchdog import Watchdog
 from .worker import ModelWorker, error_of
@@ -70,6 +72,7 @@ class RequestLoop:
         self._unflushed: list[_Waiting] = []
         self._flushing: list[_Waiting] = []
         self._background = Background(self._serve_data)
+        self._serving = Serving(worker, self._send)
         self._changed = threading.Condition()
         self._held: deque[_Waiting] = deque()
         self._outstanding = 0
@@ -105,17 +108,15 @@ class RequestLoop:
 
     def _execute_all(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._ended)
-                if not self._queue:
-                    break
-                waiting = self._queue.popleft()
-                if self._held:
-                    # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
-                    self._queue.append(self._held.popleft())
-                    self._transport.wake()
+            waiting = self._next()
+            if waiting is None and self._ended:
+                break
             try:
-                self._serve(waiting)
+                if waiting is not None:
+                    self._serve(waiting)
+                # In turns, so that neither waits for the end of the other.
+                if not self._done and self._serving.wait_s() == 0.0:
+                    self._serving.run()
             except AbandonedError:
                 # The watchdog has answered, and ends the process.
                 threading.Event().wait()
@@ -126,6 +127,23 @@ class RequestLoop:
             self._worker.close()
         except Exception:
             logger.exception("a role could not be closed")
+
+    def _next(self) -> _Waiting | None:
+        """Wait for something to do; return the next request of the queue, if there is one."""
+        with self._changed:
+            while not self._queue and not self._ended:
+                wait_s = self._serving.wait_s()
+                if wait_s == 0.0:
+                    return None
+                self._changed.wait(wait_s)
+            if not self._queue:
+                return None
+            waiting = self._queue.popleft()
+            if self._held:
+                # Admitted here, so that an empty queue always means that nothing is left, also at the end of the input.
+                self._queue.append(self._held.popleft())
+                self._transport.wake()
+            return waiting
 
     def _serve(self, waiting: _Waiting) -> None:
         request = waiting.request
@@ -199,8 +217,8 @@ class RequestLoop:
             self._held.clear()
         for waiting in rest:
             self._send(waiting.reply or Error(id=waiting.number, kind="cancelled", message=reason))
-        for request in self._background.take_rest():
-            self._send(Error(id=request.id, kind="cancelled", message=reason))
+        for number in [*(request.id for request in self._background.take_rest()), *self._serving.take_rest()]:
+            self._send(Error(id=number, kind="cancelled", message=reason))
 
     def _send(self, reply: Reply) -> None:
         try:
@@ -263,6 +281,10 @@ class RequestLoop:
         if op.lane == "immediate" and (request.id is not None or self._idle()):
             self._send(self._worker.answer(request, self._loader(waiting)))
             return
+        if op.lane == "scheduled":
+            self._serving.accept(request, self._loader(waiting))
+            self._notify()
+            return
         if op.lane == "background" and request.id is not None:
             if len(self._background) >= self._worker.settings.queue_size:
                 self._refuse_full(request)
@@ -313,7 +335,14 @@ class RequestLoop:
             self._queue.append(waiting)
             self._changed.notify()
 
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
     def _cancel(self, request_id: Any) -> bool:
+        if self._serving.cancel(request_id):
+            self._notify()
+            return True
         with self._changed:
             for waiting in [*self._queue, *self._held]:
                 if waiting.request is not None and waiting.request.id == request_id:
@@ -342,6 +371,7 @@ class RequestLoop:
             with self._changed:
                 # That was its reply.
                 self._flushing = [w for w in self._flushing if w.number != error.id]
+            self._serving.forget(error.id)
             self._refuse_rest(error.message)
             self._watchdog.end_process(self._transport)
         beat_s = self._worker.settings.beat_s

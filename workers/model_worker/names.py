@@ -38,6 +38,8 @@ BUILT_IN: frozenset[str] = frozenset(
         "engine.loss": ("StepResult",),
         "engine.packing.batch": ("MediaField", "PackedBatch"),
         "workers.data_plane.dataset": ("DatasetSpec",),
+        "workers.embeddings.config": ("EmbeddingConfig",),
+        "workers.embeddings.worker": ("EmbeddingWorker",),
         "workers.losses.policy": ("PolicyLoss",),
         "workers.losses.value": ("ValueLoss",),
         "workers.roles.actor": ("ActorConfig", "ActorWorker"),
@@ -47,6 +49,7 @@ BUILT_IN: frozenset[str] = frozenset(
         "workers.roles.reference": ("ReferenceConfig", "ReferenceWorker"),
         "workers.roles.reward": ("FunctionRewardConfig", "FunctionRewardWorker", "RewardWorker"),
         "workers.rollout.generation": ("Generation",),
+        "workers.rollout.generator": ("GeneratorStats",),
         "workers.rollout.options": ("RolloutConfig", "SamplingOptions"),
         "workers.rollout.worker": ("RolloutWorker",),
     }.items()

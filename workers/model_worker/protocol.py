@@ -11,6 +11,7 @@ from typing import Any, Literal
 from . import compute_messages as c
 from . import data_messages as d
 from . import messages as m
+from . import stream_messages as s
 from .hooks import HookName
 from .messages import Beat, Error, Reply, Request, tag_of
 
@@ -18,7 +19,7 @@ _HANDLERS = f"{__name__.rpartition('.')[0]}.handlers"
 
 _HANDLERS_OF_DATA = f"{__name__.rpartition('.')[0]}.data_handlers"
 
-Lane = Literal["immediate", "background", "queued", "flushed"]
+Lane = Literal["immediate", "background", "scheduled", "queued", "flushed"]
 ErrorKind = Literal[
     "unknown_op",
     "bad_request",
@@ -51,7 +52,7 @@ class Op:
             worker that needs it.
         failure: The kind of an error that the handler does not name itself.
         lane: `immediate` operations are answered by the I/O thread, also while another one is running; `background` ones by a
-            thread of their own. `queued` ones run one after the other on the main thread, which owns the device and all
+            thread of their own. `scheduled` ones share a model, which works on many at the same time. `queued` ones run one after the other on the main thread, which owns the device and all
             collectives; so do `flushed` ones, after a `flush`.
         collective: Whether all ranks must receive the request.
         hooks: The hooks that a request may carry.
@@ -172,6 +173,8 @@ OPS: tuple[Op, ...] = (
     _data_op(d.Put, d.PutOk, "put", lane="immediate"),
     _data_op(d.Get, d.GetOk, "get", lane="immediate", errors=frozenset({"data_missing"})),
     _data_op(d.Digest, d.DigestOk, "digest", lane="background", errors=frozenset({"data_missing"})),
+    Op(request=s.Stream, reply=s.StreamOk, lane="scheduled", failure="forward_failed", errors=_NO_ROLE),
+    Op(request=s.Embed, reply=s.EmbedOk, lane="scheduled", failure="forward_failed", errors=_NO_ROLE),
     _data_op(d.Listen, d.Listening, "listen", lane="immediate", failure="nccl_init_failed"),
     _data_op(d.Peers, d.PeersOk, "peers", lane="immediate"),
 )
@@ -197,7 +200,7 @@ class Registry:
         self._by_type = {op.request: op for op in self.ops.values()}
         self.requests: tuple[type[Request], ...] = tuple(op.request for op in self.ops.values())
         replies = [op.reply for op in self.ops.values()]
-        self.replies: tuple[type[Reply], ...] = tuple(dict.fromkeys([*replies, Error, Beat]))
+        self.replies: tuple[type[Reply], ...] = tuple(dict.fromkeys([*replies, Error, Beat, s.Tokens]))
 
     def of(self, request: Request) -> Op:
         """Return the operation of a request."""

@@ -18,6 +18,7 @@ from ..dispatch import Dispatch, dispatch_of
 from ..roles.base import to_host
 from ..rollout.options import RolloutConfig
 from ..rollout.worker import RolloutWorker
+from ..scheduler import Scheduler, SchedulerSettings
 from .compute_messages import Initialize, InitializeOk
 
 
@@ -251,6 +252,20 @@ class RoleHost:
         if dispatch.split == "dp" and dispatch.returns in ("tokens", "rows") and isinstance(result, dict):
             return to_host(result)
         return result
+
+    def scheduler(self, role: str, settings: SchedulerSettings) -> Scheduler[Any]:
+        """Return a scheduler for single requests to a role.
+
+        Raises:
+            ConfigError: The role has no model that serves them.
+        """
+        worker = self._workers[role]
+        if not hasattr(worker, "scheduler"):
+            raise ConfigError(
+                f"{type(worker).__name__}, the worker of {role!r}, serves no single requests (it has no scheduler)"
+            )
+        scheduler: Scheduler[Any] = worker.scheduler(settings)
+        return scheduler
 
     def collective(self, role: str, method: str) -> bool:
         """Return whether the processes of a role work together in a method, on an engine, rather than independently."""

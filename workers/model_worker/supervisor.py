@@ -1,114 +1,27 @@
-"""A model in a process of its own, supervised: it is restarted when it dies, and its caller never dies with it."""
+"""A model in a supervised process, and the requests to it."""
 
 import asyncio
-import logging
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ...engine.errors import ConfigError, WorkerLostError
-from . import comm_id, messages
-from .compute_messages import Call, Initialize
-from .controller import Channel, Controller
-from .errors import LAST_WORDS, raise_error
-from .names import Names, collect, name_of
-from .process import TERMINATE_S, ChildProcess
-from .worker import MAX_SECONDS
+from . import messages
+from .compute_messages import Call
+from .controller import Channel
+from .errors import raise_error
+from .response_stream import ResponseStream
+from .stream_messages import Embed, Stream
+from .supervision import ROLE, SupervisedProcess, SupervisorSettings
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ..rollout.scheduler import GenerationRequest
 
-T = TypeVar("T")
-
-ROLE = "model"
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisorSettings:
-    """How a model worker is started, watched and ended.
-
-    Args:
-        name: The name of the worker in messages and in the log.
-        start_s: For how many seconds the model may load.
-        beat_s: The interval of beats, in seconds.
-        silence_s: After how many seconds without a beat the worker counts as dead. Beats do not come from the thread that computes,
-            so a long batch is not silence.
-        watchdog_s: After how many seconds without progress in a request the worker ends itself; 0 is never.
-        restarts: How often the worker is restarted after it died.
-        pause_s: The pause before the first restart, in seconds; it doubles with every further one.
-        max_pause_s: The longest pause.
-        terminate_s: For how many seconds the worker may end by itself before it is killed.
-        environment: Additional environment variables of the worker.
-        names: Further classes and functions that requests and replies may hold; see `names`.
-    """
-
-    name: str = "model-worker"
-    start_s: float = 600.0
-    beat_s: float = 1.0
-    silence_s: float = 60.0
-    watchdog_s: float = 1200.0
-    restarts: int = 3
-    pause_s: float = 1.0
-    max_pause_s: float = 60.0
-    terminate_s: float = TERMINATE_S
-    environment: Mapping[str, str] = field(default_factory=dict)
-    names: tuple[Any, ...] = ()
-
-    def __post_init__(self) -> None:
-        for setting in ("start_s", "beat_s", "silence_s", "terminate_s"):
-            if not 0 < getattr(self, setting) <= MAX_SECONDS:
-                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be above 0, and at most {MAX_SECONDS:g}")
-        for setting in ("watchdog_s", "restarts", "pause_s", "max_pause_s"):
-            if not 0 <= getattr(self, setting) <= MAX_SECONDS:
-                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0, and at most {MAX_SECONDS:g}")
-        if self.silence_s <= self.beat_s:
-            raise ConfigError(f"silence_s={self.silence_s} is not above beat_s={self.beat_s}; no worker would seem alive")
-
-
-class ProcessControl:
-    """What is known about the life of a worker."""
-
-    def __init__(self) -> None:
-        self._started, self._completed = threading.Event(), threading.Event()
-        self.restarts = 0
-        """How often the worker has been restarted."""
-
-    def set_started(self, started: bool = True) -> None:
-        """Note that the model exists and takes requests, or that it does not any more."""
-        (self._started.set if started else self._started.clear)()
-
-    def set_completed(self) -> None:
-        """Note that the worker has ended for good."""
-        self._completed.set()
-
-    def is_started(self) -> bool:
-        """Return whether the worker takes requests."""
-        return self._started.is_set()
-
-    def is_completed(self) -> bool:
-        """Return whether the worker has ended for good."""
-        return self._completed.is_set()
-
-
-class SupervisedWorker:
+class SupervisedWorker(SupervisedProcess):
     """A model in a process of its own. Enter it once, with `with` or `async with`; see `start_model_worker`."""
-
-    def __init__(self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings) -> None:
-        self._allow = collect(model_factory) | collect(config) | {name_of(target) for target in settings.names}
-        self._factory, self._config, self._settings = model_factory, config, settings
-        self._names = Names(self._allow)
-        self.control = ProcessControl()
-        self._changed = threading.Condition()
-        self._entered = self._closing = False
-        self._failure: WorkerLostError | None = None
-        self._controller: Controller | None = None
-        self._process: ChildProcess | None = None
-        self._channel: Channel | None = None
-        self._monitor: threading.Thread | None = None
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -121,11 +34,7 @@ class SupervisedWorker:
             WorkerLostError: The worker has ended for good.
             ConfigError: An argument cannot be sent.
         """
-        with self._changed:
-            self._changed.wait_for(self._is_settled)
-            if self._failure is not None or self._closing or self._channel is None:
-                raise WorkerLostError(str(self._failure or f"{self._settings.name} was closed"))
-            channel = self._channel
+        channel = self.wait_for_channel()
         sent = channel.ask_flushed(Call(role=ROLE, method=method, args=list(args), options=options))
         found: Future[Any] = Future()
         # In a thread of its own: what runs when the future is done may call the worker again.
@@ -133,9 +42,6 @@ class SupervisedWorker:
             lambda done: threading.Thread(target=self._arrive, args=(channel, done, found, method), daemon=True).start()
         )
         return found
-
-    def _is_settled(self) -> bool:
-        return self.control.is_started() or self._failure is not None or self._closing
 
     def _arrive(self, channel: Channel, sent: Any, found: "Future[Any]", method: str) -> None:
         if not found.set_running_or_notify_cancel():
@@ -145,8 +51,8 @@ class SupervisedWorker:
             if isinstance(reply, messages.Error):
                 if reply.kind == "watchdog":
                     # The worker is ending: nothing more is sent to it.
-                    self._note_end(channel)
-                raise_error(reply, f"{method} of {self._settings.name}")
+                    self.note_end(channel)
+                raise_error(reply, f"{method} of {self.name}")
             found.set_result(reply.result)
         except Exception as e:  # the future's
             found.set_exception(e)
@@ -162,233 +68,44 @@ class SupervisedWorker:
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
         """Like `call`, while the event loop goes on."""
-        while not self._is_settled():
+        while not self.is_settled():
             await asyncio.sleep(_POLL_S)
         return await asyncio.wrap_future(self.submit(method, *args, **options))
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the worker, as of its last beat."""
-        beat = None if self._channel is None else self._channel.beat
-        return {} if beat is None else dict(beat.metrics)
+    def stream(self, request: "GenerationRequest") -> ResponseStream:
+        """Generate a response, whose tokens are read from the result with `async for` or `for`.
 
-    @property
-    def pid(self) -> int | None:
-        """The worker's process id."""
-        return None if self._process is None else self._process.pid
+        Many may be read at the same time; the model works on all of them together. A response that nobody reads any more, because
+        the loop was left and the stream is gone, is not generated further. While a worker restarts, it waits.
 
-    # ---- lifetime ----------------------------------------------------------------------------------------------------
-
-    def start(self) -> Self:
-        """Start the worker and wait until its model is loaded.
+        Args:
+            request: The prompt and how to sample. The model must be a `RolloutWorker`, or another one with a scheduler of tokens.
 
         Raises:
-            ConfigError: It was started before.
-            WorkerError: The model cannot be loaded; the cause is the original error.
-            WorkerLostError: The worker died while it loaded.
+            WorkerLostError: The worker has ended for good.
+            ConfigError: The request cannot be sent.
         """
-        with self._changed:
-            if self._entered:
-                raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
-            self._entered = True
-        self._controller = Controller(self._names)
-        try:
-            self._start_process()
-        except BaseException:
-            self.close()
-            raise
-        self._monitor = threading.Thread(target=self._watch, name=f"{self._settings.name}-monitor", daemon=True)
-        self._monitor.start()
-        return self
+        message = Stream(role=ROLE, prompt=request.prompt, options=request.options, row=request.row, sample=request.sample)
+        return ResponseStream(message, self.connected_channel, self.name)
 
-    def close(self) -> None:
-        """End the worker: politely if it is idle, otherwise by force. Requests that it has not answered fail."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            loading = not self.control.is_started()
-            self._changed.notify_all()
-        try:
-            self._end_process(by_force=loading)
-            if self._monitor is not None:
-                self._monitor.join()
-            # The monitor may have been starting another one.
-            self._end_process(by_force=True)
-        finally:
-            self.control.set_started(False)
-            if self._controller is not None:
-                self._controller.close()
-            self.control.set_completed()
+    async def embed(self, tokens: list[int]) -> Any:
+        """Return the embedding of a text as a tensor `[D]`. The model must be an `EmbeddingWorker`, or another one that embeds.
 
-    def _end_process(self, *, by_force: bool) -> None:
-        process, channel = self._process, self._channel
-        if process is None or channel is None or process.exit_code is not None:
-            return
-        busy = channel.pending > 0
-        shutdown = None if by_force or busy else channel.ask(messages.Shutdown())
-        channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
-        if shutdown is None or not process.wait(self._settings.terminate_s):
-            process.terminate(0.0 if by_force else self._settings.terminate_s)
+        Args:
+            tokens: The token ids of the text.
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        try:
-            return await _in_thread(self.start)
-        except BaseException:
-            # Cancelled while the model was loading, for example: the thread that waits for it ends with the process.
-            await asyncio.shield(_in_thread(self.close))
-            raise
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.shield(_in_thread(self.close))
-
-    def _start_process(self) -> None:
-        settings, controller = self._settings, self._controller
-        assert controller is not None
-        identity = f"{settings.name}-{self.control.restarts}"
-        run, listener = comm_id.mint()
-        with self._changed:
-            if self._closing:
-                listener.close()
-                raise WorkerLostError(f"{settings.name} was closed")
-            channel = self._channel = controller.channel(identity)
-            process = self._process = ChildProcess(
-                identity,
-                controller.address,
-                arguments=[
-                    "--beat",
-                    str(settings.beat_s),
-                    "--watchdog",
-                    str(settings.watchdog_s),
-                    "--watchdog",
-                    "initialize=0",
-                ],
-                allow=self._allow,
-                environment=settings.environment,
-                listener=listener,
-                on_exit=lambda ended: self._note_exit(channel, ended),
-            )
-        deadline = time.monotonic() + settings.start_s
-        for request in (
-            messages.Hello(protocol=messages.PROTOCOL, world_size=1),
-            messages.Init(comm_id=run.hex()),
-            Initialize(role=ROLE, worker=self._factory, config=self._config),
-        ):
-            try:
-                sent = channel.ask_flushed(request) if isinstance(request, Initialize) else channel.ask(request)
-                reply = sent.reply(max(deadline - time.monotonic(), 0.1))
-            except TimeoutError:
-                process.terminate(settings.terminate_s)
-                raise WorkerLostError(
-                    f"{settings.name} did not load its model within start_s={settings.start_s:g}; raise start_s"
-                ) from None
-            if isinstance(reply, messages.Error):
-                process.terminate(settings.terminate_s)
-                raise_error(reply, f"loading the model of {settings.name}")
-        with self._changed:
-            self.control.set_started()
-            self._changed.notify_all()
-
-    def _note_end(self, channel: Channel) -> None:
-        with self._changed:
-            if channel is self._channel:
-                self.control.set_started(False)
-
-    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
-        self._note_end(channel)
-        channel.fail(self._lost(process))
-
-    def _lost(self, process: ChildProcess) -> WorkerLostError:
-        return WorkerLostError(f"{self._settings.name} {process.describe_end()}")
-
-    def _watch(self) -> None:
-        try:
-            self._supervise()
-        except BaseException as e:
-            # Without a monitor, callers would wait for a restart that does not come.
-            self._give_up(WorkerLostError(f"the supervision of {self._settings.name} failed: {type(e).__name__}: {e}"))
-            raise
-
-    def _supervise(self) -> None:
-        settings = self._settings
-        while not self._closes_within(min(settings.beat_s, 0.2)):
-            process, channel = self._process, self._channel
-            assert process is not None
-            assert channel is not None
-            if process.exit_code is None:
-                silence = channel.silence_s()
-                if silence < settings.silence_s:
-                    continue
-                logger.warning("%s has been silent for %.0f s; it is ended", settings.name, silence)
-                process.terminate(settings.terminate_s)
-            lost = self._lost(process)
-            self._note_exit(channel, process)
-            if not self._restart(lost):
-                return
-
-    def _closes_within(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._closing, timeout=seconds)
-
-    def _restart(self, lost: WorkerLostError) -> bool:
-        """Start the worker again until it works; return whether it does."""
-        settings = self._settings
-        while self.control.restarts < settings.restarts:
-            pause = min(settings.pause_s * 2 ** min(self.control.restarts, 32), settings.max_pause_s)
-            self.control.restarts += 1
-            reason = str(lost).splitlines()[0].removesuffix(LAST_WORDS)
-            logger.warning("%s; restart %d of %d in %.1f s", reason, self.control.restarts, settings.restarts, pause)
-            if self._closes_within(pause):
-                return False
-            try:
-                self._start_process()
-            except Exception as e:  # whatever keeps the model from loading; the next attempt may do better
-                if self._closing:
-                    return False
-                lost = WorkerLostError(f"{settings.name} could not be restarted: {e}")
-                continue
-            return True
-        self._give_up(
-            WorkerLostError(f"{lost}\nthe worker was restarted {self.control.restarts} times (restarts={settings.restarts})")
-        )
-        return False
-
-    def _give_up(self, failure: WorkerLostError) -> None:
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()
-        self.control.set_completed()
-        logger.error("%s", failure)
-
-
-async def _in_thread(run: Callable[[], T]) -> T:
-    """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
-    found: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            result = run()
-        except BaseException as e:  # the future's
-            error: BaseException | None = e
-        else:
-            error = None
-        # The event loop may have been cancelled meanwhile.
-        if found.set_running_or_notify_cancel():
-            if error is None:
-                found.set_result(result)
-            else:
-                found.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(found)
+        Raises:
+            WorkerError: The request failed; its cause is the original error. A QueueFullError if too many requests wait.
+            WorkerLostError: The worker died.
+        """
+        while (channel := self.connected_channel()) is None:
+            await asyncio.sleep(_POLL_S)
+        sent = channel.ask(Embed(role=ROLE, tokens=tokens))
+        await asyncio.wrap_future(sent)
+        reply: Any = sent.reply()
+        if isinstance(reply, messages.Error):
+            raise_error(reply, f"an embedding of {self.name}")
+        return reply.embedding
 
 
 def start_model_worker(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine import progress
 from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError, is_out_of_memory
 from ..data_plane.plan import place
+from ..scheduler import RequestCancelledError, SchedulerSettings
 from .codec import text
 from .comm_id import CommId
 from .compute_messages import Call, ComputeRequest, Flush, SampleRequest
@@ -70,6 +71,7 @@ class WorkerSettings:
         watchdog: The same for single operations, by name. That of `init` is a little above `init_s` if not given.
         beat_s: The interval of `beat` messages in seconds; 0 sends none.
         queue_size: The number of requests that may wait.
+        max_wait_ms: For how many milliseconds a request to an idle model waits for others, to be batched with them.
         names: The names that messages may refer to, beside Drivetrain's own; see `names`.
         program: The program that names of `__main__` refer to.
     """
@@ -84,6 +86,7 @@ class WorkerSettings:
     watchdog: Mapping[str, float] = field(default_factory=dict)
     beat_s: float = 0.0
     queue_size: int = 1024
+    max_wait_ms: float = 0.0
     names: tuple[str, ...] = ()
     program: Program | None = None
 
@@ -103,6 +106,10 @@ class WorkerSettings:
                 raise ConfigError(
                     f"{name}={value}; it must be {'at least' if zero else 'above'} 0, and at most {MAX_SECONDS:g}"
                 )
+
+    def scheduler(self) -> SchedulerSettings:
+        """Return the settings of the schedulers of roles."""
+        return SchedulerSettings(queue_size=self.queue_size, max_wait_ms=self.max_wait_ms)
 
     def watchdog_of(self, op: "Op") -> float:
         """Return for how many seconds an operation may make no progress; 0 is without limit."""
@@ -374,6 +381,8 @@ def error_of(op: Op, error: BaseException) -> Error:
         kind = "manifest_mismatch"
     elif isinstance(error, DataMissingError):
         kind = "data_missing"
+    elif isinstance(error, RequestCancelledError):
+        kind = "cancelled"
     elif is_out_of_memory(error):
         kind = "out_of_memory"
     message = _text(error) if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {_text(error)}"

@@ -400,6 +400,11 @@ class BaseGenerator(ABC):
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
+    @property
+    def ready(self) -> bool:
+        """Whether `step` can advance requests: not during a pause, nor without a complete set of weights on the device."""
+        return self._complete and self._on_device and not self._paused
+
     def _check_ready(self) -> None:
         if not self._complete:
             raise ModelError(

@@ -6,13 +6,16 @@ from typing import Self
 from torch import Tensor
 
 from ...engine.errors import ConfigError
+from ...engine.hf.weights import stored_weights
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import to_lists
 from ..dispatch import register
+from ..scheduler import SchedulerSettings
 from .generation import Generation
-from .generator import BaseGenerator
+from .generator import BaseGenerator, GeneratorStats
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .registry import build_generator
+from .scheduler import TokenGenerationScheduler
 
 
 class RolloutWorker:
@@ -52,6 +55,39 @@ class RolloutWorker:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an actor's weights, as streamed by its `weights()`."""
         self.generator.load_weights(weights)
+
+    @register("all", changes_weights=True)
+    def load_folder(self, folder: str, version: int | None = None) -> int:
+        """Load the weights of a folder in Hugging Face format; return their version. Running requests go on with them.
+
+        Args:
+            folder: A folder with the safetensors files of the same model.
+            version: The version of the weights; None is one more than the present one.
+
+        Raises:
+            ModelError: The files are missing or not those of the model.
+        """
+        self.generator.load_weights(stored_weights(folder), version=version)
+        return self.generator.version
+
+    @register("all")
+    def pause(self) -> None:
+        """Stop generating until `resume`; see `BaseGenerator.pause`."""
+        self.generator.pause()
+
+    @register("all")
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.generator.resume()
+
+    @register("all")
+    def stats(self) -> GeneratorStats:
+        """Return the state of the generator."""
+        return self.generator.stats()
+
+    def scheduler(self, settings: SchedulerSettings) -> TokenGenerationScheduler:
+        """Return a scheduler by which a model worker serves single requests."""
+        return TokenGenerationScheduler(self.generator, settings)
 
     @register("all")
     def to(self, place: str) -> None:

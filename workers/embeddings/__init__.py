@@ -1,0 +1,1 @@
+"""Embeddings of texts, by the models and folders that sentence-transformers uses."""

@@ -1,0 +1,169 @@
+"""The scheduler between a model worker's queue and a model that serves many requests at the same time. Imports no torch.
+
+Requests come from the I/O thread; the executor runs the scheduler: poll, batch, execute, reply.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ..engine.errors import ConfigError, DrivetrainError
+
+R = TypeVar("R")
+RequestId = int | str
+
+
+class RequestCancelledError(DrivetrainError):
+    """A request was cancelled before it had a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """The settings of a scheduler, beside those of its model, such as `max_batch_size`.
+
+    Args:
+        max_wait_ms: For how many milliseconds the first request of an idle model waits for others, to be batched with them.
+        queue_size: The number of requests that may wait. Another one is refused at once.
+    """
+
+    max_wait_ms: float = 0.0
+    queue_size: int = 1024
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_wait_ms, bool) or not 0 <= self.max_wait_ms <= 60_000:
+            raise ConfigError(f"max_wait_ms={self.max_wait_ms}; it must be at least 0 and at most 60000")
+        if isinstance(self.queue_size, bool) or not isinstance(self.queue_size, int) or self.queue_size < 1:
+            raise ConfigError(f"queue_size={self.queue_size!r}; it must be an integer of at least 1")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of a request that goes on, or is about to end.
+
+    Args:
+        id: The request.
+        tokens: The tokens.
+        log_probs: Their log-probabilities.
+        version: The version of the weights that made them.
+    """
+
+    id: RequestId
+    tokens: list[int]
+    log_probs: list[float]
+    version: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a request.
+
+    Args:
+        id: The request.
+        result: Its result.
+        error: Why it failed.
+    """
+
+    id: RequestId
+    result: Any = None
+    error: Exception | None = None
+
+
+Event = Progress | Ended
+
+
+class Scheduler(ABC, Generic[R]):
+    """Keeps requests until there is room for them in a batch.
+
+    Args:
+        settings: The settings.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[RequestId, R]] = deque()
+        self._arrived_at = 0.0
+        self._cancelled: list[RequestId] = []
+
+    # ---- called by any thread ----------------------------------------------------------------------------------------
+
+    def put(self, request_id: RequestId, request: R) -> bool:
+        """Add a request; return whether there was room for it."""
+        with self._lock:
+            if len(self._inbox) + self.waiting() >= self.settings.queue_size:
+                return False
+            if not self._inbox:
+                self._arrived_at = time.monotonic()
+            self._inbox.append((request_id, request))
+            return True
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request with what it has so far; return whether there is one. Its end is reported as an event."""
+        with self._lock:
+            if all(request_id != waiting for waiting, _ in self._inbox) and not self.has(request_id):
+                return False
+            self._cancelled.append(request_id)
+            return True
+
+    @abstractmethod
+    def waiting(self) -> int:
+        """Return the number of requests that were polled and have not begun."""
+
+    @abstractmethod
+    def has(self, request_id: RequestId) -> bool:
+        """Return whether a request was polled and has not ended."""
+
+    # ---- called by the executor --------------------------------------------------------------------------------------
+
+    def wait_s(self) -> float | None:
+        """Return after how many seconds `run` should be called; None if there is nothing to do until something arrives."""
+        with self._lock:
+            if self._cancelled or self.is_running():
+                return 0.0
+            if not self._inbox:
+                return None
+            return max(self._arrived_at + self.settings.max_wait_ms / 1000 - time.monotonic(), 0.0)
+
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Return whether the model has something to do."""
+
+    def run(self) -> list[Event]:
+        """Poll the queue, advance the model, and return what has happened."""
+        with self._lock:
+            arrived, self._inbox = list(self._inbox), deque()
+            cancelled, self._cancelled = self._cancelled, []
+        events: list[Event] = []
+        for request_id, request in arrived:
+            if request_id in cancelled:
+                events.append(self.aborted(request_id))
+            else:
+                events += self.begin(request_id, request)
+        for request_id in cancelled:
+            events += self.end(request_id)
+        events += self.execute()
+        return events
+
+    @abstractmethod
+    def aborted(self, request_id: RequestId) -> Event:
+        """Return the end of a request that was cancelled before it was polled."""
+
+    @abstractmethod
+    def begin(self, request_id: RequestId, request: R) -> Sequence[Event]:
+        """Take a request from the queue."""
+
+    @abstractmethod
+    def end(self, request_id: RequestId) -> Sequence[Event]:
+        """End a request that was cancelled, if there is one."""
+
+    @abstractmethod
+    def execute(self) -> Sequence[Event]:
+        """Advance the model."""
+
+    @abstractmethod
+    def current(self) -> RequestId | None:
+        """Return a request that the model works on, for messages."""
