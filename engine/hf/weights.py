@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,17 +36,20 @@ class WeightFolder:
     Args:
         folder: The folder with `model.safetensors`, or with an index and its files.
         canonical: A function that converts a name in the folder to the name in the model's layout.
+        files: The names of the files, for a folder without an index; None takes them from the index.
 
     Raises:
-        ModelError: There are no safetensors files, or a file is missing.
+        ModelError: There are no safetensors files, or a file is missing or damaged.
     """
 
-    def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
+    def __init__(self, folder: Path, canonical: Callable[[str], str], files: Sequence[str] | None = None) -> None:
         self.folder = folder
         self._files = TensorFiles(LocalStore(folder, links=True))
         index = folder / INDEX
-        if index.is_file():
-            stored: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if files is not None:
+            stored = self._keys_of(files)
+        elif index.is_file():
+            stored = json.loads(index.read_text())["weight_map"]
         elif (folder / SINGLE).is_file():
             stored = dict.fromkeys(self._files.arrays(SINGLE), SINGLE)
         else:
@@ -57,6 +61,31 @@ class WeightFolder:
             if Path(file).name != file or not (folder / file).is_file():
                 raise ModelError(f"{index} names {file!r}, which is not in the folder; the model is incomplete")
         self._where = {canonical(key): (file, key) for key, file in stored.items()}
+
+    @classmethod
+    def of_files(cls, files: Sequence[str | Path], canonical: Callable[[str], str]) -> Self:
+        """Return the tensors of some files, which are in one folder.
+
+        Raises:
+            ModelError: There are no files, they are in several folders, or one is missing or damaged.
+        """
+        folders = {Path(file).parent for file in files}
+        if len(folders) != 1:
+            raise ModelError(f"{len(files)} safetensors files in {len(folders)} folders; give all files of one folder")
+        return cls(folders.pop(), canonical, [Path(file).name for file in files])
+
+    def _keys_of(self, files: Sequence[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for file in files:
+            try:
+                keys = self._files.arrays(file)
+            except (CheckpointError, OSError) as e:
+                raise ModelError(f"{self.folder / file} cannot be read: {e}") from e
+            for key in keys:
+                if key in found:
+                    raise ModelError(f"{key} is in {found[key]} and in {file}; the files do not belong together")
+                found[key] = file
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -111,6 +140,25 @@ class WeightFolder:
                 piece.data[rows:] = mean[
                     tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.data.shape[1:], strict=True))
                 ]
+
+    def fill_all(self, pieces: Iterable[LocalShard], prefix: str) -> list[str]:
+        """Read the slices that local shards need; return the names of those that are not in the folder.
+
+        Args:
+            pieces: The local shards to fill.
+            prefix: The prefix of the backbone's names.
+
+        Raises:
+            ModelError: A tensor has another shape, or values that are not finite.
+        """
+        missing = []
+        for piece in pieces:
+            at = self.find(piece.name, prefix)
+            if at is None:
+                missing.append(piece.name)
+            else:
+                self.fill(piece, at)
+        return missing
 
     def _mean_row(self, file: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mean of a tensor's rows, where a new token starts (Hewitt 2021, "Initializing new word embeddings")."""

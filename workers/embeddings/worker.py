@@ -23,6 +23,9 @@ class EmbeddingWorker:
         ranks: Unused, because the processes work independently.
     """
 
+    needs_process_group = False
+    """Whether it needs torch's default process group, also if it is alone."""
+
     def __init__(self, config: EmbeddingConfig, ranks: Sequence[int] | None = None) -> None:
         self.config = config
         self._embedder: Embedder | None = None

@@ -3,7 +3,6 @@
 import logging
 import os
 from datetime import timedelta
-from typing import Any
 
 from ...engine.errors import ConfigError
 from . import comm_id as comm_ids
@@ -98,7 +97,7 @@ def nccl_sanity_check(worker: ModelWorker, request: m.NcclSanityCheck) -> m.Nccl
     import torch
     import torch.distributed as dist
 
-    _check_joined()
+    check_joined()
     device = torch.device("cuda", worker.settings.device) if torch.cuda.is_available() else torch.device("cpu")
     # Neither NCCL nor gloo adds uint32; a sum of at most 2^31 ranks is the same in int32.
     one = torch.ones(1, dtype=torch.int32, device=device)
@@ -109,24 +108,16 @@ def nccl_sanity_check(worker: ModelWorker, request: m.NcclSanityCheck) -> m.Nccl
     return m.NcclSanityResult(observed_sum=observed)
 
 
-def _check_joined() -> None:
+def check_joined() -> None:
+    """Check that the ranks have met.
+
+    Raises:
+        OpError: They have not.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         raise OpError("nccl_not_initialised", "the ranks have not met; send init first")
-
-
-# ---- generation steps ---------------------------------------------------------------------------------------------------
-
-
-def load_dense_shard(worker: ModelWorker, request: m.LoadDenseShard) -> m.LoadDenseShardOk:
-    """Refuse; this version has no tensor-parallel generation."""
-    raise OpError("unsupported_arch", f"{request.model_id}: this version cannot load shards for generation steps")
-
-
-def model_step(worker: ModelWorker, request: Any) -> m.GenerateStepOk:
-    """Refuse; no model can be loaded."""
-    raise OpError("model_not_loaded", f"there is no model {request.model_id!r}; send load_dense_shard first")
 
 
 # ---- roles --------------------------------------------------------------------------------------------------------------
@@ -134,7 +125,8 @@ def model_step(worker: ModelWorker, request: Any) -> m.GenerateStepOk:
 
 def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
     """Build the worker of a role."""
-    _check_joined()
+    if worker.settings.world_size > 1:
+        check_joined()
     if request.role in worker.host:
         raise OpError("already_loaded", f"there is a role {request.role!r} already; choose another name")
     if not callable(request.worker):

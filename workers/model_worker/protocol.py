@@ -17,6 +17,8 @@ from .messages import Beat, Error, Reply, Request, tag_of
 
 _HANDLERS = f"{__name__.rpartition('.')[0]}.handlers"
 
+_HANDLERS_OF_STEPS = f"{__name__.rpartition('.')[0]}.step_handlers"
+
 _HANDLERS_OF_DATA = f"{__name__.rpartition('.')[0]}.data_handlers"
 
 Lane = Literal["immediate", "background", "scheduled", "queued", "flushed"]
@@ -95,6 +97,10 @@ def _op(request: type[Request], reply: type[Reply], handler: str = "", **options
     return Op(request=request, reply=reply, handler=handler and f"{_HANDLERS}:{handler}", **options)
 
 
+def _step_op(request: type[Request], reply: type[Reply], handler: str, **options: Any) -> Op:
+    return Op(request=request, reply=reply, handler=f"{_HANDLERS_OF_STEPS}:{handler}", **options)
+
+
 def _data_op(request: type[Request], reply: type[Reply], handler: str, **options: Any) -> Op:
     return Op(request=request, reply=reply, handler=f"{_HANDLERS_OF_DATA}:{handler}", **options)
 
@@ -128,7 +134,7 @@ OPS: tuple[Op, ...] = (
         errors=frozenset({"nccl_not_initialised"}),
     ),
     _op(m.Shutdown, m.Bye, "shutdown"),
-    _op(
+    _step_op(
         m.LoadDenseShard,
         m.LoadDenseShardOk,
         "load_dense_shard",
@@ -136,17 +142,19 @@ OPS: tuple[Op, ...] = (
         collective=True,
         errors=_STEP_ERRORS | {"already_loaded"},
     ),
-    _op(m.GenerateStep, m.GenerateStepOk, "model_step", failure="forward_failed", collective=True, errors=_STEP_ERRORS),
-    _op(
+    _step_op(
+        m.GenerateStep, m.GenerateStepOk, "generate_step", failure="forward_failed", collective=True, errors=_STEP_ERRORS
+    ),
+    _step_op(
         m.GenerateStepWithImages,
         m.GenerateStepOk,
-        "model_step",
+        "generate_step_with_images",
         failure="forward_failed",
         collective=True,
         errors=_STEP_ERRORS,
     ),
-    _op(m.ClearKvCache, m.KvCacheCleared, "model_step", errors=_NO_ROLE),
-    _op(m.UnloadModel, m.Unloaded, "model_step", errors=_NO_ROLE),
+    _step_op(m.ClearKvCache, m.KvCacheCleared, "clear_kv_cache", errors=_NO_ROLE),
+    _step_op(m.UnloadModel, m.Unloaded, "unload_model", errors=_NO_ROLE),
     _call(
         c.Initialize,
         c.InitializeOk,

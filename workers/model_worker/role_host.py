@@ -1,7 +1,7 @@
 """The roles of one process: builds their workers, runs their methods, and moves weights between them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from inspect import signature
 from typing import Any, get_type_hints
@@ -176,21 +176,24 @@ class RoleHost:
         Raises:
             DrivetrainError: A setting of the role is invalid.
         """
-        if ranks and max(ranks) >= dist.get_world_size():
-            raise ConfigError(f"ranks={list(ranks)}, but the pool has {dist.get_world_size()} processes")
+        # Before the role is built: it may create the process group of this process.
+        joined = dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        if ranks and max(ranks) >= size:
+            raise ConfigError(f"ranks={list(ranks)}, but the pool has {size} processes")
         group = self._groups.get(ranks, "gloo") if ranks else None
-        with collective_errors(group):
+        with collective_errors(group) if joined else nullcontext():
             worker = worker_class(config, ranks=tuple(ranks)) if ranks else worker_class(config)
         try:
             if hasattr(worker, "initialize"):
                 worker.initialize()
             if generator is not None:
-                with collective_errors(group):
+                with collective_errors(group) if joined else nullcontext():
                     self._generators[name] = RolloutWorker(generator).initialize()
                 self._stale.add(name)
-            info = _info_of(worker, list(ranks) or list(range(dist.get_world_size())))
+            info = _info_of(worker, list(ranks) or list(range(size)), rank)
             if dataset is not None:
-                with collective_errors(group):
+                with collective_errors(group) if joined else nullcontext():
                     self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.answers)
         except BaseException:
             # Nothing half-built stays behind under this name.
@@ -338,11 +341,11 @@ class RoleHost:
             raise errors[0]
 
 
-def _info_of(worker: Any, ranks: Sequence[int]) -> RankInfo:
+def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
     engine = getattr(worker, "engine", None)
     if engine is None:
         # Without an engine, every process has a shard of its own.
-        return RankInfo(dp_rank=ranks.index(dist.get_rank()), dp_size=len(ranks), answers=True, ratio=0.0)
+        return RankInfo(dp_rank=ranks.index(rank), dp_size=len(ranks), answers=True, ratio=0.0)
     topology = engine.topology
     return RankInfo(
         dp_rank=topology.dp_rank,

@@ -156,4 +156,6 @@ def _job(request: Any) -> Any:
     options = SamplingOptions() if request.options is None else request.options
     if not isinstance(options, SamplingOptions):
         raise ConfigError(f"options={options!r:.60}; give SamplingOptions(...)")
-    return GenerationRequest(prompt=request.prompt, options=options, row=request.row, sample=request.sample)
+    return GenerationRequest(
+        prompt=request.prompt, options=options, row=request.row, sample=request.sample, images=request.images
+    )

@@ -16,6 +16,7 @@ class Stream(Request, kw_only=True):
         options: The sampling options; null uses the default ones.
         row: The number of the prompt, which seeds the response together with the seed of the options and `sample`.
         sample: The number of the response among those to the prompt.
+        images: The images of the prompt as data URIs, in the order of its image tokens.
     """
 
     values: ClassVar[tuple[str, ...]] = ("options",)
@@ -25,6 +26,7 @@ class Stream(Request, kw_only=True):
     options: Any = None
     row: Count = 0
     sample: Count = 0
+    images: list[str] = []
 
 
 class StreamOk(Reply, kw_only=True):

@@ -264,11 +264,11 @@ class SupervisedProcess:
                 on_exit=lambda ended: self._note_exit(channel, ended),
             )
         deadline = time.monotonic() + settings.start_s
-        for request in (
-            messages.Hello(protocol=messages.PROTOCOL, world_size=1),
-            messages.Init(comm_id=run.hex()),
-            Initialize(role=ROLE, worker=self._factory, config=self._config),
-        ):
+        requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
+        if getattr(self._factory, "needs_process_group", True):
+            requests.append(messages.Init(comm_id=run.hex()))
+        requests.append(Initialize(role=ROLE, worker=self._factory, config=self._config))
+        for request in requests:
             try:
                 sent = channel.ask_flushed(request) if isinstance(request, Initialize) else channel.ask(request)
                 reply = sent.reply(max(deadline - time.monotonic(), 0.1))

@@ -171,6 +171,8 @@ class ModelWorker:
         """The name of this worker's pool, by which plans refer to it."""
         self.name = ""
         """Distinguishes workers that follow each other in one process."""
+        self.models: dict[str, Any] = {}
+        """The models that generation steps run on, by their ids."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -353,7 +355,8 @@ class ModelWorker:
             return taken
 
     def close(self) -> None:
-        """Free all roles."""
+        """Free all roles and models."""
+        self.models.clear()
         if self._data is not None:
             self._data.close()
         if self._host is not None:

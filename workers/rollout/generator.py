@@ -89,6 +89,7 @@ class TokenStream:
         options: The sampling options.
         stop_tokens: The token ids that end the response.
         seed: The seed of its random numbers.
+        images: The images of the prompt as data URIs.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class TokenStream:
         options: SamplingOptions,
         stop_tokens: frozenset[int],
         seed: int,
+        images: Sequence[str] = (),
     ) -> None:
+        self.images = list(images)
         self.id, self.prompt, self.options, self.stop_tokens = request_id, prompt, options, stop_tokens
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -206,6 +209,14 @@ class BaseGenerator(ABC):
     def close(self) -> None:
         """Free the model."""
 
+    def expand_images(self, prompt: list[int], images: Sequence[str]) -> list[int]:
+        """Return a prompt with as many image tokens as its images have.
+
+        Raises:
+            ConfigError: The generator takes no images, or these cannot be used.
+        """
+        raise ConfigError(f"generator={self.config.generator} takes no images; use generator=tensor_parallel")
+
     def admit(self, stream: TokenStream) -> None:
         """Note that a waiting request begins."""
         del self.waiting[stream.id]
@@ -246,6 +257,7 @@ class BaseGenerator(ABC):
         *,
         row: int | None = None,
         sample: int = 0,
+        images: Sequence[str] = (),
     ) -> TokenStream:
         """Add a request.
 
@@ -255,17 +267,28 @@ class BaseGenerator(ABC):
             request_id: The id by which it can be cancelled; None numbers it.
             row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
             sample: The number of the response among those to the prompt.
+            images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
+                its place. Few generators take images.
 
         Raises:
             ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is in use.
             ModelError: The last weights were not loaded completely.
         """
-        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample)
+        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample, images)
 
     def _enqueue(
-        self, title: str, prompt: list[int], options: SamplingOptions, request_id: RequestId | None, row: int, sample: int
+        self,
+        title: str,
+        prompt: list[int],
+        options: SamplingOptions,
+        request_id: RequestId | None,
+        row: int,
+        sample: int,
+        images: Sequence[str] = (),
     ) -> TokenStream:
         self._check_ready()
+        if images:
+            prompt = self.expand_images(prompt, images)
         limits = self.limits()
         _check_prompt(title, prompt, options, limits, self.config)
         self._warn_of_length(len(prompt), options.max_tokens, limits.context)
@@ -275,7 +298,7 @@ class BaseGenerator(ABC):
         if request_id in self.waiting or request_id in self.running:
             raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
-        stream = TokenStream(self, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample))
+        stream = TokenStream(self, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample), images)
         self.waiting[request_id] = stream
         return stream
 

@@ -37,6 +37,9 @@ class GeneratorSpec:
 
 _GENERATORS: dict[str, GeneratorSpec] = {
     "static": GeneratorSpec(generator=f"{_PACKAGE}.static:StaticGenerator"),
+    "tensor_parallel": GeneratorSpec(
+        generator=f"{_PACKAGE.rpartition('.')[0]}.tensor_parallel.generator:TensorParallelGenerator"
+    ),
     "continuous": GeneratorSpec(generator=f"{_PACKAGE}.continuous:ContinuousGenerator"),
 }
 

@@ -1,6 +1,6 @@
 """Continuous service of a generator: requests join the batch as they arrive, and their tokens are reported after every step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..scheduler import Ended, Event, Progress, RequestId, Scheduler, SchedulerSettings
 from .generator import BaseGenerator, TokenStream
@@ -16,12 +16,14 @@ class GenerationRequest:
         options: The sampling options. `samples` is not used.
         row: The number of the prompt, which seeds the response together with `options.seed` and `sample`.
         sample: The number of the response among those to the prompt.
+        images: The images of the prompt as data URIs; see `BaseGenerator.submit`.
     """
 
     prompt: list[int]
     options: SamplingOptions = SamplingOptions()
     row: int = 0
     sample: int = 0
+    images: list[str] = field(default_factory=list)
 
 
 class TokenGenerationScheduler(Scheduler[GenerationRequest]):
@@ -60,7 +62,12 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
         """Submit a request to the generator."""
         try:
             self._streams[request_id] = self._generator.submit(
-                request.prompt, request.options, request_id, row=request.row, sample=request.sample
+                request.prompt,
+                request.options,
+                request_id,
+                row=request.row,
+                sample=request.sample,
+                images=request.images,
             )
         except Exception as e:  # the request's
             return [Ended(request_id, error=e)]

@@ -26,6 +26,9 @@ class RolloutWorker:
         ranks: Unused, because the processes generate independently.
     """
 
+    needs_process_group = False
+    """Whether it needs torch's default process group, also if it is alone."""
+
     def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
         if config.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")

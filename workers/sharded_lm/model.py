@@ -1,0 +1,315 @@
+"""A language model of which every rank holds a part, and its cache of keys and values."""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ...engine.checkpoint.local_shards import cut_local_shards
+from ...engine.checkpoint.tensor_slices import whole
+from ...engine.errors import CapabilityError, ConfigError, ModelError
+from ...engine.hf.layout import DiskLayout
+from ...engine.hf.weights import WeightFolder
+from ...engine.offload import free_memory
+from ...engine.torch_private import persistent_buffers, replace_tensor
+from .plan import resolve_plan, styles_of
+from .styles import LocalSlices
+
+QUANTIZATIONS = ("int8",)
+"""The values of `quant` beside None."""
+
+
+def parse_config(config_json: str) -> PreTrainedConfig:
+    """Return the configuration of a model.
+
+    Args:
+        config_json: The text of its config.json.
+
+    Raises:
+        ConfigError: The text is no configuration.
+        CapabilityError: The family is not one of transformers.
+    """
+    try:
+        values = json.loads(config_json)
+    except ValueError as e:
+        raise ConfigError(f"config_json is no JSON: {e}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError("config_json has no model_type; give the text of the model's config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(**values)
+    except ValueError as e:
+        raise CapabilityError(f"model_type={values['model_type']} is not supported: {str(e).splitlines()[0]}") from None
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {e}") from None
+    return config
+
+
+class ShardedLM:
+    """A causal language model, or the language model of a vision-language model, of which this rank holds a part.
+
+    Args:
+        config: The model's configuration.
+        files: The safetensors files with all of its weights, in one folder.
+        device: The device of this rank.
+        group: The ranks that hold the model; the default process group if None. Without any, this process holds the whole model.
+        quant: `int8` for weights of 8 bits in linear layers, by torchao; None for none.
+
+    Raises:
+        CapabilityError: The family cannot be split, or the quantization does not exist.
+        ModelError: Files are missing or damaged, or are not those of this model.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        files: Sequence[str | Path],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        quant: str | None = None,
+    ) -> None:
+        self.device = device
+        self._group = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+        quantize = _quantizer(quant)
+        self.model = _empty_model(config)
+        backbone = getattr(self.model, "model", None)
+        self.sees_images = hasattr(backbone, "language_model") and hasattr(backbone, "get_rope_index")
+        layout = DiskLayout(self.model)
+        stored = WeightFolder.of_files(files, layout.canonical)
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        tied = self._tied()
+        slices = self._split()
+        if tied:
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
+        self.stored_names: frozenset[str] = frozenset(
+            piece.name for name, shape in shapes.items() for piece in layout.stored_slices(name, shape)
+        ) | {piece.name for name, b in persistent_buffers(self.model) for piece in layout.stored_slices(name, b.shape)}
+        """The names of the tensors that the model consists of, as on disk."""
+        self.tied_names: frozenset[str] = frozenset(self.model.all_tied_weights_keys)
+        """The names of parameters that share the tensor of another one."""
+        self._fill(layout, stored, shapes, slices, quantize)
+        self.model.eval().requires_grad_(False)
+        self._cache: Any = DynamicCache()
+        self._length = 0
+        self.positions_delta = 0
+        """The difference between a token's position and its number in the sequence, after images."""
+
+    # ---- building ----------------------------------------------------------------------------------------------------
+
+    def _tied(self) -> bool:
+        head = self.model.get_output_embeddings()
+        return head is not None and head.weight is self.model.get_input_embeddings().weight
+
+    def _split(self) -> LocalSlices:
+        slices = LocalSlices()
+        size = 1 if self._group is None else dist.get_world_size(self._group)
+        if size == 1:
+            return slices
+        plan = resolve_plan(self.model, size)
+        mesh = DeviceMesh.from_group(self._group, self.device.type)
+        parallelize_module(self.model, mesh, styles_of(self.model, plan, slices))
+        return slices
+
+    def _fill(
+        self,
+        layout: DiskLayout,
+        stored: WeightFolder,
+        shapes: dict[str, tuple[int, ...]],
+        slices: LocalSlices,
+        quantize: Callable[[nn.Module, nn.Module], None] | None,
+    ) -> None:
+        """Read this rank's slices of the parameters, module by module, so that no more than one exists in two formats."""
+        missing: list[str] = []
+        for path, module in self.model.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.device.type != "meta":
+                    continue
+                full = f"{path}.{name}" if path else name
+                value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
+                everything = [(whole(shapes[full]), (slice(None),) * parameter.dim())]
+                for box, place in slices.boxes.get(full, everything):
+                    pieces = cut_local_shards("value", layout.stored_slices(full, shapes[full]), box, value[place])
+                    missing += stored.fill_all(pieces, self.model.base_model_prefix)
+                self._replace(parameter, nn.Parameter(value, requires_grad=False))
+            if quantize is not None and isinstance(module, nn.Linear) and module is not self.model.get_output_embeddings():
+                quantize(self.model, module)
+        for name, buffer in list(persistent_buffers(self.model)):
+            value = torch.empty(buffer.shape, dtype=buffer.dtype)
+            pieces = cut_local_shards("value", layout.stored_slices(name, buffer.shape), whole(buffer.shape), value)
+            missing += stored.fill_all(pieces, self.model.base_model_prefix)
+            replace_tensor(self.model, name, value)
+        if missing:
+            raise ModelError(
+                f"the files lack {len(missing)} tensors that config.json requires, including {', '.join(missing[:3])}; the files and "
+                "the configuration do not belong together"
+            )
+        self.model.to(self.device)
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Replace a parameter wherever it is used."""
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter is old:
+                    module.register_parameter(name, new)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in the cache."""
+        return self._length
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens of the model."""
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def check(self, tokens: Sequence[int], offset: int) -> None:
+        """Check a step.
+
+        Raises:
+            ConfigError: There are no tokens, one is outside the vocabulary, or the offset is beyond the cache.
+        """
+        if not tokens:
+            raise ConfigError("tokens is empty; a step has at least one token")
+        if max(tokens) >= self.vocabulary or min(tokens) < 0:
+            raise ConfigError(
+                f"tokens are from {min(tokens)} to {max(tokens)}; the model only has those below {self.vocabulary}"
+            )
+        if offset > self._length:
+            raise ConfigError(f"offset={offset} is beyond the {self._length} tokens in the cache; send those before it first")
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int], offset: int) -> Tensor:
+        """Process the next tokens of the sequence. Collective over the ranks, which give the same tokens.
+
+        Args:
+            tokens: The token ids.
+            offset: The number of tokens of the cache that stay; those after it are dropped first.
+
+        Returns:
+            The logits `[V]` of the token after the last one, the same on all ranks.
+
+        Raises:
+            ConfigError: See `check`.
+        """
+        self.check(tokens, offset)
+        self.roll_back(offset)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        positions = torch.arange(offset, offset + len(tokens), device=self.device)[None] + self.positions_delta
+        with self.whole_or_nothing():
+            if self.sees_images:
+                hidden = self.model.model.get_input_embeddings()(ids)
+                return self.run(hidden, positions.expand(3, 1, -1), len(tokens))
+            output = self.model(
+                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            )
+            self._length += len(tokens)
+            logits: Tensor = output.logits[0, -1]
+            return logits
+
+    def run(self, hidden: Tensor, positions: Tensor, count: int, **more: Any) -> Tensor:
+        """Run the language model of a vision-language model on embeddings.
+
+        Args:
+            hidden: The embeddings `[1, T, H]`.
+            positions: The positions in time, height and width `[3, 1, T]`.
+            count: T.
+            more: Further arguments of the language model.
+
+        Returns:
+            The logits `[V]` of the token after the last one.
+        """
+        output = self.model.model.language_model(
+            inputs_embeds=hidden, position_ids=positions, past_key_values=self._cache, use_cache=True, **more
+        )
+        self._length += count
+        logits: Tensor = self.model.lm_head(output.last_hidden_state[:, -1:])[0, -1]
+        return logits
+
+    def roll_back(self, offset: int) -> None:
+        """Keep the first tokens of the cache."""
+        if offset == 0:
+            self.clear()
+        elif offset < self._length:
+            # A positive number would be a length, which later versions of transformers refuse.
+            self._cache.crop(offset - self._length)
+            self._length = offset
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self._cache, self._length, self.positions_delta = DynamicCache(), 0, 0
+
+    def whole_or_nothing(self) -> "_ClearOnError":
+        """Empty the cache if the block fails."""
+        return _ClearOnError(self)
+
+    def close(self) -> None:
+        """Free the model."""
+        del self.model
+        self._cache = None
+        free_memory(self.device)
+
+
+class _ClearOnError:
+    """Empties the cache if a step fails, after which its layers may have different lengths."""
+
+    def __init__(self, lm: ShardedLM) -> None:
+        self._lm = lm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            self._lm.clear()
+
+
+def _empty_model(config: PreTrainedConfig) -> Any:
+    if getattr(config, "auto_map", None):
+        raise CapabilityError("the model's code is in its folder (auto_map), which generation steps do not run")
+    with init_empty_weights(include_buffers=False):
+        try:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)
+        except ValueError:
+            # Raised for a family that is not in the list.
+            try:
+                model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=config.dtype or torch.float32)
+            except ValueError:
+                raise CapabilityError(f"{config.model_type} is no language model of transformers") from None
+    model.tie_weights()
+    return model
+
+
+def _quantizer(quant: str | None) -> Callable[[nn.Module, nn.Module], None] | None:
+    if quant is None:
+        return None
+    if quant not in QUANTIZATIONS:
+        raise ModelError(
+            f"quant={quant!r}: there is no such quantization here; there is {', '.join(QUANTIZATIONS)}, or null for none"
+        )
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as e:
+        raise ModelError("quant=int8 needs torchao, which is not installed: pip install 'drivetrain[quant]'") from e
+
+    def quantize(model: nn.Module, linear: nn.Module) -> None:
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module is linear)
+
+    return quantize

@@ -1,0 +1,298 @@
+"""Generation with a model that is split over several devices, one response at a time.
+
+Every step is a frame to each rank; rank 0 is this process, which has the logits and samples.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ...engine.errors import ConfigError, ModelError, WorkerError
+from ...engine.hf.model_path import resolve_folder
+from ...engine.hf.shape import context_of
+from ...engine.hf.weights import INDEX, SINGLE
+from ..model_worker import messages as m
+from ..model_worker.step_handlers import SteppedModel
+from ..rollout.generator import BaseGenerator, Limits, TokenStream
+from ..rollout.options import RolloutConfig
+from ..rollout.sampling import sample_tokens
+from ..sharded_lm.model import parse_config
+from .ranks import Ranks, RankSettings
+
+MODEL_ID = "model"
+SHARD_BYTES = 4 * 2**30
+"""The size of a file of new weights."""
+_OPTIONS = {"tp", "quant", "start_s", "timeout_s", "watchdog_s"}
+
+
+class TensorParallelGenerator(BaseGenerator):
+    """A generator whose model is split over the ranks of a group.
+
+    Requests are served one after the other: what is gained is room for a model, not throughput. A prompt, or the beginning of one, that is
+    in the cache is not processed again. `RolloutConfig.options`:
+
+    - `tp`: the number of ranks, each a process with a device of its own on this machine.
+    - `quant`: `int8` for weights of 8 bits; None for none.
+    - `start_s`, `timeout_s`, `watchdog_s`: see `RankSettings`.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: An option is unknown, or this process has a process group already.
+        WorkerError: A rank cannot load the model; the cause is the original error.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        if unknown := sorted(set(config.options) - _OPTIONS):
+            raise ConfigError(
+                f"options.{unknown[0]} is unknown to generator=tensor_parallel; it has {', '.join(sorted(_OPTIONS))}"
+            )
+        if config.model.trust_remote_code:
+            raise ConfigError("generator=tensor_parallel runs no code of the model's folder; use generator=static")
+        options = dict(config.options)
+        self._quant = options.pop("quant", None)
+        self._settings = RankSettings(**{"size" if name == "tp" else name: value for name, value in options.items()})
+        folder = resolve_folder(config.model.path)
+        self._config_json = _config_text(folder, config.dtype)
+        self._files = _files_of(folder)
+        self._spool: Path | None = None
+        self._ranks: Ranks | None = None
+        self._current: TokenStream | None = None
+        self._cached: list[int] = []
+        self._limits = self._read_limits(folder)
+        self._image_token: int | None = getattr(parse_config(self._config_json), "image_token_id", None)
+        self._stepped()
+
+    def _read_limits(self, folder: Path) -> Limits:
+        model_config = parse_config(self._config_json)
+        text = model_config.get_text_config()
+        ends = text.eos_token_id if text.eos_token_id is not None else model_config.eos_token_id
+        if (folder / "generation_config.json").is_file():
+            ends = GenerationConfig.from_pretrained(folder).eos_token_id or ends
+        context = context_of(text)
+        return Limits(
+            vocabulary=text.vocab_size,
+            context=context,
+            tokens=self.config.max_batch_total_tokens,
+            end_tokens=frozenset([ends] if isinstance(ends, int) else ends or ()),
+        )
+
+    def _stepped(self) -> SteppedModel:
+        """Return rank 0's part of the model. If ranks have died, all are started anew."""
+        if self._ranks is not None and self._ranks.lost:
+            self._ranks.close()
+            self._ranks = None
+        if self._ranks is None:
+            self._ranks = Ranks(self._settings)
+        models = self._ranks.local.models
+        if MODEL_ID not in models:
+            self._cached = []
+            self._ranks.ask(
+                lambda: m.LoadDenseShard(
+                    model_id=MODEL_ID,
+                    config_json=self._config_json,
+                    safetensors_paths=[str(file) for file in self._files],
+                    quant=self._quant,
+                )
+            )
+        model: SteppedModel = models[MODEL_ID]
+        return model
+
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+        return self._limits
+
+    def expand_images(self, prompt: list[int], images: Sequence[str]) -> list[int]:
+        """Return a prompt with as many image tokens as its images have.
+
+        Raises:
+            ConfigError: The model takes no images, or these cannot be used.
+        """
+        model = self._stepped()
+        if not model.lm.sees_images or self._image_token is None:
+            raise ConfigError(f"{self.config.model.path} takes no images")
+        return model.reader.expand(prompt, self._image_token, model.reader.read(images).tokens)
+
+    def run_step(self) -> None:
+        """Begin the next request, or go on with the one that is running: a part of its prompt, or a token."""
+        model = self._stepped()
+        if self._current is None:
+            self._current = next(iter(self.waiting.values()))
+            self.admit(self._current)
+        stream = self._current
+        tokens = stream.so_far
+        if stream.images and len(self._cached) < len(stream.prompt):
+            self._step_with_images(stream, tokens)
+        else:
+            # The last token is processed in any case, for its logits.
+            offset = min(_common(self._cached, tokens), len(tokens) - 1)
+            part = tokens[offset : offset + self.config.target_tokens_per_batch]
+            self._ask(m.GenerateStep(model_id=MODEL_ID, tokens=part, offset=offset))
+            self._cached = tokens[: offset + len(part)]
+            self.prefill_tokens += len(part) if offset + len(part) <= len(stream.prompt) or not stream.tokens else 0
+        if len(self._cached) < len(tokens):
+            return
+        assert model.logits is not None
+        (token,), (log_prob,) = sample_tokens(model.logits[None], [stream.draw()])
+        self.add_token(stream, token, log_prob)
+
+    def _step_with_images(self, stream: TokenStream, tokens: list[int]) -> None:
+        # What is in the cache may be of other images.
+        self._cached = []
+        self._ask(
+            m.GenerateStepWithImages(
+                model_id=MODEL_ID,
+                tokens=tokens,
+                offset=0,
+                image_token_id=self._image_token or 0,
+                image_data_uris=stream.images,
+                chunk_size=self.config.target_tokens_per_batch,
+            )
+        )
+        self._cached = tokens
+        self.prefill_tokens += len(tokens)
+
+    def _ask(self, request: m.Request) -> None:
+        assert self._ranks is not None
+        try:
+            self._ranks.ask(lambda: request)
+        except WorkerError:
+            # What the ranks have in their caches is not known.
+            self._cached = []
+            raise
+
+    def stop_request(self, stream: TokenStream) -> None:
+        """Forget the request; its keys and values stay until another prompt replaces them."""
+        self._current = None
+        if stream.images:
+            self._cached = []
+
+    def drop_caches(self) -> None:
+        """Forget the request, and what is in the cache."""
+        self._current, self._cached = None, []
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write new weights to files, and let every rank load its part of them.
+
+        Raises:
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
+        """
+        model = self._stepped()
+        names = model.lm.stored_names
+        tied = model.lm.tied_names
+        spool = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
+        try:
+            files = _write(spool, weights, names, tied)
+            for file in self._files[0].parent.glob("*.json"):
+                # Such as that of the image processor.
+                shutil.copy(file, spool / file.name)
+            self._unload()
+            old_files, self._files = self._files, files
+            try:
+                self._stepped()
+            except WorkerError as e:
+                self._files = old_files
+                if isinstance(e.__cause__, ModelError):
+                    raise e.__cause__ from e
+                raise
+        except BaseException:
+            shutil.rmtree(spool, ignore_errors=True)
+            raise
+        if self._spool is not None:
+            shutil.rmtree(self._spool, ignore_errors=True)
+        self._spool = spool
+
+    def _unload(self) -> None:
+        self._cached = []
+        if self._ranks is not None and not self._ranks.lost and MODEL_ID in self._ranks.local.models:
+            self._ranks.ask(lambda: m.UnloadModel(model_id=MODEL_ID))
+
+    def move(self, place: str) -> None:
+        """Free the model on all ranks; it is loaded again when it is to be on the device."""
+        self._unload()
+        if place == "device":
+            self._stepped()
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        if self._spool is not None:
+            shutil.rmtree(self._spool, ignore_errors=True)
+            self._spool = None
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _config_text(folder: Path, dtype: str) -> str:
+    try:
+        values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {e}") from e
+    values.pop("torch_dtype", None)
+    for part in values.values():
+        if isinstance(part, dict):
+            part.pop("torch_dtype", None)
+            if "dtype" in part:
+                part["dtype"] = dtype
+    return json.dumps({**values, "dtype": dtype})
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise ModelError(f"model.path={folder} has neither {SINGLE} nor {INDEX}; convert its weights to safetensors")
+
+
+def _write(spool: Path, weights: Iterable[tuple[str, Tensor]], names: frozenset[str], tied: frozenset[str]) -> list[Path]:
+    """Write tensors to files of limited size; return the files."""
+    files: list[Path] = []
+    batch: dict[str, Tensor] = {}
+    unknown, seen, size = [], set(), 0
+
+    def flush() -> None:
+        nonlocal batch, size
+        if batch:
+            files.append(spool / f"weights-{len(files):05}.safetensors")
+            save_file(batch, files[-1])
+            batch, size = {}, 0
+
+    for name, tensor in weights:
+        if name not in names or name in seen:
+            if name not in tied:
+                unknown.append(name)
+            continue
+        seen.add(name)
+        batch[name] = tensor.detach().cpu().contiguous().clone()
+        size += batch[name].nbytes
+        if size >= SHARD_BYTES:
+            flush()
+    flush()
+    missing = sorted(names - seen - tied)
+    if unknown or missing:
+        raise ModelError(
+            f"the weights are not those of the model: {len(unknown)} tensors match no parameter ({', '.join(unknown[:3]) or 'none'}), "
+            f"{len(missing)} parameters have no tensor ({', '.join(missing[:3]) or 'none'})"
+        )
+    return files

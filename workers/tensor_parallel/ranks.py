@@ -1,0 +1,174 @@
+"""The ranks of a model that is split: this process is rank 0, the others are model workers that it starts."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ...engine.errors import ConfigError, WorkerLostError
+from ...engine.parallel.process_groups import close_distributed
+from ..model_worker import comm_id
+from ..model_worker import messages as m
+from ..model_worker.controller import Channel, Controller
+from ..model_worker.errors import raise_error
+from ..model_worker.names import Names
+from ..model_worker.process import ChildProcess
+from ..model_worker.worker import ModelWorker, WorkerSettings, error_of
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """How the ranks are started and watched.
+
+    Args:
+        size: The number of ranks, on this machine.
+        start_s: For how many seconds a rank may start.
+        timeout_s: After how many seconds a collective that does not come together fails.
+        watchdog_s: After how many seconds without progress a rank ends itself.
+    """
+
+    size: int = 1
+    start_s: float = 120.0
+    timeout_s: float = 300.0
+    watchdog_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"tp={self.size!r}; it must be an integer of at least 1")
+
+
+class Ranks:
+    """The ranks of one group, from their start to their end.
+
+    Args:
+        settings: The settings.
+
+    Raises:
+        ConfigError: This process has a process group already.
+        WorkerError: The ranks cannot meet.
+        WorkerLostError: A rank died.
+    """
+
+    def __init__(self, settings: RankSettings) -> None:
+        if settings.size > 1 and dist.is_initialized():
+            raise ConfigError(
+                f"tp={settings.size}, but this process has a process group of {dist.get_world_size()} ranks already; "
+                "generator=tensor_parallel needs a process of its own"
+            )
+        self._settings = settings
+        self._channels: list[Channel] = []
+        self._processes: list[ChildProcess] = []
+        self._controller: Controller | None = None
+        self.lost = False
+        """Whether the ranks cannot go on together."""
+        run, listener = comm_id.mint()
+        self.local = ModelWorker(
+            WorkerSettings(
+                rank=0, world_size=settings.size, local_rank=0, init_s=settings.start_s, timeout_s=settings.timeout_s
+            )
+        )
+        """Rank 0."""
+        if settings.size == 1:
+            listener.close()
+            return
+        try:
+            self.local.listener = listener
+            self._controller = Controller(Names())
+            for rank in range(1, settings.size):
+                self._start(rank, self._controller)
+            self.ask(lambda: m.Init(comm_id=run.hex()))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, controller: Controller) -> None:
+        channel = controller.channel(f"tp-rank-{rank}")
+        options = {
+            "--rank": rank,
+            "--world-size": self._settings.size,
+            "--local-rank": rank,
+            "--init-timeout": self._settings.start_s,
+            "--timeout": self._settings.timeout_s,
+            "--watchdog": self._settings.watchdog_s,
+            "--beat": 1.0,
+        }
+        process = ChildProcess(
+            channel.identity,
+            controller.address,
+            arguments=[str(word) for pair in options.items() for word in pair],
+            on_exit=lambda ended: self._note_exit(channel, ended),
+        )
+        self._channels.append(channel)
+        self._processes.append(process)
+
+    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
+        self.lost = True
+        channel.fail(WorkerLostError(f"{process.name} {process.describe_end()}"))
+
+    def ask(self, make: Callable[[], m.Request]) -> m.Reply:
+        """Send a request to all ranks, run it as rank 0, and return this rank's reply when all have replied.
+
+        Args:
+            make: Makes the request.
+
+        Raises:
+            WorkerError: A rank failed; the cause is the original error. A rank that only reports another one's error comes last.
+            WorkerLostError: A rank died.
+        """
+        if self.lost:
+            raise WorkerLostError("a rank has died; the model must be loaded anew")
+        sent = [channel.ask(make()) for channel in self._channels]
+        request = make()
+        own: m.Reply
+        try:
+            own = self.local.execute(request)
+        except Exception as e:  # sent to the caller with those of the others
+            own = error_of(self.local.registry.of(request), e)
+        replies: list[tuple[int, m.Reply | BaseException]] = [(0, own)]
+        # A rank that is wedged has a watchdog; one that waits for a rank that has died is told by its connection.
+        deadline = time.monotonic() + self._settings.timeout_s + self._settings.watchdog_s
+        for rank, future in enumerate(sent, start=1):
+            try:
+                patience = _GRACE_S if self.lost else max(deadline - time.monotonic(), _GRACE_S)
+                replies.append((rank, future.reply(patience)))
+            except WorkerLostError as e:
+                replies.append((rank, e))
+            except TimeoutError:
+                self.lost = True
+                replies.append((rank, WorkerLostError(f"rank {rank} did not answer")))
+        self._raise_first(self.local.title_of(request), replies)
+        return own
+
+    def _raise_first(self, title: str, replies: list[tuple[int, Any]]) -> None:
+        lost = [reply for _, reply in replies if isinstance(reply, WorkerLostError)]
+        if lost:
+            self.lost = True
+            raise lost[0]
+        failed = [(rank, reply) for rank, reply in replies if isinstance(reply, m.Error)]
+        if not failed:
+            return
+        if any(reply.kind in ("watchdog", "nccl_init_failed") for _, reply in failed):
+            self.lost = True
+        rank, error = min(failed, key=lambda pair: (pair[1].echo, pair[0]))
+        raise_error(error, f"{title} on rank {rank} of {self._settings.size}")
+
+    def close(self) -> None:
+        """End all ranks."""
+        polite = [] if self.lost else [channel.ask(m.Shutdown()) for channel in self._channels]
+        for process in self._processes:
+            if not (polite and process.wait(_GRACE_S)):
+                process.terminate(_GRACE_S)
+        if self._controller is not None:
+            self._controller.close()
+            if dist.is_initialized():
+                close_distributed()
+        self.local.close()
+        self._processes, self._channels = [], []
+        self.lost = True
