@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.errors import CapabilityError, ConfigError, RemoteError
 from ...engine.parallel.collectives import collective_errors
 from ..sharded_lm.model import ShardedLM, parse_config
-from ..sharded_lm.vision import ImageReader, Pixels, check_image_tokens, step_with_images
+from ..sharded_lm.vision import ImageReader, Pixels, check_image_tokens, check_sees_images, step_with_images
 from . import messages as m
 from .handlers import check_joined
 from .worker import ModelWorker, OpError
@@ -82,8 +82,9 @@ def generate_step_with_images(worker: ModelWorker, request: m.GenerateStepWithIm
     with _Agreed(worker, request) as agreed:
         model = _model(worker, request.model_id)
         model.lm.check(request.tokens, request.offset)
+        check_sees_images(model.lm)
         pixels: Pixels = model.reader.read(request.image_data_uris)
-        check_image_tokens(model.lm, request.tokens, request.image_token_id, pixels)
+        check_image_tokens(request.tokens, request.image_token_id, pixels)
         agreed.digest(
             [
                 request.model_id,

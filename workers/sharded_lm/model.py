@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from ...engine.checkpoint.local_shards import cut_local_shards
@@ -118,7 +117,7 @@ class ShardedLM:
     def _split(self) -> LocalSlices:
         slices = LocalSlices()
         size = 1 if self._group is None else dist.get_world_size(self._group)
-        if size == 1:
+        if self._group is None or size == 1:
             return slices
         plan = resolve_plan(self.model, size)
         mesh = DeviceMesh.from_group(self._group, self.device.type)

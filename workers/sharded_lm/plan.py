@@ -38,7 +38,7 @@ def resolve_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     for path in paths:
         known[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
     plan = {path: style for pattern, style in patterns.items() for path in known.get(pattern, ())}
-    unknown = sorted({style for style in plan.values()} - {*STYLES, *IGNORED_STYLES, _EXPERTS, "packed_colwise"})
+    unknown = sorted(set(plan.values()) - {*STYLES, *IGNORED_STYLES, _EXPERTS, "packed_colwise"})
     if unknown:
         raise CapabilityError(f"the plan of {family} uses {', '.join(unknown)}, which is not supported in generation steps")
     _keep_heads_whole(model, plan, size)
@@ -52,7 +52,7 @@ def _plan_of_text(model: PreTrainedModel) -> dict[str, str]:
     family = TEXT_FAMILIES.get(text.model_type)
     if family is None or text is model.config:
         return {}
-    plan: Mapping[str, str] = {"embed_tokens": "embedding_rowwise", **AutoConfig.for_model(family).base_model_tp_plan}
+    plan: Mapping[str, str] = {"embed_tokens": "embedding_rowwise", **(AutoConfig.for_model(family).base_model_tp_plan or {})}
     return {f"model.language_model.{pattern}": style for pattern, style in plan.items()}
 
 

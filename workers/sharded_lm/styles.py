@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...engine.checkpoint.tensor_slices import TensorSlice
 
-
 SMALL_BYTES = 2**18
 """Smaller tensors are summed up by each rank itself: gloo gathers them in a third of the time that its all-reduce takes."""
 
@@ -75,6 +74,11 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
+def _shape(module: nn.Module) -> torch.Size:
+    """Return the shape of a module's weight."""
+    return module.get_parameter("weight").shape
+
+
 class _Style(ParallelStyle):
     """A way to split a module.
 
@@ -103,7 +107,7 @@ class Colwise(_Style):
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Split the rows of the weight."""
-        width = int(module.weight.shape[0])
+        width = _shape(module)[0]
         self.slices.cut(module, self.path, "weight", 0, rank, size)
         if getattr(module, "bias", None) is not None:
             self.slices.cut(module, self.path, "bias", 0, rank, size)
@@ -124,7 +128,7 @@ class Rowwise(_Style):
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Split the columns of the weight. The bias is added on the first rank."""
-        low, high = bounds(int(module.weight.shape[1]), size, rank)
+        low, high = bounds(_shape(module)[1], size, rank)
         self.slices.cut(module, self.path, "weight", 1, rank, size)
         if getattr(module, "bias", None) is not None and rank:
             self.slices.zero(module, self.path, "bias")
@@ -144,7 +148,7 @@ class EmbeddingRowwise(_Style):
 
     def split(self, module: nn.Module, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Split the rows. A rank contributes zeros for tokens that it does not hold."""
-        low, high = bounds(int(module.weight.shape[0]), size, rank)
+        low, high = bounds(_shape(module)[0], size, rank)
         self.slices.cut(module, self.path, "weight", 0, rank, size)
         # It only matters to gradients, and would be outside of the part.
         module.padding_idx = None  # type: ignore[assignment]

@@ -114,17 +114,24 @@ class ImageReader:
         return [token for one in tokens for token in ([one] * next(rest) if one == image_token else [one])]
 
 
-def check_image_tokens(lm: ShardedLM, tokens: Sequence[int], image_token: int, pixels: Pixels) -> None:
-    """Check a prompt with images.
+def check_sees_images(lm: ShardedLM) -> None:
+    """Check that a model takes images.
 
     Raises:
-        CapabilityError: The model sees no images.
-        ConfigError: The number of image tokens is not that of the images.
+        CapabilityError: It does not.
     """
     if not lm.sees_images:
         raise CapabilityError(
             f"{lm.model.config.model_type} sees no images in generation steps; only qwen2_5_vl and qwen3_vl do"
         )
+
+
+def check_image_tokens(tokens: Sequence[int], image_token: int, pixels: Pixels) -> None:
+    """Check a prompt with images.
+
+    Raises:
+        ConfigError: The number of image tokens is not that of the images.
+    """
     given, needed = list(tokens).count(image_token), sum(pixels.tokens)
     if given != needed:
         raise ConfigError(
@@ -154,7 +161,8 @@ def step_with_images(
         ConfigError: See `ShardedLM.check` and `check_image_tokens`.
     """
     lm.check(tokens, offset)
-    check_image_tokens(lm, tokens, image_token, pixels)
+    check_sees_images(lm)
+    check_image_tokens(tokens, image_token, pixels)
     lm.roll_back(offset)
     backbone, device = lm.model.model, lm.device
     ids = torch.tensor([list(tokens)], device=device)
