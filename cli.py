@@ -19,6 +19,7 @@ COMMANDS = {
     "import": "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards",
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "conformance-rollout": "check a generator against plain transformers: NAME [setting=value ...]",
+    "serve": "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
     "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .workers.rollout.conformance.__main__ import main as conformance_rollout
 
         return conformance_rollout(rest)
+    if command == "serve":
+        return _serve(command, rest)
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)
         return result
@@ -66,6 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _module(MODULES[command], rest)
     print(f"error: unknown command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
+
+
+def _serve(command: str, rest: list[str]) -> int:
+    try:
+        module = import_module(f"{PACKAGE}.serve.{'cli' if command == 'serve' else command}")
+    except ModuleNotFoundError as e:
+        if e.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic"):
+            raise
+        print(f"error: drivetrain {command} needs {e.name}: pip install 'drivetrain[serve]'", file=sys.stderr)
+        return 2
+    result: int = module.main(rest)
+    return result
 
 
 def _module(module: str, arguments: list[str]) -> int:

@@ -85,7 +85,14 @@ class SupervisedWorker(SupervisedProcess):
             WorkerLostError: The worker has ended for good.
             ConfigError: The request cannot be sent.
         """
-        message = Stream(role=ROLE, prompt=request.prompt, options=request.options, row=request.row, sample=request.sample)
+        message = Stream(
+            role=ROLE,
+            prompt=request.prompt,
+            options=request.options,
+            row=request.row,
+            sample=request.sample,
+            images=request.images,
+        )
         return ResponseStream(message, self.connected_channel, self.name)
 
     async def embed(self, tokens: list[int]) -> Any:

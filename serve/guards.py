@@ -1,0 +1,97 @@
+"""What every request has to pass: the name of the host, the key, the size. As ASGI applications around the service's own."""
+
+import hmac
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in the format of OpenAI's interface."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def refuse(send: Send, status: int, message: str, kind: str, headers: Sequence[tuple[str, str]] = ()) -> None:
+    """Answer a request with an error."""
+    body = json.dumps(error_body(message, kind)).encode()
+    named = [("content-type", "application/json"), ("content-length", str(len(body))), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": [(n.encode(), v.encode()) for n, v in named]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class KeyGuard:
+    """Demands a key in the header `Authorization: Bearer KEY`.
+
+    Args:
+        app: The application.
+        keys: The keys; without any, only paths of `own` are guarded.
+        own: Paths with keys of their own.
+        open_paths: Paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], own: dict[str, str], open_paths: Sequence[str]) -> None:
+        self._app, self._keys, self._own, self._open = app, list(keys), own, set(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        path = scope.get("path", "")
+        keys = [self._own[path]] if path in self._own else self._keys
+        if scope["type"] != "http" or not keys or path in self._open:
+            await self._app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # All are compared, so that the time says nothing.
+        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "the key is missing or wrong; send it as: Authorization: Bearer KEY"
+            await refuse(send, 401, message, "authentication_error", [("www-authenticate", "Bearer")])
+            return
+        await self._app(scope, receive, send)
+
+
+class SizeGuard:
+    """Refuses requests that are too large, also those that do not say how large they are.
+
+    Args:
+        app: The application.
+        limit: The largest size of a body, in bytes.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdigit() and int(length) > self._limit:
+            await self._refuse(send)
+            return
+        body: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body.append(message.get("body", b""))
+            size += len(body[-1])
+            if size > self._limit:
+                await self._refuse(send)
+                return
+            if not message.get("more_body", False):
+                break
+        whole: list[Message] = [{"type": "http.request", "body": b"".join(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _refuse(self, send: Send) -> None:
+        limit = f"{self._limit / 2**20:g} MiB (--max-body-mib)"
+        await refuse(send, 413, f"the request is larger than {limit}", "invalid_request_error", [("connection", "close")])

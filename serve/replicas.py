@@ -1,0 +1,102 @@
+"""The workers behind the service: each a process with the whole model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ..engine.errors import WorkerLostError
+from ..workers.model_worker.response_stream import ResponseStream
+from ..workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
+from ..workers.rollout.scheduler import GenerationRequest
+
+
+class Replicas:
+    """Workers with the same model, of which each request gets the one with the fewest.
+
+    Args:
+        factory: The class of the model.
+        config: Its configuration.
+        count: The number of workers.
+        settings: How each is started and watched; its name gets a number.
+    """
+
+    def __init__(self, factory: Callable[[Any], Any], config: Any, count: int, settings: SupervisorSettings) -> None:
+        self.workers: list[SupervisedWorker] = [
+            start_model_worker(factory, config, replace(settings, name=f"{settings.name}-{number}")) for number in range(count)
+        ]
+        self._active = [0] * count
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start all workers at the same time.
+
+        Raises:
+            WorkerError: A worker cannot load the model.
+            WorkerLostError: A worker died.
+        """
+        results = await asyncio.gather(*(worker.__aenter__() for worker in self.workers), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self.close()
+            raise errors[0]
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*(worker.__aexit__(None, None, None) for worker in self.workers))
+
+    def is_healthy(self) -> bool:
+        """Return whether any worker takes requests."""
+        return any(worker.control.is_started() for worker in self.workers)
+
+    @property
+    def active(self) -> int:
+        """The number of requests at all workers."""
+        return sum(self._active)
+
+    def _choose(self) -> int:
+        # One that restarts takes requests again soon; one that has ended for good does not.
+        alive = [i for i, worker in enumerate(self.workers) if not worker.control.is_completed()]
+        if not alive:
+            raise WorkerLostError("all workers have ended; restart the service")
+        started = [i for i in alive if self.workers[i].control.is_started()]
+        return min(started or alive, key=lambda i: self._active[i])
+
+    @contextmanager
+    def streams(self, requests: Sequence[GenerationRequest]) -> Iterator[list[ResponseStream]]:
+        """Begin responses that belong together, at one worker; at the end of the block those that go on are cancelled.
+
+        Raises:
+            WorkerLostError: All workers have ended.
+        """
+        number = self._choose()
+        self._active[number] += len(requests)
+        found: list[ResponseStream] = []
+        try:
+            for request in requests:
+                found.append(self.workers[number].stream(request))
+            yield found
+        finally:
+            self._active[number] -= len(requests)
+            for stream in found:
+                stream.cancel()
+
+    async def embed(self, texts: Sequence[list[int]]) -> list[Any]:
+        """Return the embeddings of texts.
+
+        Raises:
+            WorkerError: A text cannot be embedded.
+            WorkerLostError: The worker died.
+        """
+        number = self._choose()
+        self._active[number] += len(texts)
+        try:
+            return list(await asyncio.gather(*(self.workers[number].embed(text) for text in texts)))
+        finally:
+            self._active[number] -= len(texts)
+
+    async def on_all(self, run: Callable[[SupervisedWorker], Awaitable[Any]]) -> list[Any]:
+        """Run something on all workers, one such thing at a time; return the results, with errors among them."""
+        async with self._lock:
+            return list(await asyncio.gather(*(run(worker) for worker in self.workers), return_exceptions=True))
