@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test test-all test-unit durations mutants coverage test-gpu wheels-gpu check bench soak docs clean
+.PHONY: setup demo test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak docs clean
 
 SHELL := bash
 
@@ -61,6 +61,13 @@ test-gpu: $(SETUP)
 	@for wheel in $(wildcard .wheels/*.whl); do $(PY) -m zipfile -e $$wheel .wheels/site; done
 	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) .ci/gpu_needs.py; lacks=$$?; \
 	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -n 0 -m gpu -rs && exit $$lacks
+
+# vLLM has an environment of its own, and no part in continuous integration.
+setup-vllm: $(SETUP)
+	.ci/setup-vllm
+
+test-vllm: setup-vllm
+	PYTHONPATH=$(CURDIR)/.types .venv-vllm/bin/python -m pytest -p no:cacheprovider tests/distributed/test_vllm.py -v -rs
 
 # For a GPU machine without a network that has PyTorch, transformers and pytest, Python 3.12 on Linux, but not these.
 GPU_WHEELS := omegaconf datasets dill multiprocess tensordict pyvers megatron-core

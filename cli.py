@@ -20,6 +20,7 @@ COMMANDS = {
     "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
     "conformance-rollout": "check a generator against plain transformers: NAME [setting=value ...]",
     "serve": "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
+    "chat": "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...",
     "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .workers.rollout.conformance.__main__ import main as conformance_rollout
 
         return conformance_rollout(rest)
-    if command == "serve":
+    if command in ("serve", "chat"):
         return _serve(command, rest)
     if command in ("demo", "parity"):
         result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)

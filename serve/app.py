@@ -24,7 +24,7 @@ from .model import ServedModel
 from .replicas import Replicas
 from .responses import Response as Generated
 from .responses import Responses
-from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, WeightsRequest
+from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, ModelName, Sampling, WeightsRequest
 from .settings import ServeSettings
 from .weights import WeightLoader
 
@@ -56,6 +56,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.get("/metrics")(service.numbers)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
+    app.post("/load_model")(service.announce)
     app.post("/v1/completions")(service.complete)
     app.post("/v1/chat/completions")(service.chat)
     app.post("/v1/embeddings")(service.embed)
@@ -125,6 +126,11 @@ class Service:
 
     def _described(self) -> dict[str, Any]:
         return {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "drivetrain"}
+
+    async def announce(self, body: ModelName) -> Response:
+        """Tell the chat client of transformers, which asks before it begins, that the model is loaded."""
+        self._check_model(body.model)
+        return Response(_event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     # ---- text --------------------------------------------------------------------------------------------------------
 

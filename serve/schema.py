@@ -118,6 +118,12 @@ class EmbeddingRequest(BaseModel):
         return [one for one in self.input if not isinstance(one, int)]
 
 
+class ModelName(BaseModel):
+    """The name of a model."""
+
+    model: str
+
+
 class WeightsRequest(BaseModel):
     """A request to load new weights."""
 

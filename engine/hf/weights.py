@@ -97,6 +97,10 @@ class WeightFolder:
         """The file and key of all tensors."""
         return list(self._where.values())
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors, by their canonical names."""
+        return {name: self._files.array(file, key).shape for name, (file, key) in self._where.items()}
+
     def find(self, name: str, prefix: str) -> tuple[str, str] | None:
         """Return the file and key of a tensor, or None; a folder saved from a bare backbone lacks the backbone's prefix."""
         return self._where.get(name) or self._where.get(name.removeprefix(f"{prefix}."))

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -397,6 +398,31 @@ def test_several_workers_and_other_engines(models: Path) -> None:
                 os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
                 until(lambda: server.number("drivetrain_workers") == 1)
                 assert client.completions.create(model="model", prompt=PROMPT, max_tokens=2).choices
+
+
+@pytest.mark.slow
+def test_a_chat_in_the_terminal(models: Path, tmp_path: Path) -> None:
+    (greedy,) = generated(models, f"<system>be brief<user>{PROMPT}<assistant>", max_tokens=6, temperature=0.0)
+    words = [sys.executable, "-m", "drivetrain.cli", "chat", str(models), "--system-prompt", "be brief"]
+    ran = subprocess.run(
+        [*words, "max_new_tokens=6", "do_sample=False", "--", "--max-batch-size", "2"],
+        # The answer is cut off, and is not to be continued.
+        input=f"{PROMPT}\nn\n!exit\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "model was already loaded" in ran.stdout
+    shown = "".join(c for c in text_of(greedy) if c.isalnum())
+    assert shown in "".join(c for c in ran.stdout if c.isalnum())
+    # Nothing is left behind.
+    assert not subprocess.run(["pgrep", "-f", f"serve {models}"], capture_output=True, text=True).stdout
+    missing = subprocess.run([*words[:4], str(tmp_path / "none")], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 1
+    assert "does not exist; give a model folder, a run, a checkpoint" in missing.stderr
 
 
 @pytest.mark.parametrize(

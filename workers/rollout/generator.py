@@ -111,6 +111,7 @@ class TokenStream:
         """Why the response ended; see `Generation`. None if it goes on, or failed."""
         self.error: Exception | None = None
         """Why the request failed."""
+        self.seed = seed
         self._generator, self._uniform, self._read = generator, UniformNumbers(seed), 0
 
     @property

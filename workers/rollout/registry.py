@@ -36,6 +36,7 @@ class GeneratorSpec:
 
 
 _GENERATORS: dict[str, GeneratorSpec] = {
+    "vllm": GeneratorSpec(generator=f"{_PACKAGE}.vllm:VLLMGenerator", needs="vllm", extra="vllm"),
     "static": GeneratorSpec(generator=f"{_PACKAGE}.static:StaticGenerator"),
     "tensor_parallel": GeneratorSpec(
         generator=f"{_PACKAGE.rpartition('.')[0]}.tensor_parallel.generator:TensorParallelGenerator"

@@ -65,6 +65,17 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
         The B tokens, and their log-probabilities at the row's temperature before top_p and top_k. The log-probability of a row whose
         logits include NaN or positive infinity is not finite.
     """
+    chosen, log_probs = choose(logits, draws)
+    found = torch.stack([chosen.double(), log_probs.double()]).tolist()
+    return [int(token) for token in found[0]], found[1]
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Do what `sample_tokens` does, without waiting for the device.
+
+    Returns:
+        The tokens `[B]`, and their log-probabilities `[B]` in float32.
+    """
     device = logits.device
     temperatures = [draw.options.temperature or 1.0 for draw in draws]
     scaled = logits.float()
@@ -79,8 +90,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
         if sampled:
             rows, some = torch.tensor(sampled, device=device), [draws[row] for row in sampled]
             chosen[rows] = _invert(_allowed(scaled[rows], some), some)
-    found = torch.stack([chosen.double(), log_probs.gather(1, chosen[:, None])[:, 0].double()]).tolist()
-    return [int(token) for token in found[0]], found[1]
+    return chosen, log_probs.gather(1, chosen[:, None])[:, 0]
 
 
 def _invert(scores: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -1,0 +1,63 @@
+"""`drivetrain chat`: talk to a model, a run or a checkpoint in the terminal. Starts the service, and the chat of transformers on it.
+
+drivetrain chat MODEL|RUN|CHECKPOINT [--system-prompt TEXT] [max_new_tokens=100 temperature=0.7 ...] [-- arguments of drivetrain serve]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_SERVED = " is served at "
+_END_S = 15.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Chat until the user leaves; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(prog="drivetrain chat", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint"
+    )
+    parser.add_argument("--system-prompt", default=None, help="what the model is told before the conversation")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings of generation, such as temperature=0.7")
+    args = parser.parse_intermixed_args(words[:at])
+    name = Path(args.source).resolve().name
+    serve = [sys.executable, "-m", f"{__package__.partition('.')[0]}.cli", "serve", args.source, "--name", name, "--port", "0"]
+    print(f"loading {args.source}", flush=True)
+    with subprocess.Popen([*serve, *words[at + 1 :]], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = _address(server)
+            if url is None:
+                return server.wait() or 1
+            chat = [str(Path(sys.executable).with_name("transformers")), "chat"]
+            if args.system_prompt is not None:
+                chat += ["--system-prompt", args.system_prompt]
+            # The client would refuse an address that is not the Hub, though it is on this machine.
+            environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+            return subprocess.run([*chat, name, url, *args.settings], check=False, env=environment).returncode
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_END_S)
+            server.kill()
+
+
+def _address(server: "subprocess.Popen[str]") -> str | None:
+    """Return the address that the service prints when it is ready; None if it ends before that."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if _SERVED in line:
+            return line.rpartition(" ")[2].strip()
+        print(line, end="", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

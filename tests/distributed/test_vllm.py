@@ -1,0 +1,146 @@
+"""The generator on vLLM, in the environment of `make setup-vllm`; without vLLM only what needs none."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.model_worker.supervisor import SupervisorSettings, start_model_worker
+from drivetrain.workers.rollout.conformance.checks import CHECKS, Case
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.workers.rollout.scheduler import GenerationRequest
+from drivetrain.workers.rollout.vllm import check_version
+from drivetrain.workers.rollout.worker import RolloutWorker
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+ROOT = Path(__file__).parents[2]
+SETTINGS: dict[str, Any] = {"max_batch_total_tokens": 4096}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("vllm")
+    save_tiny_model(root / "other", "qwen3", seed=1, head_dim=32)
+    return save_tiny_model(root / "model", "qwen3", head_dim=32)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM {version} is installed; .*pip install 'vllm>=0.32,<0.33'"):
+        check_version(version)
+    check_version("0.32.0+cpu")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_extra_is_named(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"generator=vllm needs vllm, which is not installed: pip install 'drivetrain\[vllm\]'"
+    ):
+        build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm"))
+
+
+@needs_vllm
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_does_what_the_interface_says(tmp_path: Path, check: str, tied: bool) -> None:
+    CHECKS[check](Case(tmp_path, {"generator": "vllm", **SETTINGS}, "llama" if tied else "qwen3", tie_word_embeddings=tied))
+
+
+@needs_vllm
+def test_all_generators_draw_alike(folder: Path) -> None:
+    prompts = [[5, 6, 7], [9], [200, 100], [3] * 40]
+    options = SamplingOptions(max_tokens=16, temperature=1.3, top_p=0.9, top_k=60, samples=3, seed=5)
+    found = []
+    for name in ("static", "continuous", "vllm"):
+        generator = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=name, **SETTINGS))
+        found.append([[a.response for a in some] for some in generator.generate(prompts, options)])
+        generator.close()
+    assert found[0] == found[1] == found[2]
+
+
+@needs_vllm
+def test_weights_in_flight_through_a_worker(folder: Path) -> None:
+    """In a process of its own, with a request running and another one paused."""
+    prompt = [(7 * i + 3) % 250 for i in range(65)]
+    options = SamplingOptions(max_tokens=100, temperature=0.0, ignore_eos=True)
+    config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm", **SETTINGS)
+
+    async def test() -> None:
+        async with start_model_worker(RolloutWorker, config, SupervisorSettings(start_s=300)) as queue:
+            flying = queue.stream(GenerationRequest(prompt=prompt, options=options))
+            read = [await anext(flying) for _ in range(3)]
+            await queue.acall("pause")
+            waiting = queue.stream(GenerationRequest(prompt=prompt, options=options))
+            assert await queue.acall("load_folder", str(folder.parent / "other"), version=5) == 5
+            await queue.acall("resume")
+            read += await flying.read()
+            fresh = await waiting.read()
+            count = sum(token.version == 0 for token in read)
+            assert 3 <= count < 100
+            assert {token.version for token in read[count:]} == {5}
+            old, new = (
+                build_generator(RolloutConfig(model=ModelConfig(path=str(path)), **SETTINGS))
+                for path in (folder, folder.parent / "other")
+            )
+            ((before,),) = old.generate([prompt], replace(options, max_tokens=count))
+            ((after,),) = new.generate([prompt + before.response], replace(options, max_tokens=100 - count))
+            assert [token.token for token in read] == before.response + after.response
+            ((alone,),) = new.generate([prompt], options)
+            assert [token.token for token in fresh] == alone.response
+
+    asyncio.run(test())
+
+
+@needs_vllm
+def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
+    from helpers.vllm_ranks import OPTIONS, PROMPTS
+
+    other = folder.parent / "other"
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "helpers.vllm_ranks", str(folder), str(other)]
+    search = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, *words, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    for path, answers in zip((folder, other), found[0], strict=True):
+        plain = build_generator(RolloutConfig(model=ModelConfig(path=str(path)), **SETTINGS))
+        assert answers == [[a.response for some in plain.generate(PROMPTS, options) for a in some] for options in OPTIONS]
+
+
+@needs_vllm
+def test_over_http(tmp_path: Path) -> None:
+    from helpers.server import Server
+    from helpers.texts import save_text_model
+
+    model = save_text_model(tmp_path / "model", head_dim=32)
+    expected = build_generator(RolloutConfig(model=ModelConfig(path=str(model)), **SETTINGS)).generate(
+        [[5, 6, 7]], SamplingOptions(max_tokens=9, temperature=1.2, seed=3, samples=2)
+    )
+    with Server(model, "--engine", "vllm", "--max-batch-total-tokens", "4096") as server:
+        answer: Any = server.client().completions.create(
+            model="model",
+            prompt=[5, 6, 7],
+            max_tokens=9,
+            temperature=1.2,
+            seed=3,
+            n=2,
+            extra_body={"return_token_ids": True},
+        )
+        assert [choice.token_ids for choice in answer.choices] == [one.response for one in expected[0]]
