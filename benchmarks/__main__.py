@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker data gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker data generation serving gpu] [--steps 16]
 """
 
 import argparse
@@ -32,6 +32,8 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         "balance": [["-m", "benchmarks.balance"]],
         "worker": [["-m", "benchmarks.worker"]],
         "data": [[*TORCHRUN, "2", "-m", "benchmarks.data", "--case", "pool"], ["-m", "benchmarks.data"]],
+        "generation": [["-m", "benchmarks.generation"]],
+        "serving": [["-m", "benchmarks.serving"]],
         "gpu": [["-m", "benchmarks.gpu"]],
     }
 

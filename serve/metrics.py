@@ -17,7 +17,7 @@ class Metrics:
         )
         self.seconds = Histogram(
             "drivetrain_request_seconds",
-            "Seconds to the end of an answer.",
+            "Seconds to the end of an answer, or to the beginning of a stream.",
             ["path"],
             registry=self._registry,
             buckets=_SECONDS,

@@ -2,8 +2,8 @@
 dpo` and `demo rm` do the same for preference learning, in about a minute.
 
 The demo creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
-merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. It
-ends with a short comparison of both engines with plain Hugging Face, and writes `summary.json`.
+merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. A
+short comparison of both engines with plain Hugging Face follows; then the exported model answers over HTTP. It writes `summary.json`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from ...engine.registry import is_installed
 from ..parity.cli import SHORT
 from .preferences import run_preference_demo
 from .processes import measured, python
+from .serving import missing, served_accuracy
 
 ENOUGH = 0.9
 """The held-out accuracy that the demo must reach."""
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     run = ["-m", "drivetrain.trainers.demo.steps"]
     nproc = args.nproc or int(measured(*run, "processes"))
-    print("1/5  creating data and an untrained model", flush=True)
+    print("1/6  creating data and an untrained model", flush=True)
     python(*run, "make", str(root))
     before = measured(*run, "answer", str(root / "model"), str(root / "data" / "eval.jsonl"), "0")
     print(f"     held-out accuracy before training: {before:.3f}", flush=True)
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         # FSDP shards the parameters across both processes; Megatron-core instead splits every matrix across them.
         layout = [] if backend == "fsdp" else [f"engine.parallel.tp={nproc}"]
         print(
-            f"{number + 2}/5  training on {backend} with {nproc} processes{', tp=' + str(nproc) if layout else ''}", flush=True
+            f"{number + 2}/6  training on {backend} with {nproc} processes{', tp=' + str(nproc) if layout else ''}", flush=True
         )
         settings = [
             "recipe=sft_demo",
@@ -87,13 +88,23 @@ def main(argv: list[str] | None = None) -> int:
         print("     megatron-core is not installed (pip install 'drivetrain[mcore]'): its half of the demo is skipped")
     relative_differences = [abs(a - b) / abs(b) for a, b in zip(losses[engines[-1]], losses["fsdp"], strict=True)]
 
-    print("4/5  comparing both engines with plain Hugging Face over the first steps of an SFT run", flush=True)
+    print("4/6  comparing both engines with plain Hugging Face over the first steps of an SFT run", flush=True)
     rows = [row for row in SHORT if row.partition(":")[0] in engines and (nproc > 1 or ":" not in row)]
     parity = subprocess.run([sys.executable, "-m", "drivetrain.cli", "parity", "--steps", "3", "--rows", *rows], check=False)
+
+    served: float | None = None
+    if lacking := missing():
+        print(
+            f"5/6  skipped: serving the model needs {', '.join(lacking)} (pip install 'drivetrain[serve]' openai)", flush=True
+        )
+    else:
+        print("5/6  asking the exported model over HTTP, as a client of OpenAI's interface", flush=True)
+        served = served_accuracy(root / "run", root / "data" / "eval.jsonl", 4)
 
     summary = {
         "accuracy_before": before,
         "accuracy_after": min(after.values()),
+        "accuracy_served": served,
         "losses": losses["fsdp"],
         "losses_by_engine": losses,
         "parity": parity.returncode == 0,
@@ -101,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         "export": str(root / "run" / "hf"),
     }
     (root / "summary.json").write_text("{\n" + ",\n".join(f' "{k}": {json.dumps(v)}' for k, v in summary.items()) + "\n}\n")
-    print("5/5  done")
+    print("6/6  done")
     for backend in engines:
         print(
             f"     {backend:6} held-out accuracy {before:.3f} before, {after[backend]:.3f} after; loss "
@@ -118,6 +129,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"     model          {summary['export']}")
     print(f"     loss plot      {root / 'run' / 'loss.png'}")
     print(f"     summary        {root / 'summary.json'} ({summary['seconds']} s in total)")
+    if served is not None and served < ENOUGH:
+        print(f"error: accuracy {served:.3f} over HTTP; at least {ENOUGH} was expected", file=sys.stderr)
+        return 1
     if min(after.values()) < ENOUGH:
         print(f"error: accuracy {min(after.values()):.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1

@@ -122,11 +122,11 @@ class ContinuousGenerator(BaseGenerator):
         while self.waiting and len(self.running) < self.config.max_batch_size:
             first = next(iter(self.waiting.values()))
             # Those that are behind it and have the same prompt come along, up to what fits.
-            same = [stream for stream in self.waiting.values() if stream.so_far == first.so_far]
+            same = [s for s in self.waiting.values() if s.prompt == first.prompt and s.tokens == first.tokens]
             fits = min(len(same), self.config.max_batch_size - len(self.running), room // self._pages(first))
             if self.running and fits < 1:
                 return
-            if begun and begun + len(first.so_far) > self.config.target_tokens_per_batch:
+            if begun and begun + first.length > self.config.target_tokens_per_batch:
                 return
             family = same[: max(fits, 1)]
             if self._needs_page(first):
@@ -135,7 +135,7 @@ class ContinuousGenerator(BaseGenerator):
                 if begun_alone == first.so_far:
                     return
                 begun_alone = first.so_far
-            begun += len(first.so_far)
+            begun += first.length
             room -= len(family) * self._pages(first)
             for stream in family:
                 self.admit(stream)
@@ -146,17 +146,17 @@ class ContinuousGenerator(BaseGenerator):
 
         The scheduler keeps the last token of a prompt with several responses back until these exist, and would have nothing to do.
         """
-        length = len(stream.so_far)
+        length = stream.length
         return self._processor.cache.use_prefix_sharing and length > 1 and (length - 1) % self._page == 0
 
     def _pages(self, stream: TokenStream) -> int:
-        return -(-(len(stream.so_far) + 1) // self._page)
+        return -(-(stream.length + 1) // self._page)
 
     def _begin(self, family: list[TokenStream]) -> None:
         self._families += 1
         name = str(self._families)
         # As with pages, a prompt of one token cannot be kept back; nothing is shared then.
-        parents = [family] if len(family[0].so_far) > 1 else [[stream] for stream in family]
+        parents = [family] if family[0].length > 1 else [[stream] for stream in family]
         for number, (parent, *children) in enumerate(parents):
             parent_name = f"{name}.{number}"
             for i, stream in enumerate((parent, *children)):

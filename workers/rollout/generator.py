@@ -125,6 +125,11 @@ class TokenStream:
         return self.prompt + self.tokens
 
     @property
+    def length(self) -> int:
+        """The number of tokens of `so_far`."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
     def remaining(self) -> int:
         """The number of tokens that may still come."""
         return self.options.max_tokens - len(self.tokens)

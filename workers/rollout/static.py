@@ -66,9 +66,9 @@ class StaticGenerator(BaseGenerator):
         batch: list[TokenStream] = []
         most = 0
         # Stable, so that equal prompts stay together in the order of their arrival.
-        for stream in sorted(self.waiting.values(), key=lambda s: -len(s.so_far)):
+        for stream in sorted(self.waiting.values(), key=lambda s: -s.length):
             # The first prompt of a batch is the longest; all others are padded to its length.
-            longest = len(batch[0].so_far) if batch else len(stream.so_far)
+            longest = batch[0].length if batch else stream.length
             most = max(most, stream.remaining) if batch else stream.remaining
             rows = len(batch) + 1
             if batch and (rows > self.config.max_batch_size or rows * (longest + most) > self.config.max_batch_total_tokens):
