@@ -269,7 +269,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
         (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
         (d.ModelConfig(role="troubled"), "has no engine"),
         (d.Peers(addresses={}), "does not listen"),
-        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "cannot load shards"),
+        (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is no JSON"),
         (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
         (c.Flush(ids=[7], digest=""), "request 7 of the flush did not come"),
     ]
@@ -551,22 +551,29 @@ def test_a_generator_follows_every_change_of_its_role(models: Path, tmp_path: Pa
 
         def agrees() -> bool:
             group.sync_weights("actor", "rollout")
-            return bool(group["actor"].generate(prompts, options) == group["rollout"].generate(prompts, options))
+            return answers("actor") == answers("rollout")
+
+        def answers(role: str = "actor") -> list[list[list[int]]]:
+            # Their versions count what each of them has loaded.
+            return [[answer.response for answer in some] for some in group[role].generate(prompts, options)]
 
         assert agrees()
-        before = group["actor"].generate(prompts, options)
+        before = answers()
         folder = group["actor"].save_checkpoint(str(tmp_path), 0)
         data = batch_of(group)
         for _ in range(5):
             with pytest.raises(WorkerError, match="too late"):
                 group["actor"].update(data)
-        assert group["actor"].generate(prompts, options) != before
+        assert answers() != before
         assert agrees()
         group["actor"].load_checkpoint(folder)
-        assert group["actor"].generate(prompts, options) == before
+        assert answers() == before
         # It rests with the engine.
         group["actor"].to("host")
-        assert group["actor"].generate(prompts, options) == before
+        with pytest.raises(WorkerError, match=r"the rollout's model is on the host; call to\('device'\) first"):
+            answers()
+        group["actor"].to("device")
+        assert answers() == before
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The ranks of a model that is split: this process is rank 0, the others are model workers that it starts."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Ranks:
         self._channels: list[Channel] = []
         self._processes: list[ChildProcess] = []
         self._controller: Controller | None = None
+        # Meeting the others sets them, as torchrun would; what comes after this group must not find them.
+        self._environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self.lost = False
         """Whether the ranks cannot go on together."""
         run, listener = comm_id.mint()
@@ -170,5 +173,10 @@ class Ranks:
             if dist.is_initialized():
                 close_distributed()
         self.local.close()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         self._processes, self._channels = [], []
         self.lost = True
