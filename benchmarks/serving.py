@@ -59,6 +59,11 @@ def save(folder: Path) -> None:
     found.save_pretrained(folder)
 
 
+def _theirs(limit: int) -> str:
+    """Return what transformers' service takes for a greedy response of exactly this length."""
+    return json.dumps({"max_new_tokens": limit, "do_sample": False, "eos_token_id": -1})
+
+
 def free_port() -> int:
     """Return a port that is free now."""
     with socket.socket() as probe:
@@ -82,7 +87,9 @@ async def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
     raise TimeoutError(url)
 
 
-async def load(url: str, model: str, lengths: list[tuple[int, int]], clients: int, *, cancel: float = 0.0) -> Outcome:
+async def load(
+    url: str, model: str, lengths: list[tuple[int, int]], clients: int, *, cancel: float = 0.0, ours: bool = True
+) -> Outcome:
     """Send all requests, so many at a time; give up a share of them after their third token."""
     outcome, turns, rng = Outcome(), asyncio.Semaphore(clients), random.Random(0)
     chosen = [rng.random() < cancel for _ in lengths]
@@ -95,8 +102,7 @@ async def load(url: str, model: str, lengths: list[tuple[int, int]], clients: in
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": limit,
             "stream": True,
-            "ignore_eos": True,
-            "generation_config": json.dumps({"max_new_tokens": limit, "do_sample": False, "eos_token_id": None}),
+            **({"ignore_eos": True, "temperature": 0} if ours else {"generation_config": _theirs(limit)}),
         }
         async with turns:
             begin, count, end = time.perf_counter(), 0, "no end"
@@ -155,7 +161,9 @@ async def run(folder: Path, requests: int, clients: int, rounds: int) -> None:
         for number in range(rounds + 1):
             for name, (_, port) in names.items():
                 begin = time.perf_counter()
-                outcome = await load(f"http://127.0.0.1:{port}", str(folder), lengths, clients)
+                outcome = await load(
+                    f"http://127.0.0.1:{port}", str(folder), lengths, clients, ours=name.startswith("drivetrain")
+                )
                 seconds = time.perf_counter() - begin
                 bad = [end for ends in outcome.ends.values() for end in ends if end != "answer"]
                 assert not bad, (name, bad[:3])
