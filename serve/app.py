@@ -12,16 +12,16 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
 from ..workers.rollout.scheduler import GenerationRequest
 from .formats import Format, embedding_answer, usage_of
-from .guards import KeyGuard, SizeGuard, error_body
+from .guards import HostGuard, KeyGuard, SizeGuard, error_body
 from .metrics import Metrics
 from .model import ServedModel
-from .replicas import Replicas
+from .replicas import NoWorkerError, Replicas
 from .responses import Response as Generated
 from .responses import Responses
 from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, ModelName, Sampling, WeightsRequest
@@ -66,6 +66,8 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(DrivetrainError)(_failed)
     app.exception_handler(ClientGoneError)(_client_gone)
+    app.exception_handler(UnicodeError)(_not_unicode)
+    app.exception_handler(Exception)(_defect)
     app.middleware("http")(service.count)
     # The last one that is added is the first one that a request meets.
     app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
@@ -75,7 +77,7 @@ def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) 
         own={"/weights": settings.weights_key} if settings.weights_dir else {},
         open_paths=["/health"],
     )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts(), www_redirect=False)
+    app.add_middleware(HostGuard, hosts=settings.hosts())
     return app
 
 
@@ -92,7 +94,7 @@ class Service:
         self._settings, self._model, self._replicas = settings, model, replicas
         self._metrics = Metrics()
         self._responses = Responses(replicas, model.texts, self._metrics)
-        self._weights = None if settings.weights_dir is None else WeightLoader(settings.weights_dir, replicas)
+        self._weights = None if settings.weights_dir is None else WeightLoader(settings.weights_dir, replicas, model.shapes())
         self._created = int(time.time())
 
     async def count(self, request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -141,8 +143,9 @@ class Service:
         prompts = body.prompts()
         if not prompts:
             raise ConfigError("prompt is empty; give a text, or a list of token ids")
-        ids = [self._model.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        requests = self._requests(body, ids, body.max_tokens, [])
+        self._check_count(len(prompts), body.n)
+        ids = await self._tokens(prompts, self._model.texts.encode)
+        requests = self._requests(body, ids, body.max_tokens if body.max_tokens is not None else body.length(16), [])
         return await self._generate(body, ids, requests, request, chat=False, log_probs=body.wants_log_probs)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -150,17 +153,15 @@ class Service:
         self._check_model(body.model)
         self._require(generates=True)
         messages, images = self._model.parse_messages(body.messages, self._settings.max_images)
-        ids = self._model.texts.encode_chat(messages)
+        self._check_count(1, body.n)
+        self._model.check_length(sum(len(str(message["content"])) for message in messages))
+        ids = await asyncio.to_thread(self._model.texts.encode_chat, messages)
         requests = self._requests(body, [ids], body.max_completion_tokens or body.max_tokens, images)
         return await self._generate(body, [ids], requests, request, chat=True, log_probs=body.wants_log_probs)
 
     def _requests(
         self, body: Sampling, prompts: Sequence[list[int]], max_tokens: int | None, images: list[str]
     ) -> list[GenerationRequest]:
-        if len(prompts) * body.n > self._settings.max_samples:
-            raise ConfigError(
-                f"{len(prompts)} prompts with n={body.n}: at most {self._settings.max_samples} responses are allowed"
-            )
         found = []
         for row, prompt in enumerate(prompts):
             options = self._model.options(body, len(prompt), max_tokens)
@@ -169,6 +170,17 @@ class Service:
                 for sample in range(body.n)
             ]
         return found
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        """Refuse requests for more responses than the service allows, before anything is done for them."""
+        if prompts * n > self._settings.max_samples:
+            raise ConfigError(f"{prompts} prompts with n={n}: at most {self._settings.max_samples} responses are allowed")
+
+    async def _tokens(self, texts: Sequence[str | list[int]], encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """Return the tokens of texts; the event loop goes on meanwhile."""
+        for text in texts:
+            self._model.check_length(len(text) if isinstance(text, str) else 0)
+        return await asyncio.to_thread(lambda: [encode(text) if isinstance(text, str) else text for text in texts])
 
     async def _generate(
         self,
@@ -209,7 +221,7 @@ class Service:
             finally:
                 await pieces.aclose()  # type: ignore[attr-defined]
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return _ClosingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def _timed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
         began = time.perf_counter()
@@ -239,7 +251,7 @@ class Service:
 
     # ---- embeddings and weights --------------------------------------------------------------------------------------
 
-    async def embed(self, body: EmbeddingRequest) -> Response:
+    async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts."""
         self._check_model(body.model)
         self._require(generates=False)
@@ -248,8 +260,8 @@ class Service:
             raise ConfigError("input is empty; give a text, or a list of token ids")
         if len(texts) > 2048:
             raise ConfigError(f"input has {len(texts)} texts; at most 2048 are allowed")
-        ids = [self._model.embedding_tokens(text) if isinstance(text, str) else text for text in texts]
-        embeddings = await self._replicas.embed(ids)
+        ids = await self._tokens(texts, self._model.embedding_tokens)
+        embeddings = await self._unless_gone(request, self._replicas.embed(ids))
         if body.dimensions not in (None, len(embeddings[0])):
             raise ConfigError(
                 f"dimensions={body.dimensions}: the embeddings of this model have {len(embeddings[0])}; leave it out"
@@ -274,6 +286,17 @@ class Service:
             )
 
 
+class _ClosingResponse(StreamingResponse):
+    """A stream that ends what makes its parts when the client goes away, instead of leaving that to the garbage collector."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
 async def _collect(pieces: AsyncIterator[Any], count: int) -> list[Generated]:
     found: dict[int, Generated] = {}
     async for piece in pieces:
@@ -294,6 +317,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # Of the alternatives of a field, the one that came furthest.
     first = max(error.errors(), key=lambda one: len(one["loc"]))
+    if first["type"] == "json_invalid":
+        return JSONResponse(error_body("the body is no JSON", "invalid_request_error"), status_code=400)
+    if first["type"].endswith("attributes_type") and "application/json" not in request.headers.get("content-type", ""):
+        message = "send the header Content-Type: application/json"
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
     place = ".".join(str(part) for part in first["loc"] if part not in ("body",))
     message = f"{place}: {first['msg']}" if place else str(first["msg"])
     return JSONResponse(error_body(message, "invalid_request_error", param=place or None), status_code=400)
@@ -305,8 +333,22 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code)
 
 
+async def _not_unicode(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(f"a text is not valid Unicode: {error}", "invalid_request_error"), status_code=400)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("%s failed", request.url.path, exc_info=error)
+    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error"), status_code=500)
+
+
 async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLOSED)
+
+
+def _lost(error: WorkerLostError) -> str:
+    """Return what a client is told when there is no worker."""
+    return str(error) if isinstance(error, NoWorkerError) else "the worker ended while it answered; try again"
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -317,7 +359,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")
         return JSONResponse(body, status_code=429, headers={"retry-after": str(math.ceil(RETRY_S))})
     if isinstance(error, WorkerLostError):
-        return JSONResponse(error_body("the worker ended while it answered; try again", "server_error"), status_code=503)
+        return JSONResponse(error_body(_lost(error), "server_error"), status_code=503, headers={"retry-after": str(RETRY_S)})
     if isinstance(cause, ConfigError):
         return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
     logger.error("%s", error)

@@ -7,9 +7,11 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from .settings import ENGINES, ServeSettings
 from .source import is_embedding_model, model_folder
 
 KEY_VARIABLE, WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_API_KEY", "DRIVETRAIN_WEIGHTS_KEY"
+SHUTDOWN_S = 5
+"""For how many seconds responses may go on after the service was told to end."""
+LISTEN_QUEUE = 2048
 _UNFIT = "generator=continuous cannot run"
 
 
@@ -105,6 +110,10 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
     if args.quant is not None and args.engine != "tensor_parallel":
         raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
+    if args.max_batch_total_tokens < 2:
+        raise ConfigError(f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2")
+    if args.weights_key is not None and args.weights_dir is None:
+        raise ConfigError("--weights-key without --weights-dir DIR, the folder below which weights may be loaded")
     if args.replicas < 1:
         raise ConfigError(f"--replicas {args.replicas}; it must be at least 1")
     generator_class(ENGINES[args.engine])
@@ -121,7 +130,51 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     )
 
 
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the command."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: the command has taken the signals before the workers were started."""
+        yield
+
+
+class _Stop:
+    """Ends the service in order when a signal comes; at once when a second one does.
+
+    Args:
+        task: What to cancel while nothing is served yet.
+    """
+
+    def __init__(self, task: "asyncio.Task[Any] | None") -> None:
+        self.server: uvicorn.Server | None = None
+        self.code = 0
+        self._task = task
+
+    def __call__(self, number: int) -> None:
+        """Take a signal."""
+        if self.server is None:
+            self.code = 128 + number
+            if self._task is not None:
+                self._task.cancel()
+            return
+        if self.server.should_exit:
+            self.server.force_exit = True
+        self.server.should_exit, self.code = True, 128 + number
+
+
 async def _serve(args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
+    stop = _Stop(asyncio.current_task())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await _serve_until(stop, args, settings, folder)
+    except asyncio.CancelledError:
+        return stop.code
+
+
+async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
     embeds = args.task == "embed" or (args.task == "auto" and is_embedding_model(folder))
     model = ServedModel(
         folder,
@@ -134,15 +187,28 @@ async def _serve(args: argparse.Namespace, settings: ServeSettings, folder: Path
     listener = _listen(settings)
     replicas = await _start(args, folder, embeds=embeds)
     try:
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(settings, model, replicas), log_level="warning", access_log=False, lifespan="off")
+        app = create_app(settings, model, replicas)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
         )
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
-        await server.serve(sockets=[listener])
+        server = _Server(config)
+        stop.server = server
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+        while not serving.done():
+            await asyncio.wait({serving}, timeout=0.5)
+            if replicas.is_over() and not server.should_exit:
+                print("error: all workers have ended; the service ends", file=sys.stderr)
+                server.should_exit = True
+                stop.code = 1
+        await serving
     finally:
-        await replicas.close()
-    return 0
+        await asyncio.shield(replicas.close())
+    return stop.code
 
 
 def _listen(settings: ServeSettings) -> socket.socket:
@@ -151,6 +217,7 @@ def _listen(settings: ServeSettings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host.strip("[]"), settings.port))
+        listener.listen(LISTEN_QUEUE)
     except OSError as e:
         listener.close()
         raise ConfigError(f"--host {settings.host} --port {settings.port} cannot be used: {e.strerror or e}") from e
@@ -163,22 +230,31 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
     )
     if embeds:
         replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings)
-        await replicas.start()
+        await _started(replicas)
         return replicas
     generator = ENGINES[args.engine]
     replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings)
     try:
-        await replicas.start()
+        await _started(replicas)
     except WorkerError as e:
         if _UNFIT not in str(e):
             raise
+        logging.getLogger(__name__).warning("%s", str(e).splitlines()[0])
         print(
             "the attention of this model cannot be batched continuously; requests are served in batches one after the other",
             flush=True,
         )
         replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings)
-        await replicas.start()
+        await _started(replicas)
     return replicas
+
+
+async def _started(replicas: Replicas) -> None:
+    try:
+        await replicas.start()
+    except asyncio.CancelledError:
+        await asyncio.shield(replicas.close())
+        raise
 
 
 def _dtype(args: argparse.Namespace) -> str:

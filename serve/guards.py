@@ -22,6 +22,29 @@ async def refuse(send: Send, status: int, message: str, kind: str, headers: Sequ
     await send({"type": "http.response.body", "body": body})
 
 
+class HostGuard:
+    """Refuses requests that address the service by another name, as a web page would whose own name points here.
+
+    Args:
+        app: The application.
+        hosts: The names, without ports and brackets.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self._app, self._hosts = app, {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http":
+            given = Headers(scope=scope).get("host", "")
+            name = given.partition("]")[0].removeprefix("[") if given.startswith("[") else given.partition(":")[0]
+            if name.lower() not in self._hosts:
+                message = f"the service has no name {name[:100]!r}; allow it with --allowed-host"
+                await refuse(send, 400, message, "invalid_request_error")
+                return
+        await self._app(scope, receive, send)
+
+
 class KeyGuard:
     """Demands a key in the header `Authorization: Bearer KEY`.
 

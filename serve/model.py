@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from ..engine.errors import ConfigError
 from ..engine.hf.shape import context_of
+from ..engine.hf.weights import WeightFolder
 from ..workers.embeddings.folder import read_folder
 from ..workers.rollout.options import SamplingOptions
 from .schema import Sampling
@@ -33,11 +34,25 @@ class ServedModel:
         self, folder: Path, *, generates: bool, room: int, aliases: Sequence[str] = (), trust_remote_code: bool = False
     ) -> None:
         self.generates, self.aliases = generates, tuple(aliases)
+        self._folder = folder
         self.texts = Texts(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         context = context_of(config.get_text_config())
         self._room = min(room, context or room)
         self._embedding = None if generates else read_folder(folder)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors, by their names on disk."""
+        return WeightFolder(self._folder, str).shapes()
+
+    def check_length(self, characters: int) -> None:
+        """Refuse a text that cannot fit, before it is turned into tokens.
+
+        Raises:
+            ConfigError: It has more characters than any text of so many tokens.
+        """
+        if characters > self._room * _MAX_CHARACTERS:
+            raise ConfigError(f"the text has {characters} characters, which cannot fit into {self._room} tokens; shorten it")
 
     def options(self, body: Sampling, prompt: int, max_tokens: int | None) -> SamplingOptions:
         """Return the sampling options of a request.
@@ -122,8 +137,33 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
         settings = json.loads(body.generation_config)
     except ValueError as e:
         raise ConfigError(f"generation_config is no JSON: {e}") from None
-    known = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample")
-    found = {name: settings[name] for name in known if settings.get(name) is not None}
+    if not isinstance(settings, dict):
+        raise ConfigError("generation_config is no object")
+    defaults = GenerationConfig().to_dict()
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        kind = _CLIENT_SETTINGS.get(name)
+        if value is None or name in _NO_SETTINGS:
+            continue
+        if kind is None:
+            if value != defaults.get(name):
+                raise ConfigError(f"generation_config.{name}={value!r:.50}: this service does not support it; leave it out")
+        elif isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float if kind is float else kind):
+            raise ConfigError(f"generation_config.{name}={value!r:.50}; it must be a {kind.__name__}")
+        else:
+            found[name] = value
     if found.pop("do_sample", None) is False:
         found["temperature"] = 0.0
     return found
+
+
+_CLIENT_SETTINGS: dict[str, type] = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "do_sample": bool,
+}
+_NO_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
+_MAX_CHARACTERS = 64
+"""The most characters that a token stands for in the check of texts that cannot fit."""

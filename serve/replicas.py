@@ -11,6 +11,13 @@ from ..workers.model_worker.response_stream import ResponseStream
 from ..workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from ..workers.rollout.scheduler import GenerationRequest
 
+EMBEDDINGS_AT_ONCE = 64
+"""The number of texts of a request that wait at a worker at the same time, so that one request does not fill its queue."""
+
+
+class NoWorkerError(WorkerLostError):
+    """No worker takes requests now."""
+
 
 class Replicas:
     """Workers with the same model, of which each request gets the one with the fewest.
@@ -56,12 +63,14 @@ class Replicas:
         return sum(self._active)
 
     def _choose(self) -> int:
-        # One that restarts takes requests again soon; one that has ended for good does not.
-        alive = [i for i, worker in enumerate(self.workers) if not worker.control.is_completed()]
-        if not alive:
-            raise WorkerLostError("all workers have ended; restart the service")
-        started = [i for i in alive if self.workers[i].control.is_started()]
-        return min(started or alive, key=lambda i: self._active[i])
+        started = [i for i, worker in enumerate(self.workers) if worker.control.is_started()]
+        if not started:
+            raise NoWorkerError("all workers have ended" if self.is_over() else "the workers are restarting; try again")
+        return min(started, key=lambda i: self._active[i])
+
+    def is_over(self) -> bool:
+        """Return whether all workers have ended for good."""
+        return all(worker.control.is_completed() for worker in self.workers)
 
     @contextmanager
     def streams(self, requests: Sequence[GenerationRequest]) -> Iterator[list[ResponseStream]]:
@@ -92,7 +101,13 @@ class Replicas:
         number = self._choose()
         self._active[number] += len(texts)
         try:
-            return list(await asyncio.gather(*(self.workers[number].embed(text) for text in texts)))
+            turns = asyncio.Semaphore(EMBEDDINGS_AT_ONCE)
+
+            async def one(text: list[int]) -> Any:
+                async with turns:
+                    return await self.workers[number].embed(text)
+
+            return list(await asyncio.gather(*(one(text) for text in texts)))
         finally:
             self._active[number] -= len(texts)
 

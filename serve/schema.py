@@ -66,11 +66,15 @@ class CompletionRequest(Sampling):
     """A request for the continuation of a prompt, which is a text or token ids."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=0)] | StrictBool | None = None
     echo: Literal[False] = False
     suffix: None = None
     best_of: Literal[1] | None = None
+
+    def length(self, default: int) -> int | None:
+        """Return the length limit when the request has none: the chat client's own, or the default of this path."""
+        return None if self.generation_config else default
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts."""

@@ -46,7 +46,12 @@ class ServeSettings:
                 f"--host {self.host} can be reached from other machines; give --api-key (or the environment variable "
                 "DRIVETRAIN_API_KEY), or use --host 127.0.0.1"
             )
-        if any(not key or not key.isascii() for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))):
+        if any("*" in name or not name.strip("[]") for name in self.allowed_hosts):
+            raise ConfigError(f"--allowed-host {' '.join(self.allowed_hosts)}: give names without *")
+        if any(
+            not key or not key.isascii() or not key.isprintable() or " " in key
+            for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))
+        ):
             raise ConfigError("a key is empty or has characters that no HTTP header can carry; use letters and digits")
         if self.weights_dir is not None and self.weights_key in self.api_keys:
             raise ConfigError(
@@ -55,8 +60,8 @@ class ServeSettings:
         if self.weights_dir is not None and not self.weights_dir.is_dir():
             raise ConfigError(f"--weights-dir {self.weights_dir} is not a folder")
         for name in ("max_body_mib", "max_images", "max_samples"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < 2**20:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0, and below {2**20}")
 
     def hosts(self) -> list[str]:
         """Return the names under which the service may be addressed, without ports."""

@@ -28,9 +28,9 @@ def model_folder(source: str, say: Callable[[str], None]) -> Iterator[Path]:
         CheckpointError: The checkpoint is damaged.
     """
     path = Path(source)
-    if not path.exists() and source.count("/") != 1:
+    if not path.exists() and (source.count("/") != 1 or path.parent.is_dir()):
         raise ConfigError(
-            f"{source} does not exist; give a model folder, a run, a checkpoint, or the name of a model on the Hub"
+            f"{source} does not exist; give a model folder, a run, a checkpoint, or the name of a model on the Hub (owner/name)"
         )
     if (path / "config.json").is_file():
         yield path

@@ -88,13 +88,15 @@ class Scheduler(ABC, Generic[R]):
         self._inbox: deque[tuple[RequestId, R]] = deque()
         self._arrived_at = 0.0
         self._cancelled: list[RequestId] = []
+        self._polled: set[RequestId] = set()
+        """The requests on their way from the queue to the model."""
 
     # ---- called by any thread ----------------------------------------------------------------------------------------
 
     def put(self, request_id: RequestId, request: R) -> bool:
         """Add a request; return whether there was room for it."""
         with self._lock:
-            if len(self._inbox) + self.waiting() >= self.settings.queue_size:
+            if len(self._inbox) + len(self._polled) + self.waiting() >= self.settings.queue_size:
                 return False
             if not self._inbox:
                 self._arrived_at = time.monotonic()
@@ -104,7 +106,8 @@ class Scheduler(ABC, Generic[R]):
     def cancel(self, request_id: RequestId) -> bool:
         """End a request with what it has so far; return whether there is one. Its end is reported as an event."""
         with self._lock:
-            if all(request_id != waiting for waiting, _ in self._inbox) and not self.has(request_id):
+            queued = request_id in self._polled or any(request_id == waiting for waiting, _ in self._inbox)
+            if not queued and not self.has(request_id):
                 return False
             self._cancelled.append(request_id)
             return True
@@ -136,14 +139,19 @@ class Scheduler(ABC, Generic[R]):
         """Poll the queue, advance the model, and return what has happened."""
         with self._lock:
             arrived, self._inbox = list(self._inbox), deque()
-            cancelled, self._cancelled = self._cancelled, []
+            self._polled = {request_id for request_id, _ in arrived}
         events: list[Event] = []
         for request_id, request in arrived:
-            if request_id in cancelled:
-                events.append(self.aborted(request_id))
-            else:
-                events += self.begin(request_id, request)
-        for request_id in cancelled:
+            with self._lock:
+                cancelled = request_id in self._cancelled
+                if cancelled:
+                    self._cancelled.remove(request_id)
+            events += [self.aborted(request_id)] if cancelled else self.begin(request_id, request)
+            with self._lock:
+                self._polled.discard(request_id)
+        with self._lock:
+            rest, self._cancelled = self._cancelled, []
+        for request_id in rest:
             events += self.end(request_id)
         events += self.execute()
         return events

@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, **more: Any) -> ShardedLM:
     config = parse_config((folder / "config.json").read_text())
-    return ShardedLM(config, sorted(folder.glob("*.safetensors")), torch.device("cpu"), **more)
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    return ShardedLM(config, sorted(folder.glob("*.safetensors")), torch.device("cpu"), group, **more)
 
 
 def check_family(folder: Path) -> float:
@@ -126,6 +127,19 @@ def with_images(root: str, family: str) -> None:
                 token = int(expected.sequences[0, len(ids) + step])
                 assert int(logits.argmax()) == token
                 logits = lm.step([token], len(ids) + step)
+        # Back to before the images, and not into them.
+        with torch.no_grad():
+            text = plain(torch.tensor([[*ids[:2], 9, 10]])).logits[0, -1]
+        with pytest.raises(ConfigError, match=f"offset=3 is inside of a prompt with images, from 0 to {len(ids)}"):
+            lm.step([9, 10], 3)
+        assert float((lm.step([*ids[:2], 9, 10], 0) - text).abs().max()) <= TOLERANCE
+        # After a prompt of text, images; then back to the text.
+        lm.step(PROMPT, 0)
+        step_with_images(lm, ids, len(PROMPT), IMAGE, pixels, 16)
+        lm.step([5], len(PROMPT) + len(ids))
+        with torch.no_grad():
+            text = plain(torch.tensor([[*PROMPT[:20], 9]])).logits[0, -1]
+        assert float((lm.step([9], 20) - text).abs().max()) <= TOLERANCE
         # The positions of images are those of one sequence: the next one has none.
         with torch.no_grad():
             text = plain(torch.tensor([PROMPT])).logits[0, -1]
@@ -175,8 +189,13 @@ def test_families_without_a_plan_are_refused(tmp_path: Path) -> None:
         ("{", ConfigError, "config_json is no JSON"),
         ("[]", ConfigError, "config_json has no model_type"),
         ('{"model_type": "no_such"}', CapabilityError, "model_type=no_such is not supported"),
-        ('{"model_type": "bert"}', ModelError, "0 safetensors files"),
+        ('{"model_type": "llama"}', ModelError, "0 safetensors files"),
+        ('{"model_type": "bert"}', CapabilityError, "bert cannot be run in generation steps: it is not a decoder"),
+        ('{"model_type": "mamba"}', CapabilityError, "mamba cannot be run in generation steps"),
+        ('{"model_type": "qwen3_next"}', CapabilityError, "qwen3_next cannot be run .*: its layers are linear_attention"),
         ('{"model_type": "t5"}', CapabilityError, "t5 is no language model"),
+        ('{"model_type": "llama", "hidden_size": "x"}', ConfigError, "config_json cannot be used"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}', CapabilityError, "the model is quantized"),
         ('{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}', CapabilityError, "the model's code is in its folder"),
     ],
 )

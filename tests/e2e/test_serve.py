@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_text_model(root / "weights" / "new", seed=1)
     (root / "weights" / "outside").symlink_to("/tmp")
     (root / "weights" / "empty").mkdir()
+    save_text_model(root / "weights" / "bigger", num_hidden_layers=3)
     return save_text_model(root / "model")
 
 
@@ -201,12 +203,29 @@ def test_stop_strings(models: Path, server: Server) -> None:
             400,
             "generator=continuous takes no images; use generator=tensor_parallel",
         ),
+        ("completions", {"prompt": "\ud800"}, 400, "a text is not valid Unicode"),
+        ("completions", {"prompt": "x" * 300_000}, 400, "the text has 300000 characters, which cannot fit into 512 tokens"),
+        ("completions", {"prompt": ["x"] * 200}, 400, "200 prompts with n=1: at most 128 responses are allowed"),
+        ("completions", {"prompt": "x", "generation_config": "[]"}, 400, "generation_config is no object"),
+        (
+            "completions",
+            {"prompt": "x", "generation_config": '{"temperature": "x"}'},
+            400,
+            "generation_config.temperature='x'",
+        ),
+        (
+            "completions",
+            {"prompt": "x", "generation_config": '{"repetition_penalty": 1.3}'},
+            400,
+            "repetition_penalty=1.3: this",
+        ),
         ("embeddings", {"input": "x"}, 400, "this model generates text; serve an embedding model"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )
 def test_bad_requests_have_one_clear_error(server: Server, path: str, body: dict[str, Any], status: int, message: str) -> None:
-    answer = httpx.post(f"{server.url}/{path}", json=body, timeout=30)
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/{path}", content=json.dumps(body), headers=headers, timeout=30)
     assert answer.status_code == status, answer.text
     assert message in answer.json()["error"]["message"]
     assert httpx.post(f"{server.url}/completions", json={"prompt": "x", "max_tokens": 1}, timeout=30).status_code == 200
@@ -222,6 +241,9 @@ def test_who_may_ask_what(server: Server) -> None:
     # What a web page can send without asking first; and no page is told that it may read answers.
     plain = httpx.post(ask, content=json.dumps(body), headers={"content-type": "text/plain", "origin": "http://evil.example"})
     assert plain.status_code == 400
+    assert plain.json()["error"]["message"] == "send the header Content-Type: application/json"
+    broken = httpx.post(ask, content="{", headers={"content-type": "application/json"})
+    assert broken.json()["error"]["message"] == "the body is no JSON"
     assert "access-control-allow-origin" not in httpx.post(ask, json=body, headers={"origin": "http://x"}).headers
     assert httpx.options(ask, headers={"origin": "http://x", "access-control-request-method": "POST"}).status_code == 405
     for path in ("/docs", "/openapi.json", "/redoc"):
@@ -235,11 +257,26 @@ def test_new_weights_need_their_own_key_and_stay_below_their_folder(models: Path
     url = f"{server.root}/weights"
     assert httpx.post(url, json={"name": "new"}).status_code == 401
     assert httpx.post(url, json={"name": "new"}, headers={"authorization": "Bearer other"}).status_code == 401
-    for name in ("", ".", "..", "../model", "/etc", "outside", "none", "https://example.org/x", "new/../../model"):
+    for name in (
+        "",
+        ".",
+        "..",
+        "../model",
+        "/etc",
+        "outside",
+        "none",
+        "https://example.org/x",
+        "new/../../model",
+        "a\0b",
+        "x" * 5000,
+    ):
         answer = httpx.post(url, json={"name": name}, headers=KEY)
         assert answer.status_code == 400, name
         assert "is no folder below --weights-dir" in answer.json()["error"]["message"]
-    assert httpx.post(url, json={"name": "empty"}, headers=KEY).status_code == 500
+    for name, message in (("empty", "has neither model.safetensors"), ("bigger", "bigger is another model: ")):
+        answer = httpx.post(url, json={"name": name}, headers=KEY)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
     client = server.client()
     options: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     more = {"return_token_ids": True}
@@ -333,6 +370,31 @@ def _kill_worker(server: Server) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
+def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) -> None:
+    folder = str(models.parent / "weights")
+    before = {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")}
+    with Server(models, "--host", "::1", "--weights-dir", folder, "--weights-key", "load-me") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.post(f"{server.root}/weights", json={"name": "new"}, headers=KEY, timeout=60).json()["version"] == 1
+        _kill_worker(server)
+        until(lambda: server.number("drivetrain_worker_restarts") == 1 and server.number("drivetrain_workers") == 1)
+        options: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        choice: Any = server.client().completions.create(**options, extra_body={"return_token_ids": True}).choices[0]
+        (new,) = generated(models.parent / "weights" / "new", PROMPT, max_tokens=12, temperature=0.0)
+        assert choice.token_ids == new.response
+        assert set(choice.weight_versions) == {1}
+        # While a response is being streamed.
+        stream = server.client().completions.create(
+            model="", prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        began = time.monotonic()
+        server.process.terminate()
+        assert server.process.wait(20) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 12
+    assert {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")} - before == set()
+
+
 def test_a_full_queue_is_told_at_once(models: Path) -> None:
     async def test(server: Server) -> list[Any]:
         client = server.async_client()
@@ -419,7 +481,7 @@ def test_a_chat_in_the_terminal(models: Path, tmp_path: Path) -> None:
     shown = "".join(c for c in text_of(greedy) if c.isalnum())
     assert shown in "".join(c for c in ran.stdout if c.isalnum())
     # Nothing is left behind.
-    assert not subprocess.run(["pgrep", "-f", f"serve {models}"], capture_output=True, text=True).stdout
+    assert not subprocess.run(["pgrep", "-f", f"serve {models} --name"], capture_output=True, text=True).stdout
     missing = subprocess.run([*words[:4], str(tmp_path / "none")], capture_output=True, text=True, timeout=60)
     assert missing.returncode == 1
     assert "does not exist; give a model folder, a run, a checkpoint" in missing.stderr

@@ -74,7 +74,8 @@ class Channel:
         self.bytes_sent = self.bytes_received = 0
         """The size of all messages to and from the worker."""
         self._controller = controller
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end a stream, which sends a message, anywhere in this class.
+        self._lock = threading.RLock()
         self._pending: dict[int, ReplyFuture] = {}
         self._listeners: dict[Any, Callable[[NewTokens], None]] = {}
         self._early: list[Frame] = []

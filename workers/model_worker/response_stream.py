@@ -107,6 +107,8 @@ class ResponseStream:
 
     def cancel(self) -> None:
         """End the response; the tokens that the worker has generated can still be read."""
+        if self._closed:
+            return
         self._closed = True
         if self._sent is not None and not self._sent.done() and self._channel is not None:
             self._channel.ask(Cancel(request=self._number))

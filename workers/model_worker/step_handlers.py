@@ -56,7 +56,8 @@ def load_dense_shard(worker: ModelWorker, request: m.LoadDenseShard) -> m.LoadDe
         try:
             device = torch.device("cuda", worker.settings.device) if torch.cuda.is_available() else torch.device("cpu")
             config = parse_config(request.config_json)
-            lm = ShardedLM(config, request.safetensors_paths, device, quant=request.quant)
+            group = dist.group.WORLD if worker.settings.world_size > 1 else None
+            lm = ShardedLM(config, request.safetensors_paths, device, group, request.quant)
         except CapabilityError as e:
             raise OpError("unsupported_arch", str(e)) from e
         except ConfigError as e:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from ...engine.errors import ConfigError, WorkerLostError
 from ..scheduler import SchedulerSettings
 from . import comm_id, messages
-from .compute_messages import Initialize
+from .compute_messages import Call, Initialize
 from .controller import Channel, Controller
 from .errors import LAST_WORDS, raise_error
 from .names import Names, collect, name_of
@@ -115,6 +115,7 @@ class SupervisedProcess:
         self._process: ChildProcess | None = None
         self._channel: Channel | None = None
         self._monitor: threading.Thread | None = None
+        self._remembered: dict[str, Call] = {}
 
     @property
     def name(self) -> str:
@@ -131,6 +132,13 @@ class SupervisedProcess:
     def pid(self) -> int | None:
         """The worker's process id."""
         return None if self._process is None else self._process.pid
+
+    def remember(self, method: str, *args: Any, **options: Any) -> None:
+        """Call a method of the model again after every restart, before anything else, such as one that loads weights.
+
+        A later call of this with the same method takes its place.
+        """
+        self._remembered[method] = Call(role=ROLE, method=method, args=list(args), options=options)
 
     def is_settled(self) -> bool:
         """Return whether the worker takes requests, or never will."""
@@ -280,6 +288,11 @@ class SupervisedProcess:
             if isinstance(reply, messages.Error):
                 process.terminate(settings.terminate_s)
                 raise_error(reply, f"loading the model of {settings.name}")
+        for call in list(self._remembered.values()):
+            reply = channel.ask_flushed(call).reply(max(deadline - time.monotonic(), 0.1))
+            if isinstance(reply, messages.Error):
+                process.terminate(settings.terminate_s)
+                raise_error(reply, f"{call.method} of {settings.name} after a restart")
         with self._changed:
             self.control.set_started()
             self._changed.notify_all()

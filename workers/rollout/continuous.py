@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestState
 
-from ...engine.errors import ConfigError, ModelError
+from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm import CausalLM
 from .generator import BaseGenerator, Limits, TokenStream
 from .options import RolloutConfig, SamplingOptions
@@ -67,10 +67,12 @@ class ContinuousGenerator(BaseGenerator):
         stream = TokenStream(self, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
         self.step()
+        if stream.error is not None and is_out_of_memory(stream.error):
+            raise stream.error
         if stream.error is not None:
             raise self._unfit(stream.error) from stream.error
         found = stream.log_probs[0]
-        if abs(expected[stream.tokens[0]] - found) > (1e-3 if self.config.dtype == "float32" else 0.1):
+        if not abs(expected[stream.tokens[0]] - found) <= (1e-3 if self.config.dtype == "float32" else 0.1):
             raise self._unfit(
                 ModelError(f"a log-probability is {found:.4f}, and {expected[stream.tokens[0]]:.4f} in a plain forward pass")
             )

@@ -430,6 +430,11 @@ class BaseGenerator(ABC):
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
     @property
+    def complete(self) -> bool:
+        """Whether the last weights were loaded completely."""
+        return self._complete
+
+    @property
     def ready(self) -> bool:
         """Whether `step` can advance requests: not during a pause, nor without a complete set of weights on the device."""
         return self._complete and self._on_device and not self._paused

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ...engine.errors import ModelError
 from ..scheduler import Ended, Event, Progress, RequestId, Scheduler, SchedulerSettings
 from .generator import BaseGenerator, TokenStream
 from .options import SamplingOptions
@@ -52,7 +53,7 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
 
     def is_running(self) -> bool:
         """Return whether the generator can advance a request."""
-        return bool(self._streams) and self._generator.ready
+        return bool(self._streams) and (self._generator.ready or not self._generator.complete)
 
     def aborted(self, request_id: RequestId) -> Event:
         """Return the end of a request without tokens."""
@@ -80,13 +81,25 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
 
     def execute(self) -> list[Event]:
         """Advance the generator by a step."""
-        if self.is_running():
+        if self._streams and self._generator.ready:
             self._generator.step()
-        return self._report()
+        events = self._report()
+        return events if self._generator.complete else [*events, *self._fail_all()]
 
     def current(self) -> RequestId | None:
         """Return the first request of the generator."""
         return next(iter(self._streams), None)
+
+    def _fail_all(self) -> list[Event]:
+        """End requests that would wait for a complete set of weights, which nobody knows to come."""
+        ids = list(self._streams)
+        for request_id in ids:
+            self._generator.cancel(request_id)
+        self._streams, self._reported = {}, {}
+        error = ModelError(
+            "new weights could not be loaded completely, so the model answers nothing until a complete set has come"
+        )
+        return [Ended(request_id, error=error) for request_id in ids]
 
     def _report(self) -> list[Event]:
         events: list[Event] = []

@@ -70,13 +70,16 @@ class VLLMGenerator(BaseGenerator):
                 f"options.tp={tp}, but this process is one of {dist.get_world_size()} ranks; use the same number"
             )
         self._remote = tp > 1 and not joined
+        self._context = context_of(text)
+        self._tp, self._joined = tp, joined
         self._engine: Any = self._build(tp, joined)
+        self._broken = self._asleep = False
         ends = text.eos_token_id
         if (self._folder / "generation_config.json").is_file():
             ends = GenerationConfig.from_pretrained(self._folder).eos_token_id or ends
         self._limits = Limits(
             vocabulary=text.vocab_size,
-            context=min(context_of(text) or math.inf, self._engine.model_config.max_model_len),  # type: ignore[arg-type]
+            context=min(self._context or math.inf, self._engine.model_config.max_model_len),  # type: ignore[arg-type]
             tokens=min(config.max_batch_total_tokens, self._engine.model_config.max_model_len),
             end_tokens=frozenset([ends] if isinstance(ends, int) else ends or ()),
         )
@@ -89,7 +92,12 @@ class VLLMGenerator(BaseGenerator):
         config = self.config
         if torch.cuda.is_available():
             blocks = -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1
-            own: dict[str, Any] = {"num_gpu_blocks_override": blocks, "block_size": _BLOCK_TOKENS}
+            own: dict[str, Any] = {
+                "num_gpu_blocks_override": blocks,
+                "block_size": _BLOCK_TOKENS,
+                # Without it, sleep frees nothing.
+                "enable_sleep_mode": True,
+            }
         else:
             # In GiB; the cache of vLLM on a CPU has no size in tokens.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -99,6 +107,8 @@ class VLLMGenerator(BaseGenerator):
             "skip_tokenizer_init": True,
             "dtype": config.dtype,
             "trust_remote_code": config.model.trust_remote_code,
+            # vLLM refuses a cache in which a response of all positions has no room.
+            "max_model_len": min(self._context or config.max_batch_total_tokens, config.max_batch_total_tokens),
             "max_num_seqs": config.max_batch_size,
             "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),
             "enable_chunked_prefill": config.enable_chunked_prefill,
@@ -187,7 +197,21 @@ class VLLMGenerator(BaseGenerator):
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
         """
-        checked = self._checked(weights)
+        if self._broken:
+            # vLLM cannot go on after half of a set.
+            self._engine.engine_core.shutdown()
+            self._engine = self._build(self._tp, self._joined)
+        asleep = self._asleep
+        if asleep:
+            self.move("device")
+        self._broken = True
+        self._copy(self._checked(weights))
+        self._broken = False
+        self.drop_caches()
+        if asleep:
+            self.move("host")
+
+    def _copy(self, checked: Iterator[tuple[str, Tensor]]) -> None:
         if self._remote:
             self._load_from_files(checked)
         else:
@@ -198,7 +222,6 @@ class VLLMGenerator(BaseGenerator):
                 # Their head keeps a copy of the embedding in the layout of its kernel.
                 head = runner.get_model().lm_head
                 head.quant_method.process_weights_after_loading(head)
-        self.drop_caches()
 
     def _load_from_files(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
@@ -243,15 +266,17 @@ class VLLMGenerator(BaseGenerator):
         """Let the engine sleep, its weights on the host, or wake it. On a CPU they are there already."""
         if not torch.cuda.is_available():
             return
-        if place == "host":
+        if place == "host" and not self._asleep:
             self._engine.sleep(level=1)
-        else:
+        elif place == "device" and self._asleep:
             self._engine.wake_up()
+        self._asleep = place == "host"
 
     def close(self) -> None:
         """End the engine."""
-        self._engine.engine_core.shutdown()
-        del self._engine
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
         gc.collect()
 
 

@@ -1,6 +1,7 @@
 """A language model of which every rank holds a part, and its cache of keys and values."""
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     DynamicCache,
     PreTrainedConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ...engine.checkpoint.local_shards import cut_local_shards
 from ...engine.checkpoint.tensor_slices import whole
@@ -50,12 +52,16 @@ def parse_config(config_json: str) -> PreTrainedConfig:
         raise ConfigError(f"config_json is no JSON: {e}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError("config_json has no model_type; give the text of the model's config.json")
+    if values["model_type"] not in CONFIG_MAPPING_NAMES:
+        raise CapabilityError(f"model_type={values['model_type']} is not supported: transformers does not know it")
+    if values.get("quantization_config"):
+        raise CapabilityError(
+            "the model is quantized (quantization_config), which generation steps cannot load; use the original"
+        )
     try:
         config: PreTrainedConfig = AutoConfig.for_model(**values)
-    except ValueError as e:
-        raise CapabilityError(f"model_type={values['model_type']} is not supported: {str(e).splitlines()[0]}") from None
-    except (TypeError, KeyError, AttributeError) as e:
-        raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {e}") from None
+    except Exception as e:  # of many types: every family checks its own settings
+        raise ConfigError(f"config_json cannot be used: {type(e).__name__}: {str(e).strip().splitlines()[0]}") from None
     return config
 
 
@@ -66,7 +72,7 @@ class ShardedLM:
         config: The model's configuration.
         files: The safetensors files with all of its weights, in one folder.
         device: The device of this rank.
-        group: The ranks that hold the model; the default process group if None. Without any, this process holds the whole model.
+        group: The ranks that hold the model; None if this process holds the whole model.
         quant: `int8` for weights of 8 bits in linear layers, by torchao; None for none.
 
     Raises:
@@ -83,7 +89,7 @@ class ShardedLM:
         quant: str | None = None,
     ) -> None:
         self.device = device
-        self._group = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+        self._group = group
         quantize = _quantizer(quant)
         self.model = _empty_model(config)
         backbone = getattr(self.model, "model", None)
@@ -105,8 +111,7 @@ class ShardedLM:
         self.model.eval().requires_grad_(False)
         self._cache: Any = DynamicCache()
         self._length = 0
-        self.positions_delta = 0
-        """The difference between a token's position and its number in the sequence, after images."""
+        self._images: list[tuple[int, int, int]] = []
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
@@ -191,6 +196,11 @@ class ShardedLM:
             raise ConfigError(
                 f"tokens are from {min(tokens)} to {max(tokens)}; the model only has those below {self.vocabulary}"
             )
+        inside = next((one for one in self._images if one[0] < offset < one[1]), None)
+        if inside is not None:
+            raise ConfigError(
+                f"offset={offset} is inside of a prompt with images, from {inside[0]} to {inside[1]}; go back to its beginning"
+            )
         if offset > self._length:
             raise ConfigError(f"offset={offset} is beyond the {self._length} tokens in the cache; send those before it first")
 
@@ -250,10 +260,25 @@ class ShardedLM:
             # A positive number would be a length, which later versions of transformers refuse.
             self._cache.crop(offset - self._length)
             self._length = offset
+            self._images = [one for one in self._images if one[1] <= offset]
 
     def clear(self) -> None:
         """Empty the cache."""
-        self._cache, self._length, self.positions_delta = DynamicCache(), 0, 0
+        self._cache, self._length, self._images = DynamicCache(), 0, []
+
+    @property
+    def positions_delta(self) -> int:
+        """The difference between a token's position and its number in the sequence, after images."""
+        return self._images[-1][2] if self._images else 0
+
+    def note_images(self, start: int, delta: int) -> None:
+        """Note that a prompt with images was processed.
+
+        Args:
+            start: The number of tokens before it.
+            delta: The difference between positions and numbers after it.
+        """
+        self._images.append((start, self._length, delta))
 
     def whole_or_nothing(self) -> "_ClearOnError":
         """Empty the cache if the block fails."""
@@ -293,7 +318,20 @@ def _empty_model(config: PreTrainedConfig) -> Any:
             except ValueError:
                 raise CapabilityError(f"{config.model_type} is no language model of transformers") from None
     model.tie_weights()
+    _check_cache(model)
     return model
+
+
+def _check_cache(model: Any) -> None:
+    """Refuse models whose state is no list of keys and values: going back to an earlier token would leave it wrong."""
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    parameters = inspect.signature(model.forward).parameters
+    missing = [name for name in ("past_key_values", "position_ids") if name not in parameters]
+    other = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if missing or other or getattr(model, "_is_stateful", False) or getattr(text, "is_decoder", None) is False:
+        reason = f"its layers are {', '.join(other)}" if other else "it is not a decoder whose cache is keys and values"
+        raise CapabilityError(f"{model.config.model_type} cannot be run in generation steps: {reason}")
 
 
 def _quantizer(quant: str | None) -> Callable[[nn.Module, nn.Module], None] | None:

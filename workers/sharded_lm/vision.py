@@ -54,7 +54,7 @@ def decode_images(uris: Sequence[str]) -> list[Image.Image]:
             with warnings.catch_warnings():
                 # Of images that are larger than usual; MAX_PIXELS is the limit.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+                image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=("PNG", "JPEG", "GIF", "WEBP"))
                 if image.width * image.height > MAX_PIXELS:
                     raise ConfigError(f"image {i} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are allowed")
                 images.append(image.convert("RGB"))
@@ -191,6 +191,6 @@ def step_with_images(
             seen += count
             part = hidden[:, window]
             logits = lm.run(part, positions[:, :, window], part.shape[1], **more)
-        lm.positions_delta += int(delta.reshape(-1)[0])
+        lm.note_images(offset, lm.positions_delta + int(delta.reshape(-1)[0]))
     assert logits is not None
     return logits

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ...engine.errors import ConfigError, ModelError, WorkerError
 from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
-from ...engine.hf.weights import INDEX, SINGLE
+from ...engine.hf.weights import INDEX, WeightFolder
 from ..model_worker import messages as m
 from ..model_worker.step_handlers import SteppedModel
 from ..rollout.generator import BaseGenerator, Limits, TokenStream
@@ -70,7 +70,14 @@ class TensorParallelGenerator(BaseGenerator):
         self._cached: list[int] = []
         self._limits = self._read_limits(folder)
         self._image_token: int | None = getattr(parse_config(self._config_json), "image_token_id", None)
-        self._stepped()
+        self._closed = False
+        try:
+            self._stepped()
+        except BaseException as e:
+            self.close()
+            if isinstance(e, WorkerError) and isinstance(e.__cause__, ConfigError | ModelError):
+                raise e.__cause__ from e
+            raise
 
     def _read_limits(self, folder: Path) -> Limits:
         model_config = parse_config(self._config_json)
@@ -88,6 +95,8 @@ class TensorParallelGenerator(BaseGenerator):
 
     def _stepped(self) -> SteppedModel:
         """Return rank 0's part of the model. If ranks have died, all are started anew."""
+        if self._closed:
+            raise ConfigError("this generator was closed; build another one")
         if self._ranks is not None and self._ranks.lost:
             self._ranks.close()
             self._ranks = None
@@ -213,7 +222,10 @@ class TensorParallelGenerator(BaseGenerator):
 
     def _unload(self) -> None:
         self._cached = []
-        if self._ranks is not None and not self._ranks.lost and MODEL_ID in self._ranks.local.models:
+        if self._ranks is not None and self._ranks.lost:
+            self._ranks.close()
+            self._ranks = None
+        if self._ranks is not None and MODEL_ID in self._ranks.local.models:
             self._ranks.ask(lambda: m.UnloadModel(model_id=MODEL_ID))
 
     def move(self, place: str) -> None:
@@ -224,6 +236,7 @@ class TensorParallelGenerator(BaseGenerator):
 
     def close(self) -> None:
         """End all ranks."""
+        self._closed = True
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -257,12 +270,13 @@ def _config_text(folder: Path, dtype: str) -> str:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise ModelError(f"model.path={folder} has neither {SINGLE} nor {INDEX}; convert its weights to safetensors")
+    try:
+        stored = WeightFolder(folder, str)
+    except (ValueError, KeyError) as e:
+        if isinstance(e, ModelError):
+            raise
+        raise ModelError(f"{folder / INDEX} cannot be read: {e}") from e
+    return [folder / name for name in sorted({file for file, _ in stored.places})]
 
 
 def _write(spool: Path, weights: Iterable[tuple[str, Tensor]], names: frozenset[str], tied: frozenset[str]) -> list[Path]:

@@ -17,7 +17,7 @@ from ..model_worker.controller import Channel, Controller
 from ..model_worker.errors import raise_error
 from ..model_worker.names import Names
 from ..model_worker.process import ChildProcess
-from ..model_worker.worker import ModelWorker, WorkerSettings, error_of
+from ..model_worker.worker import MAX_SECONDS, ModelWorker, WorkerSettings, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ class RankSettings:
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"tp={self.size!r}; it must be an integer of at least 1")
+        for name in ("start_s", "timeout_s", "watchdog_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+                raise ConfigError(f"{name}={value!r}; it must be a number above 0, and at most {MAX_SECONDS:g}")
 
 
 class Ranks:

@@ -330,9 +330,12 @@ def incomplete_weights(case: Case) -> None:
         waiting = generator.submit(PROMPTS[0], GREEDY)
         generator.step()
         name = next(name for name, tensor in case.weights() if tensor.dim() == 1)
+        matrix = [name for name, tensor in case.weights() if (tensor.dim() == 2 and ".layers." in name) or ".h." in name][-1]
         damaged = [(n, torch.full_like(t, float("nan")) if n == name else t) for n, t in case.weights()]
         for what, weights in {
             "a set without a tensor": case.weights(without=name),
+            # Generators may fuse several matrices into one.
+            "a set without a matrix": case.weights(without=matrix),
             "a set with an unknown tensor": [*case.weights(), ("other.weight", torch.zeros(2))],
             "a tensor of another shape": [(n, t[:3] if n == name else t) for n, t in case.weights()],
             "a tensor of NaN": damaged,
