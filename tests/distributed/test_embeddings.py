@@ -25,6 +25,7 @@ from drivetrain.workers.scheduler import Ended, SchedulerSettings
 
 TEXTS = [[5, 6, 7], [9], [(i * 7) % 250 for i in range(40)], [200, 100], [3] * 17, [5, 6, 7]]
 TOLERANCE = 2e-6
+_REORDERED = [("", "x.Transformer"), ("", "x.Normalize"), ("1_Pooling", "x.Pooling")]
 ENCODER = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -82,6 +83,8 @@ def sentence_transformers(folder: Path, to: Path, pooling: dict[str, Any], *more
 @pytest.mark.parametrize("family", ["qwen3", "llama", "bert", "xlm-roberta"])
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_an_embedding_is_that_of_the_text_alone(folders: Path, family: str, pooling: Any) -> None:
+    for dtype in ("float32", "bfloat16"):
+        assert embedder(folders / family, pooling=pooling, dtype=dtype).packs == (family in ("qwen3", "llama"))
     for more in ({}, {"target_tokens_per_batch": 45}, {"max_batch_size": 1}):
         model = embedder(folders / family, pooling=pooling, normalize=False, **more)
         assert model.packs == (family in ("qwen3", "llama"))
@@ -146,6 +149,18 @@ def test_a_linear_layer_behind_the_pooling(folders: Path, tmp_path: Path, activa
     [
         ({"modules.json": "{}"}, "is not a list of modules with idx, path and type"),
         ({"modules.json": "["}, "modules.json cannot be read: .*; the file is damaged"),
+        ({"modules.json": []}, "has the modules none; supported are Transformer, Pooling"),
+        ({"modules.json": [{"idx": 0, "path": "", "type": "x.Transformer"}]}, "has the modules Transformer; supported are"),
+        (
+            {"modules.json": [{"idx": i, "path": p, "type": t} for i, (p, t) in enumerate(_REORDERED)]},
+            "has the modules Transformer, Normalize, Pooling; supported are",
+        ),
+        ({"modules.json": [{"idx": "a", "path": "", "type": "x.Transformer"}]}, "is not a list of modules with idx"),
+        ({"sentence_bert_config.json": {"max_seq_length": "12"}}, "max_seq_length='12' is not a number of tokens"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case=true is not supported"),
+        ({"1_Pooling/config.json": []}, "is no object; the file is damaged"),
+        ({"config.json": {"model_type": "t5"}}, "cannot be loaded for embeddings|cannot be used for embeddings"),
+        ({"model.safetensors": "short"}, "cannot be loaded for embeddings: SafetensorError"),
         ({"modules.json": [{"idx": 0, "path": "", "type": "x.CNN"}]}, "a module of type x.CNN is not supported"),
         ({"modules.json": [{"idx": 0, "path": "../..", "type": "x.Transformer"}]}, "is outside of the folder"),
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "the pooling pooling_mode_max_tokens is not supported"),

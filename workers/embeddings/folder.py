@@ -1,6 +1,7 @@
 """What a model's folder says about its embeddings, in the files of sentence-transformers. Imports no torch."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
 }
+_ORDER = re.compile(r"Transformer Pooling( Dense)*( Normalize)?")
 _ACTIVATIONS = ("Identity", "Tanh")
 
 
@@ -64,12 +66,14 @@ def read_folder(folder: Path) -> EmbeddingFolder:
     if not (folder / "modules.json").is_file():
         return EmbeddingFolder(model=folder)
     model, pooling, normalize, dense = folder, None, False, []
+    kinds: list[str] = []
     prompts = _read(folder / "config_sentence_transformers.json", {})
     prompt = _prompt(folder, prompts)
     for module in sorted(_modules(folder), key=lambda module: module["idx"]):
         # Classes have moved between modules of the library; their names have not.
         kind, place = str(module["type"]).rpartition(".")[2], folder / str(module["path"])
-        settings = _read(place / "config.json", {})
+        settings = _read(place / "config.json", {}) if kind != "Transformer" else {}
+        kinds.append(kind)
         if kind == "Transformer":
             model = place
         elif kind == "Pooling":
@@ -90,7 +94,19 @@ def read_folder(folder: Path) -> EmbeddingFolder:
                 f"{folder}/modules.json: a module of type {module['type']} is not supported; only Transformer, Pooling, Dense, "
                 "Normalize"
             )
-    limit = _read(model / "sentence_bert_config.json", {}).get("max_seq_length")
+    if not _ORDER.fullmatch(" ".join(kinds)):
+        raise ModelError(
+            f"{folder}/modules.json has the modules {', '.join(kinds) or 'none'}; supported are Transformer, Pooling, any number of "
+            "Dense, and Normalize, in this order"
+        )
+    sentence = _read(model / "sentence_bert_config.json", {})
+    limit = sentence.get("max_seq_length")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ModelError(f"{model}/sentence_bert_config.json: max_seq_length={limit!r} is not a number of tokens")
+    if sentence.get("do_lower_case"):
+        raise ModelError(
+            f"{model}/sentence_bert_config.json: do_lower_case=true is not supported; use a tokenizer that does so"
+        )
     return EmbeddingFolder(
         model=model, pooling=pooling, normalize=normalize, dense=tuple(dense), max_tokens=limit, prompt=prompt
     )
@@ -99,7 +115,9 @@ def read_folder(folder: Path) -> EmbeddingFolder:
 def _modules(folder: Path) -> list[dict[str, Any]]:
     modules = _read(folder / "modules.json", [])
     needed = {"idx", "path", "type"}
-    if not isinstance(modules, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in modules):
+    if not isinstance(modules, list) or not all(
+        isinstance(one, dict) and needed <= one.keys() and isinstance(one["idx"], int) for one in modules
+    ):
         raise ModelError(f"{folder}/modules.json is not a list of modules with idx, path and type; the file is damaged")
     for module in modules:
         if not (folder / str(module["path"])).resolve().is_relative_to(folder.resolve()):
@@ -134,6 +152,9 @@ def _read(path: Path, default: Any) -> Any:
     if not path.is_file():
         return default
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ModelError(f"{path} cannot be read: {e}; the file is damaged") from e
+    if isinstance(default, dict) and not isinstance(found, dict):
+        raise ModelError(f"{path} is no object; the file is damaged")
+    return found
