@@ -22,8 +22,6 @@ from helpers.broken_generators import DEFECTS
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
 LONG = [(7 * i + 3) % 250 for i in range(65)]
-SLOW = ("frequencies", "stops")
-"""Checks that take seconds with continuous batching."""
 
 
 @pytest.fixture(scope="module")

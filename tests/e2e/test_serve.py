@@ -329,6 +329,7 @@ def test_a_client_that_goes_away_is_not_answered_further(server: Server) -> None
         assert server.number("drivetrain_generated_tokens_total") - before < 8 * 480
 
 
+@pytest.mark.slow
 def test_health_and_numbers_when_a_worker_dies(models: Path) -> None:
     with Server(models, "--restarts", "1", "--api-key", "one", "--api-key", "two") as server:
         for key in ("one", "two"):
@@ -370,6 +371,7 @@ def _kill_worker(server: Server) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) -> None:
     folder = str(models.parent / "weights")
     before = {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")}
@@ -395,6 +397,7 @@ def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) ->
     assert {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")} - before == set()
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told_at_once(models: Path) -> None:
     async def test(server: Server) -> list[Any]:
         client = server.async_client()
