@@ -125,6 +125,8 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         allowed_hosts=tuple(args.allowed_host),
         max_body_mib=args.max_body_mib,
         max_images=args.max_images,
+        # All responses to a request have to find room in the queue.
+        max_samples=min(ServeSettings.max_samples, args.queue_size),
         weights_dir=args.weights_dir,
         weights_key=weights_key,
     )

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
+from drivetrain.engine.errors import ConfigError, ModelError, WorkerError, WorkerLostError
+from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.workers.model_worker.comm_id import mint
 from drivetrain.workers.rollout.conformance.__main__ import main as conformance
 from drivetrain.workers.rollout.conformance.checks import CHECKS
@@ -240,7 +242,7 @@ def plain(folder: Path, prompt: list[int]) -> list[int]:
     return found[len(prompt) :]
 
 
-def test_the_leader_survives_its_ranks(folder: Path) -> None:
+def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     expected = plain(folder, [5, 6, 7])
     generator = leader(folder)
     try:
@@ -256,10 +258,28 @@ def test_the_leader_survives_its_ranks(folder: Path) -> None:
         running, waiting = generator.submit([5, 6, 7], GREEDY), generator.submit([5, 6, 7], GREEDY)
         with pytest.raises((WorkerLostError, WorkerError), match="tp-rank-1 was killed by SIGKILL"):
             list(running)
-        # The next one starts the ranks anew.
+        # The next one starts the ranks anew, and so do new weights while the model is on the host.
         assert [token.token for token in waiting] == expected
+        generator.to("host")
+        assert not generator._ranks.local.models  # type: ignore[union-attr]
+        generator.load_weights(stored_weights(str(folder)))
+        assert not generator._ranks.local.models  # type: ignore[union-attr]
+        generator.to("device")
+        ((again,),) = generator.generate([[5, 6, 7]], GREEDY)
+        assert (again.response, set(again.versions)) == (expected, {1})
     finally:
         generator.close()
+    with pytest.raises(ConfigError, match="this generator was closed"):
+        list(generator.submit([5], GREEDY))
+    # Nothing is left of it, nor of one that cannot be built.
+    assert "RANK" not in os.environ
+    assert not dist.is_initialized()
+    config = json.loads((folder / "config.json").read_text())
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    with pytest.raises(ModelError, match="they do not belong together"):
+        leader(tmp_path / "other")
+    assert not dist.is_initialized()
 
 
 def test_the_leader_takes_images(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class TensorParallelGenerator(BaseGenerator):
         self._limits = self._read_limits(folder)
         self._image_token: int | None = getattr(parse_config(self._config_json), "image_token_id", None)
         self._closed = False
+        self._names: frozenset[str] = frozenset()
+        self._tied: frozenset[str] = frozenset()
         try:
             self._stepped()
         except BaseException as e:
@@ -114,6 +116,7 @@ class TensorParallelGenerator(BaseGenerator):
                 )
             )
         model: SteppedModel = models[MODEL_ID]
+        self._names, self._tied = model.lm.stored_names, model.lm.tied_names
         return model
 
     def limits(self) -> Limits:
@@ -195,19 +198,17 @@ class TensorParallelGenerator(BaseGenerator):
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
         """
-        model = self._stepped()
-        names = model.lm.stored_names
-        tied = model.lm.tied_names
         spool = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
         try:
-            files = _write(spool, weights, names, tied)
+            files = _write(spool, weights, self._names, self._tied)
             for file in self._files[0].parent.glob("*.json"):
                 # Such as that of the image processor.
                 shutil.copy(file, spool / file.name)
             self._unload()
             old_files, self._files = self._files, files
             try:
-                self._stepped()
+                if self._on_device:
+                    self._stepped()
             except WorkerError as e:
                 self._files = old_files
                 if isinstance(e.__cause__, ModelError):
