@@ -33,7 +33,12 @@ class Texts:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Return the tokens of a prompt.
+
+        Raises:
+            UnicodeError: It has half of a character, which the tokenizer would call a wrong type.
+        """
+        text.encode()
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
