@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..workers.model_worker.response_stream import StreamedToken
+from ..workers.rollout.tokens import Token
 from .responses import Piece, Response
 from .text import Texts
 
@@ -63,7 +63,7 @@ class Format:
         return {**self._base, **self._part, "choices": [], "usage": usage}
 
     def _choice(
-        self, response: Response, content: dict[str, Any], tokens: Sequence[StreamedToken], reason: str | None
+        self, response: Response, content: dict[str, Any], tokens: Sequence[Token], reason: str | None
     ) -> dict[str, Any]:
         choice = {"index": response.index, **content, "finish_reason": reason, "logprobs": None}
         if self._log_probs:
@@ -75,14 +75,14 @@ class Format:
                 choice["prompt_token_ids"] = response.prompt
         return choice
 
-    def _chat_log_probs(self, tokens: Sequence[StreamedToken]) -> dict[str, Any]:
+    def _chat_log_probs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         found = []
         for token in tokens:
             text = self._texts.token(token.token)
             found.append({"token": text, "logprob": token.log_prob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"content": found, "refusal": None}
 
-    def _log_probs_of(self, response: Response, tokens: Sequence[StreamedToken]) -> dict[str, Any]:
+    def _log_probs_of(self, response: Response, tokens: Sequence[Token]) -> dict[str, Any]:
         offset = self._offsets.get(response.index, 0)
         texts, offsets = [self._texts.token(token.token) for token in tokens], []
         for text in texts:

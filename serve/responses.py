@@ -5,8 +5,9 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from ..workers.model_worker.response_stream import ResponseStream, StreamedToken
+from ..workers.model_worker.response_stream import ResponseStream
 from ..workers.rollout.scheduler import GenerationRequest
+from ..workers.rollout.tokens import Token
 from .metrics import Metrics
 from .replicas import Replicas
 from .text import Texts, TextStream
@@ -25,7 +26,7 @@ class Response:
     index: int
     prompt: list[int]
     writer: TextStream
-    tokens: list[StreamedToken] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     finish_reason: str = ""
 
 
@@ -42,7 +43,7 @@ class Piece:
 
     response: Response
     text: str
-    tokens: list[StreamedToken]
+    tokens: list[Token]
     ended: bool = False
 
 

@@ -15,9 +15,10 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.workers.rollout.conformance.__main__ import main as conformance
 from drivetrain.workers.rollout.conformance.__main__ import parse_settings
 from drivetrain.workers.rollout.conformance.checks import CHECKS, Case, ConformanceError
-from drivetrain.workers.rollout.generator import BaseGenerator, TokenStream
+from drivetrain.workers.rollout.generator import BaseGenerator
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.workers.rollout.token_stream import TokenStream
 from helpers.broken_generators import DEFECTS
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from drivetrain.engine.errors import ModelError
 from drivetrain.workers.rollout.continuous import ContinuousGenerator
-from drivetrain.workers.rollout.generator import TokenStream
 from drivetrain.workers.rollout.options import SamplingOptions
 from drivetrain.workers.rollout.static import StaticGenerator
+from drivetrain.workers.rollout.token_stream import TokenStream
 
 
 class OtherTokens(StaticGenerator):

@@ -7,28 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+from ..rollout.tokens import Token
 from .controller import Channel, ReplyFuture
 from .errors import raise_error
 from .messages import Cancel, Error
 from .stream_messages import NewTokens, Stream
 
 _POLL_S = 0.02
-
-
-class StreamedToken(NamedTuple):
-    """A generated token.
-
-    Args:
-        token: The token id.
-        log_prob: Its log-probability at the sampling temperature (1 if that is 0), before top_p and top_k.
-        version: The version of the weights that made it.
-    """
-
-    token: int
-    log_prob: float
-    version: int
 
 
 class ResponseStream:
@@ -44,7 +31,7 @@ class ResponseStream:
         self._request, self._connect, self._name = request, connect, name
         self.finish_reason: str | None = None
         """Why the response ended: `stop`, `length`, or `aborted` if it was cancelled. None before its end."""
-        self._tokens: deque[StreamedToken] = deque()
+        self._tokens: deque[Token] = deque()
         self._channel: Channel | None = None
         self._sent: ReplyFuture | None = None
         self._number = 0
@@ -58,7 +45,7 @@ class ResponseStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> StreamedToken:
+    def __next__(self) -> Token:
         """Return the next token.
 
         Raises:
@@ -79,7 +66,7 @@ class ResponseStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> StreamedToken:
+    async def __anext__(self) -> Token:
         """Return the next token; see `__next__`."""
         while True:
             # Asked first: tokens that come after this are looked for once more.
@@ -99,7 +86,7 @@ class ResponseStream:
                 await event.wait()
             self._wake = None
 
-    async def read(self) -> list[StreamedToken]:
+    async def read(self) -> list[Token]:
         """Return all tokens that have not been read, after the end of the response; see `__next__` for errors."""
         return [token async for token in self]
 
@@ -150,8 +137,7 @@ class ResponseStream:
     def _receive(self, added: NewTokens | None) -> None:
         if added is not None:
             self._tokens.extend(
-                StreamedToken(token, log_prob, added.version)
-                for token, log_prob in zip(added.tokens, added.log_probs, strict=True)
+                Token(token, log_prob, added.version) for token, log_prob in zip(added.tokens, added.log_probs, strict=True)
             )
         wake = self._wake
         if wake is not None:

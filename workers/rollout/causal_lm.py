@@ -16,8 +16,8 @@ from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import check_head
 from ...engine.offload import free_memory
-from .generator import Limits
 from .options import RolloutConfig
+from .token_stream import Limits
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm import CausalLM
-from .generator import BaseGenerator, Limits, TokenStream
+from .generator import BaseGenerator
 from .options import RolloutConfig, SamplingOptions
 from .sampling import Draw, sample_tokens
+from .token_stream import Limits, TokenStream
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""

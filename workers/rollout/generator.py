@@ -7,9 +7,8 @@ import logging
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,42 +17,10 @@ from ...engine import progress
 from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .generation import FinishReason, Generation
 from .options import RolloutConfig, SamplingOptions, check_prompts
-from .sampling import Draw, UniformNumbers, seed_of
+from .sampling import seed_of
+from .token_stream import Limits, RequestId, TokenStream, check_prompt
 
 logger = logging.getLogger(__name__)
-
-RequestId = int | str
-
-
-class Token(NamedTuple):
-    """A generated token.
-
-    Args:
-        token: The token id.
-        log_prob: Its log-probability at the sampling temperature (1 if that is 0), before top_p and top_k.
-        version: The version of the weights that made it.
-    """
-
-    token: int
-    log_prob: float
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a generator can take.
-
-    Args:
-        vocabulary: The number of tokens of the model; ids are below it.
-        context: The number of positions of the model; None if it has no limit.
-        tokens: The largest number of tokens of a prompt and its response together.
-        end_tokens: The token ids that end a response.
-    """
-
-    vocabulary: int
-    context: int | None
-    tokens: int
-    end_tokens: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,90 +44,6 @@ class GeneratorStats:
     tokens: int
     prefill_tokens: int
     steps: int
-
-
-class TokenStream:
-    """The tokens of one request, as an iterator that advances the generator when no token is left.
-
-    Args:
-        generator: The generator.
-        request_id: The id of the request.
-        prompt: The token ids of the prompt.
-        options: The sampling options.
-        stop_tokens: The token ids that end the response.
-        seed: The seed of its random numbers.
-        images: The images of the prompt as data URIs.
-    """
-
-    def __init__(
-        self,
-        generator: "BaseGenerator",
-        request_id: RequestId,
-        prompt: list[int],
-        options: SamplingOptions,
-        stop_tokens: frozenset[int],
-        seed: int,
-        images: Sequence[str] = (),
-    ) -> None:
-        self.images = list(images)
-        self.id, self.prompt, self.options, self.stop_tokens = request_id, prompt, options, stop_tokens
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        """Why the response ended; see `Generation`. None if it goes on, or failed."""
-        self.error: Exception | None = None
-        """Why the request failed."""
-        self.seed = seed
-        self._generator, self._uniform, self._read = generator, UniformNumbers(seed), 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether no more tokens will come."""
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def so_far(self) -> list[int]:
-        """The prompt and the tokens that have been generated."""
-        return self.prompt + self.tokens
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of `so_far`."""
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def remaining(self) -> int:
-        """The number of tokens that may still come."""
-        return self.options.max_tokens - len(self.tokens)
-
-    def draw(self) -> Draw:
-        """Return how its next token is sampled."""
-        return Draw(self.options, self._uniform[len(self.tokens)] if self.options.temperature else 0.0)
-
-    def __iter__(self) -> Iterator[Token]:
-        return self
-
-    def __next__(self) -> Token:
-        while self._read == len(self.tokens):
-            if self.error is not None:
-                raise self.error
-            if self.ended:
-                raise StopIteration
-            if not self._generator.step():
-                raise ConfigError("the generator is paused, so this response cannot go on; call resume()")
-        self._read += 1
-        return Token(self.tokens[self._read - 1], self.log_probs[self._read - 1], self.versions[self._read - 1])
-
-    def result(self) -> Generation:
-        """Return the response so far."""
-        return Generation(
-            prompt=list(self.prompt),
-            response=list(self.tokens),
-            log_probs=list(self.log_probs),
-            versions=list(self.versions),
-            finish_reason=self.finish_reason or "aborted",
-        )
 
 
 class BaseGenerator(ABC):
@@ -296,7 +179,7 @@ class BaseGenerator(ABC):
         if images:
             prompt = self.expand_images(prompt, images)
         limits = self.limits()
-        _check_prompt(title, prompt, options, limits, self.config)
+        check_prompt(title, prompt, options, limits, self.config)
         self._warn_of_length(len(prompt), options.max_tokens, limits.context)
         if request_id is None:
             request_id = f"request-{self._numbered}"
@@ -489,22 +372,3 @@ class BaseGenerator(ABC):
         # They hold the tensors of the step.
         traceback.clear_frames(error.__traceback__)
         self._interrupt()
-
-
-def _check_prompt(title: str, prompt: list[int], options: SamplingOptions, limits: Limits, config: RolloutConfig) -> None:
-    if not prompt:
-        raise ConfigError(f"{title} has 0 tokens; it must have at least one")
-    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
-        raise ConfigError(
-            f"{title} has token ids from {min(prompt)} to {max(prompt)}; the model only has those below {limits.vocabulary}"
-        )
-    if limits.context is not None and len(prompt) >= limits.context:
-        raise ConfigError(
-            f"{title} has {len(prompt)} tokens, which leaves no room for a response in the {limits.context} positions of "
-            f"{config.model.path}; shorten it"
-        )
-    if (needed := len(prompt) + options.max_tokens) > limits.tokens:
-        raise ConfigError(
-            f"{title} has {len(prompt)} tokens; with a response of up to max_tokens={options.max_tokens} it needs room for {needed} "
-            f"(max_batch_total_tokens={config.max_batch_total_tokens})"
-        )

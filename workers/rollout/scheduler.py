@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from ...engine.errors import ModelError
 from ..scheduler import Ended, Event, Progress, RequestId, Scheduler, SchedulerSettings
-from .generator import BaseGenerator, TokenStream
+from .generator import BaseGenerator
 from .options import SamplingOptions
+from .token_stream import TokenStream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .causal_lm import CausalLM
-from .generator import BaseGenerator, Limits, TokenStream
+from .generator import BaseGenerator
 from .options import RolloutConfig
 from .sampling import sample_tokens
+from .token_stream import Limits, TokenStream
 
 DROP_SHARE = 0.25
 """Rows that have ended are dropped from a batch when they are this share of it. Dropping them copies the cache."""

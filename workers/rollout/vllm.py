@@ -20,8 +20,9 @@ from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import WeightFolder
-from .generator import BaseGenerator, Limits, TokenStream
+from .generator import BaseGenerator
 from .options import RolloutConfig
+from .token_stream import Limits, TokenStream
 
 SUPPORTED = ((0, 32), (0, 33))
 """The first version of vLLM that this works with, and the first one that it was not tried with."""

@@ -20,9 +20,10 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.weights import INDEX, WeightFolder
 from ..model_worker import messages as m
 from ..model_worker.step_handlers import SteppedModel
-from ..rollout.generator import BaseGenerator, Limits, TokenStream
+from ..rollout.generator import BaseGenerator
 from ..rollout.options import RolloutConfig
 from ..rollout.sampling import sample_tokens
+from ..rollout.token_stream import Limits, TokenStream
 from ..sharded_lm.model import parse_config
 from .ranks import Ranks, RankSettings
 

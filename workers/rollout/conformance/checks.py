@@ -14,9 +14,10 @@ import torch
 from ....engine.config import ModelConfig
 from ....engine.conformance.tiny import tiny_model, tiny_model_config
 from ....engine.errors import ConfigError, ModelError
-from ..generator import BaseGenerator, TokenStream
+from ..generator import BaseGenerator
 from ..options import RolloutConfig, SamplingOptions
 from ..registry import build_generator
+from ..token_stream import TokenStream
 
 LOG_PROB_TOLERANCE = 1e-5
 """The largest difference of a log-probability from that of plain transformers, in float32; relative to it where it is beyond 1."""
