@@ -422,8 +422,11 @@ def test_meetings_that_fail_say_why() -> None:
         )
         assert "expects 4 ranks" in alone.ask({"op": "hello", "protocol": p.PROTOCOL, "world_size": 4})["message"]
         # The store listens on the loopback address only.
-        listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"}
-        assert not [address for address in listening if address.startswith("00000000") and int(address[9:], 16) > 32768]
+        own = {os.readlink(file) for file in Path(f"/proc/{alone.process.pid}/fd").iterdir()}
+        sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        listening = [words[1] for words in sockets if words[3] == "0A" and f"socket:[{words[9]}]" in own]
+        assert listening
+        assert all(address.startswith("0100007F") for address in listening), listening
 
 
 def test_an_address_that_accepts_but_does_not_answer_is_given_up() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -374,8 +375,11 @@ def _kill_worker(server: Server) -> None:
 @pytest.mark.slow
 def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) -> None:
     folder = str(models.parent / "weights")
-    before = {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")}
-    with Server(models, "--host", "::1", "--weights-dir", folder, "--weights-key", "load-me") as server:
+    # A short path: it holds sockets.
+    own = Path(tempfile.mkdtemp(prefix="served-"))
+    settings = ("--host", "::1", "--weights-dir", folder, "--weights-key", "load-me")
+    with Server(models, *settings, environment={"TMPDIR": str(own)}) as server:
+        assert list(own.glob("drivetrain-*"))
         assert server.url.startswith("http://[::1]:")
         assert httpx.post(f"{server.root}/weights", json={"name": "new"}, headers=KEY, timeout=60).json()["version"] == 1
         _kill_worker(server)
@@ -394,7 +398,8 @@ def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) ->
         server.process.terminate()
         assert server.process.wait(20) == 128 + signal.SIGTERM
         assert time.monotonic() - began < 12
-    assert {path.name for path in Path(tempfile.gettempdir()).glob("drivetrain-*")} - before == set()
+    assert not list(own.glob("drivetrain-*"))
+    shutil.rmtree(own)
 
 
 @pytest.mark.slow

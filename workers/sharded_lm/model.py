@@ -329,7 +329,10 @@ def _check_cache(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("past_key_values", "position_ids") if name not in parameters]
     other = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if missing or other or getattr(model, "_is_stateful", False) or getattr(text, "is_decoder", None) is False:
+    # GPT-NeoX says is_decoder=False like BERT, whose attention it decides, but is a decoder in any case.
+    causal = any(getattr(module, "is_causal", None) is True for module in model.get_decoder().modules())
+    encoder = getattr(text, "is_decoder", None) is False and not causal
+    if missing or other or encoder or getattr(model, "_is_stateful", False):
         reason = f"its layers are {', '.join(other)}" if other else "it is not a decoder whose cache is keys and values"
         raise CapabilityError(f"{model.config.model_type} cannot be run in generation steps: {reason}")
 
