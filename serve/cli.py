@@ -21,6 +21,7 @@ from ..engine.config import ModelConfig
 from ..engine.errors import ConfigError, DrivetrainError, WorkerError
 from ..workers.embeddings.config import EmbeddingConfig
 from ..workers.embeddings.worker import EmbeddingWorker
+from ..workers.model_worker.hosts import Host, RayHost
 from ..workers.model_worker.supervisor import SupervisorSettings
 from ..workers.rollout.options import RolloutConfig
 from ..workers.rollout.registry import generator_class
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the number of devices of a model; needs --engine tensor_parallel or vllm",
     )
     add("--replicas", type=int, default=1, metavar="N", help="the number of workers, each with the whole model")
+    add(
+        "--group",
+        choices=("process", "ray"),
+        default="process",
+        help="where workers run: on this machine, or spread over the Ray cluster of RAY_ADDRESS, a GPU for each device of a model",
+    )
     add("--task", choices=("auto", "generate", "embed"), default="auto", help="what the model does; auto looks at its folder")
     add(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto is bfloat16 on a GPU, otherwise float32"
@@ -230,12 +237,15 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
     settings = SupervisorSettings(
         name="replica", restarts=args.restarts, queue_size=args.queue_size, max_wait_ms=args.max_wait_ms
     )
+    host: Host | None = None
+    if args.group == "ray":
+        host = RayHost(devices=args.tp or 1, count=args.replicas)
     if embeds:
-        replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings)
+        replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings, host)
         await _started(replicas)
         return replicas
     generator = ENGINES[args.engine]
-    replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings)
+    replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings, host)
     try:
         await _started(replicas)
     except WorkerError as e:
@@ -246,7 +256,7 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
             "the attention of this model cannot be batched continuously; requests are served in batches one after the other",
             flush=True,
         )
-        replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings)
+        replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings, host)
         await _started(replicas)
     return replicas
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..engine.errors import WorkerLostError
+from ..workers.model_worker.hosts import Host
 from ..workers.model_worker.response_stream import ResponseStream
 from ..workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from ..workers.rollout.scheduler import GenerationRequest
@@ -27,11 +28,15 @@ class Replicas:
         config: Its configuration.
         count: The number of workers.
         settings: How each is started and watched; its name gets a number.
+        host: Where they run; None is this machine.
     """
 
-    def __init__(self, factory: Callable[[Any], Any], config: Any, count: int, settings: SupervisorSettings) -> None:
+    def __init__(
+        self, factory: Callable[[Any], Any], config: Any, count: int, settings: SupervisorSettings, host: Host | None = None
+    ) -> None:
         self.workers: list[SupervisedWorker] = [
-            start_model_worker(factory, config, replace(settings, name=f"{settings.name}-{number}")) for number in range(count)
+            start_model_worker(factory, config, replace(settings, name=f"{settings.name}-{number}"), host)
+            for number in range(count)
         ]
         self._active = [0] * count
         self._lock = asyncio.Lock()

@@ -40,6 +40,7 @@ class ChildProcess:
         allow: The names that requests may refer to.
         environment: Additional environment variables.
         keys: The keys with which it connects.
+        program: The arguments with which it finds the controller's program; None for this one.
         listener: The socket at which rank 0 listens; it is passed on, and closed here.
         on_exit: Called with this object when the process has ended, in a thread of its own.
     """
@@ -53,6 +54,7 @@ class ChildProcess:
         allow: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
         keys: CurveKeys | None = None,
+        program: Sequence[str] | None = None,
         listener: socket.socket | None = None,
         on_exit: Callable[["ChildProcess"], None] = lambda process: None,
     ) -> None:
@@ -66,7 +68,7 @@ class ChildProcess:
         words = [sys.executable, "-m", _MODULE, "--transport", address, f"--identity={name}", "--parent", str(os.getpid())]
         words += ["--log-level", _level(), *arguments]
         words += [part for allowed in sorted(allow) for part in ("--allow", allowed)]
-        words += program_arguments()
+        words += program_arguments() if program is None else program
         inherited = []
         if keys is not None:
             inherited.append(keys.pass_on())

@@ -12,12 +12,13 @@ from typing import Any, Self, TypeVar
 
 from ...engine.errors import ConfigError, WorkerLostError
 from ..scheduler import SchedulerSettings
-from . import comm_id, messages
+from . import messages
 from .compute_messages import Call, Initialize
 from .controller import Channel, Controller
 from .errors import LAST_WORDS, raise_error
+from .hosts import Host, LocalHost, ProcessArguments, WorkerProcess
 from .names import Names, collect, name_of
-from .process import TERMINATE_S, ChildProcess
+from .process import TERMINATE_S
 from .worker import MAX_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class SupervisorSettings:
         silence_s: After how many seconds without a beat the worker counts as dead. Beats do not come from the thread that computes,
             so a long batch is not silence.
         watchdog_s: After how many seconds without progress in a request the worker ends itself; 0 is never.
-        restarts: How often the worker is restarted after it died.
+        restarts: How often in a row the worker is restarted after it died.
+        stable_s: After how many seconds of work the next death counts as the first one again.
         pause_s: The pause before the first restart, in seconds; it doubles with every further one.
         max_pause_s: The longest pause.
         terminate_s: For how many seconds the worker may end by itself before it is killed.
@@ -55,6 +57,7 @@ class SupervisorSettings:
     silence_s: float = 60.0
     watchdog_s: float = 1200.0
     restarts: int = 3
+    stable_s: float = 3600.0
     pause_s: float = 1.0
     max_pause_s: float = 60.0
     terminate_s: float = TERMINATE_S
@@ -67,7 +70,7 @@ class SupervisorSettings:
         for setting in ("start_s", "beat_s", "silence_s", "terminate_s"):
             if not 0 < getattr(self, setting) <= MAX_SECONDS:
                 raise ConfigError(f"{setting}={getattr(self, setting)}; it must be above 0, and at most {MAX_SECONDS:g}")
-        for setting in ("watchdog_s", "restarts", "pause_s", "max_pause_s"):
+        for setting in ("watchdog_s", "restarts", "stable_s", "pause_s", "max_pause_s"):
             if not 0 <= getattr(self, setting) <= MAX_SECONDS:
                 raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0, and at most {MAX_SECONDS:g}")
         SchedulerSettings(queue_size=self.queue_size, max_wait_ms=self.max_wait_ms)
@@ -103,7 +106,10 @@ class ProcessControl:
 class SupervisedProcess:
     """A worker process with one model, from its start to its end."""
 
-    def __init__(self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings) -> None:
+    def __init__(
+        self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings, host: Host | None = None
+    ) -> None:
+        self._host = host or LocalHost()
         self._allow = collect(model_factory) | collect(config) | {name_of(target) for target in settings.names}
         self._factory, self._config, self._settings = model_factory, config, settings
         self._names = Names(self._allow)
@@ -112,10 +118,11 @@ class SupervisedProcess:
         self._entered = self._closing = False
         self._failure: WorkerLostError | None = None
         self._controller: Controller | None = None
-        self._process: ChildProcess | None = None
+        self._process: WorkerProcess | None = None
         self._channel: Channel | None = None
         self._monitor: threading.Thread | None = None
         self._remembered: dict[str, Call] = {}
+        self._deaths, self._started_at = 0, 0.0
 
     @property
     def name(self) -> str:
@@ -182,7 +189,7 @@ class SupervisedProcess:
             if self._entered:
                 raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
             self._entered = True
-        self._controller = Controller(self._names)
+        self._controller = Controller(self._names, self._host.controller_address())
         try:
             self._start_process()
         except BaseException:
@@ -245,36 +252,34 @@ class SupervisedProcess:
         settings, controller = self._settings, self._controller
         assert controller is not None
         identity = f"{settings.name}-{self.control.restarts}"
-        run, listener = comm_id.mint()
-        with self._changed:
-            if self._closing:
-                listener.close()
-                raise WorkerLostError(f"{settings.name} was closed")
-            channel = self._channel = controller.channel(identity)
-            process = self._process = ChildProcess(
-                identity,
-                controller.address,
-                arguments=[
-                    "--beat",
-                    str(settings.beat_s),
-                    "--watchdog",
-                    str(settings.watchdog_s),
-                    "--watchdog",
-                    "initialize=0",
-                    "--queue-size",
-                    str(settings.queue_size),
-                    "--max-wait-ms",
-                    str(settings.max_wait_ms),
-                ],
-                allow=self._allow,
-                environment=settings.environment,
-                listener=listener,
-                on_exit=lambda ended: self._note_exit(channel, ended),
-            )
         deadline = time.monotonic() + settings.start_s
+        channel = controller.channel(identity)
+        # Not under the lock: on another machine it takes a while.
+        process, run = self._host.start(
+            identity,
+            controller.address,
+            ProcessArguments(
+                arguments=(
+                    *("--beat", str(settings.beat_s)),
+                    *("--watchdog", str(settings.watchdog_s), "--watchdog", "initialize=0"),
+                    *("--queue-size", str(settings.queue_size), "--max-wait-ms", str(settings.max_wait_ms)),
+                ),
+                allow=tuple(self._allow),
+                environment=dict(settings.environment),
+                keys=controller.new_keys(),
+            ),
+            lambda ended: self._note_exit(channel, ended),
+        )
+        with self._changed:
+            closing = self._closing
+            if not closing:
+                self._channel, self._process = channel, process
+        if closing:
+            process.terminate(0.0)
+            raise WorkerLostError(f"{settings.name} was closed")
         requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
         if getattr(self._factory, "needs_process_group", True):
-            requests.append(messages.Init(comm_id=run.hex()))
+            requests.append(messages.Init(comm_id=run))
         requests.append(Initialize(role=ROLE, worker=self._factory, config=self._config))
         for request in requests:
             try:
@@ -293,6 +298,7 @@ class SupervisedProcess:
             if isinstance(reply, messages.Error):
                 process.terminate(settings.terminate_s)
                 raise_error(reply, f"{call.method} of {settings.name} after a restart")
+        self._started_at = time.monotonic()
         with self._changed:
             self.control.set_started()
             self._changed.notify_all()
@@ -303,11 +309,11 @@ class SupervisedProcess:
             if channel is self._channel:
                 self.control.set_started(False)
 
-    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
+    def _note_exit(self, channel: Channel, process: WorkerProcess) -> None:
         self.note_end(channel)
         channel.fail(self._lost(process))
 
-    def _lost(self, process: ChildProcess) -> WorkerLostError:
+    def _lost(self, process: WorkerProcess) -> WorkerLostError:
         return WorkerLostError(f"{self._settings.name} {process.describe_end()}")
 
     def _watch(self) -> None:
@@ -342,11 +348,14 @@ class SupervisedProcess:
     def _restart(self, lost: WorkerLostError) -> bool:
         """Start the worker again until it works; return whether it does."""
         settings = self._settings
-        while self.control.restarts < settings.restarts:
-            pause = min(settings.pause_s * 2 ** min(self.control.restarts, 32), settings.max_pause_s)
+        if time.monotonic() - self._started_at >= settings.stable_s:
+            self._deaths = 0
+        while self._deaths < settings.restarts:
+            pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
+            self._deaths += 1
             self.control.restarts += 1
             reason = str(lost).splitlines()[0].removesuffix(LAST_WORDS)
-            logger.warning("%s; restart %d of %d in %.1f s", reason, self.control.restarts, settings.restarts, pause)
+            logger.warning("%s; restart %d of %d in %.1f s", reason, self._deaths, settings.restarts, pause)
             if self._closes_within(pause):
                 return False
             try:
@@ -357,9 +366,7 @@ class SupervisedProcess:
                 lost = WorkerLostError(f"{settings.name} could not be restarted: {e}")
                 continue
             return True
-        self._give_up(
-            WorkerLostError(f"{lost}\nthe worker was restarted {self.control.restarts} times (restarts={settings.restarts})")
-        )
+        self._give_up(WorkerLostError(f"{lost}\nthe worker was restarted {self._deaths} times (restarts={settings.restarts})"))
         return False
 
     def _give_up(self, failure: WorkerLostError) -> None:

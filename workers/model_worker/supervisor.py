@@ -10,6 +10,7 @@ from . import messages
 from .compute_messages import Call
 from .controller import Channel
 from .errors import raise_error
+from .hosts import Host
 from .response_stream import ResponseStream
 from .stream_messages import Embed, Stream
 from .supervision import ROLE, SupervisedProcess, SupervisorSettings
@@ -116,7 +117,7 @@ class SupervisedWorker(SupervisedProcess):
 
 
 def start_model_worker(
-    model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings | None = None
+    model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings | None = None, host: Host | None = None
 ) -> SupervisedWorker:
     """Return a context manager, for `with` or `async with`, that runs a model in a fresh process.
 
@@ -125,8 +126,9 @@ def start_model_worker(
             is called as well. It must be found by its name, so it cannot be a lambda.
         config: Its argument: plain data, tensors, or a dataclass at the top level of a module.
         settings: How the worker is watched.
+        host: Where its process runs, such as a `RayHost`; None is this machine.
 
     Raises:
         ConfigError: The factory or the configuration cannot be sent.
     """
-    return SupervisedWorker(model_factory, config, settings or SupervisorSettings())
+    return SupervisedWorker(model_factory, config, settings or SupervisorSettings(), host)

@@ -1,0 +1,220 @@
+"""Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Imports no torch."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...engine.errors import ConfigError, WorkerLostError
+from . import comm_id
+from .names import program_arguments
+from .process import TERMINATE_S, ChildProcess
+from .transports.zeromq import SCHEME, CurveKeys
+
+PLACEMENT_S = 60.0
+"""For how many seconds a process may wait for a place in the Ray cluster, and for its start there."""
+
+
+class WorkerProcess(Protocol):
+    """A process that holds a model worker, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative for a signal; None while the process runs."""
+
+    def describe_end(self) -> str:
+        """Return how the process ended, with its last words."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
+
+    def terminate(self, patience_s: float = TERMINATE_S) -> None:
+        """End the process: politely, and by force if that does not help; with everything that it started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessArguments:
+    """What a process is started with; see `ChildProcess`."""
+
+    arguments: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    keys: CurveKeys | None = None
+    program: tuple[str, ...] = field(default_factory=lambda: tuple(program_arguments()))
+
+
+class Host(Protocol):
+    """Starts processes that hold one model worker each."""
+
+    def controller_address(self) -> str | None:
+        """Return the address at which the controller of these processes listens; None for a socket of this machine."""
+
+    def start(
+        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+    ) -> tuple[WorkerProcess, str]:
+        """Start a process; return it, and the comm_id at which it listens as rank 0.
+
+        Args:
+            name: The name of the worker, for messages.
+            address: The controller's address.
+            settings: What it is started with.
+            on_exit: Called with the process when it has ended, in a thread of its own.
+
+        Raises:
+            ConfigError: There is no room for it.
+            WorkerLostError: Its machine was lost.
+        """
+
+
+class LocalHost:
+    """Starts processes on this machine."""
+
+    def controller_address(self) -> str | None:
+        """Return None; see `Host`."""
+        return None
+
+    def start(
+        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+    ) -> tuple[ChildProcess, str]:
+        """Start a process; see `Host`."""
+        run, listener = comm_id.mint()
+        process = ChildProcess(
+            name,
+            address,
+            arguments=settings.arguments,
+            allow=settings.allow,
+            environment=settings.environment,
+            keys=settings.keys,
+            program=settings.program,
+            listener=listener,
+            on_exit=on_exit,
+        )
+        return process, run.hex()
+
+
+class RayHost:
+    """Starts processes on the machines of a Ray cluster, spread over them. They connect back over the network, encrypted.
+
+    What a process reads, such as the folder of its model, must exist on every machine under the same path.
+
+    Args:
+        devices: The number of devices of a process: a CPU for each, and a GPU if the cluster has any.
+        count: The number of processes that the cluster must have room for.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster is too small; the message names both numbers.
+    """
+
+    def __init__(self, *, devices: int = 1, count: int = 1) -> None:
+        try:
+            import ray
+        except ImportError as e:
+            raise ConfigError("workers on Ray need Ray; install it with: pip install 'drivetrain[ray]'") from e
+        self._ray: Any = ray
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+        resources = ray.cluster_resources()
+        self._each = {"CPU": devices, "GPU": devices if resources.get("GPU", 0) else 0}
+        for kind, each in self._each.items():
+            if count * each > resources.get(kind, 0):
+                raise ConfigError(
+                    f"{count} workers of {each:g} {kind}s each need {count * each:g}, but the Ray cluster has "
+                    f"{resources.get(kind, 0):g}; start fewer, or add machines"
+                )
+
+    def controller_address(self) -> str | None:
+        """Return the address of this machine in the cluster; see `Host`."""
+        return f"{SCHEME}{self._ray.util.get_node_ip_address()}:*"
+
+    def start(
+        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+    ) -> tuple["RayProcess", str]:
+        """Start a process; see `Host`."""
+        ray = self._ray
+        # One method waits for the end of the process, another one ends it.
+        actor = (
+            ray.remote(max_concurrency=4)(_Starter)
+            .options(num_cpus=self._each["CPU"], num_gpus=self._each["GPU"], scheduling_strategy="SPREAD")
+            .remote()
+        )
+        try:
+            pid, run = ray.get(actor.start.remote(name, address, settings), timeout=PLACEMENT_S)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(actor)
+            free = ray.available_resources()
+            raise ConfigError(
+                f"{name} found no place in the Ray cluster within {PLACEMENT_S:g} s: it needs {self._each}, and "
+                f"{ {kind: free.get(kind, 0) for kind in self._each} } are free; free some, or start fewer workers"
+            ) from None
+        except ray.exceptions.RayError as e:
+            ray.kill(actor)
+            raise WorkerLostError(f"{name} could not be started in the Ray cluster: {e}") from None
+        return RayProcess(ray, actor, pid, on_exit), run
+
+
+class _Starter:
+    """Starts a process on the machine where Ray has put this actor. The process ends with it."""
+
+    def __init__(self) -> None:
+        self._process: ChildProcess | None = None
+
+    def start(self, name: str, address: str, settings: ProcessArguments) -> tuple[int, str]:
+        """Start the process; return its id and its comm_id."""
+        # The program is the one that started this actor, not this process's own.
+        self._process, run = LocalHost().start(name, address, settings, lambda process: None)
+        return self._process.pid, run
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the end of the process; return its exit code, and how it ended."""
+        assert self._process is not None
+        while not self._process.wait(60.0):
+            pass
+        return self._process.exit_code or 0, self._process.describe_end()
+
+    def terminate(self, patience_s: float) -> None:
+        """End the process."""
+        assert self._process is not None
+        self._process.terminate(patience_s)
+
+
+class RayProcess:
+    """A process on a machine of a Ray cluster. See `WorkerProcess`."""
+
+    def __init__(self, ray: Any, actor: Any, pid: int, on_exit: Callable[[WorkerProcess], None]) -> None:
+        self._ray, self._actor = ray, actor
+        self.pid = pid
+        self.exit_code: int | None = None
+        self._description = "is still running"
+        self._ended, self._on_exit = threading.Event(), on_exit
+        threading.Thread(target=self._wait, args=(actor.wait.remote().future(),), daemon=True).start()
+
+    def describe_end(self) -> str:
+        """Return how the process ended, with its last words."""
+        return self._description
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def terminate(self, patience_s: float = TERMINATE_S) -> None:
+        """End the process, and if that does not help, the actor that started it."""
+        self._actor.terminate.remote(patience_s)
+        if not self.wait(patience_s + TERMINATE_S):
+            self._ray.kill(self._actor)
+            self.wait(TERMINATE_S)
+
+    def _wait(self, end: Any) -> None:
+        try:
+            code, self._description = end.result()
+        except Exception as e:  # whatever Ray says of an actor that is gone
+            code, self._description = -1, f"was lost with its machine or by Ray: {str(e).strip().splitlines()[0]}"
+        self.exit_code = code
+        self._ended.set()
+        # Its place in the cluster is free again.
+        self._ray.kill(self._actor)
+        self._on_exit(self)
