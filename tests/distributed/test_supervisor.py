@@ -107,6 +107,16 @@ def test_what_was_asked_of_a_worker_that_dies_fails_with_its_last_words(caplog: 
 
 
 @pytest.mark.slow
+def test_a_worker_that_worked_for_long_is_restarted_again() -> None:
+    with start_model_worker(make_model, {}, settings(restarts=1, stable_s=0.0)) as worker:
+        for count in (1, 2, 3):
+            with pytest.raises(WorkerLostError, match="something is wrong"):
+                worker.call("die")
+            assert worker.call("add", 1, 2) == 3
+            assert worker.control.restarts == count
+
+
+@pytest.mark.slow
 def test_restarts_that_fail_pause_longer_and_longer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"dies_after": True, "count": str(tmp_path / "count")}
     with start_model_worker(make_model, config, settings(restarts=3)) as worker:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from drivetrain.workers.embeddings.embedder import Embedder
 from drivetrain.workers.rollout.generation import Generation
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
-from helpers.server import Server
+from helpers.server import Server, until
 from helpers.texts import byte_tokenizer, save_text_model
 from helpers.vision import image_uri
 
@@ -357,13 +357,6 @@ def test_health_and_numbers_when_a_worker_dies(models: Path) -> None:
         with pytest.raises(openai.InternalServerError) as found:
             server.client("one").completions.create(model="model", prompt="x", max_tokens=1)
         assert found.value.status_code == 503
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _kill_worker(server: Server) -> None:

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +13,14 @@ import httpx
 import openai
 
 START_S = 90.0
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Server:

@@ -1,6 +1,7 @@
 """Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Imports no torch."""
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -117,7 +118,11 @@ class RayHost:
             raise ConfigError("workers on Ray need Ray; install it with: pip install 'drivetrain[ray]'") from e
         self._ray: Any = ray
         if not ray.is_initialized():
+            handler = signal.getsignal(signal.SIGTERM)
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+            # Ray's own ends the program at once.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
         resources = ray.cluster_resources()
         self._each = {"CPU": devices, "GPU": devices if resources.get("GPU", 0) else 0}
         for kind, each in self._each.items():
