@@ -14,7 +14,8 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
 from drivetrain.workers.rollout.conformance.__main__ import main as conformance
 from drivetrain.workers.rollout.conformance.__main__ import parse_settings
-from drivetrain.workers.rollout.conformance.checks import CHECKS, Case, ConformanceError
+from drivetrain.workers.rollout.conformance.case import Case, ConformanceError
+from drivetrain.workers.rollout.conformance.checks import CHECKS
 from drivetrain.workers.rollout.generator import BaseGenerator
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator

@@ -3,24 +3,28 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import ConfigError, WorkerLostError
 from drivetrain.workers.model_worker.supervisor import SupervisorSettings, start_model_worker
-from drivetrain.workers.rollout.conformance.checks import CHECKS, Case
+from drivetrain.workers.rollout.conformance.case import Case
+from drivetrain.workers.rollout.conformance.checks import CHECKS
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
 from drivetrain.workers.rollout.scheduler import GenerationRequest
-from drivetrain.workers.rollout.vllm import check_version
+from drivetrain.workers.rollout.vllm.model import check_version
 from drivetrain.workers.rollout.worker import RolloutWorker
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -58,15 +62,78 @@ def test_it_does_what_the_interface_says(tmp_path: Path, check: str, tied: bool)
 
 
 @needs_vllm
+@pytest.mark.parametrize("check", CHECKS)
+def test_its_server_does_what_the_interface_says(tmp_path: Path, check: str) -> None:
+    CHECKS[check](Case(tmp_path, {"generator": "vllm_server", **SETTINGS}, "llama", tie_word_embeddings=True))
+
+
+@needs_vllm
+def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> None:
+    prompt, options = [5, 6, 7], SamplingOptions(max_tokens=200, temperature=0.0, ignore_eos=True)
+    config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm_server", **SETTINGS)
+    plain = build_generator(RolloutConfig(model=ModelConfig(path=str(folder.parent / "other")), **SETTINGS))
+    ((expected,),) = plain.generate([prompt], options)
+    generator: Any = build_generator(config)
+    try:
+        generator.load_weights(load_file(folder.parent / "other" / "model.safetensors").items())
+        stream = generator.submit(prompt, options)
+        next(stream)
+        first = generator.server.pid
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="vLLM's server ended with code -9; its last words"):
+            list(stream)
+        ((answer,),) = generator.generate([prompt], options)
+        assert answer.response == expected.response
+        assert generator.server.pid != first
+    finally:
+        generator.close()
+
+
+@needs_vllm
+def test_arguments_that_the_server_refuses_are_named(folder: Path) -> None:
+    config = RolloutConfig(
+        model=ModelConfig(path=str(folder)), generator="vllm_server", options={"no_such_setting": 1}, **SETTINGS
+    )
+    with pytest.raises(ConfigError, match="(?s)ended with code 2.*--no-such-setting"):
+        build_generator(config)
+
+
+@needs_vllm
+def test_a_server_ends_with_the_process_that_started_it(folder: Path) -> None:
+    program = f"""
+import os, time
+from drivetrain.engine.config import ModelConfig
+from drivetrain.workers.rollout.options import RolloutConfig
+from drivetrain.workers.rollout.registry import build_generator
+if __name__ == "__main__":
+    generator = build_generator(RolloutConfig(model=ModelConfig(path={str(folder)!r}), generator="vllm_server", max_batch_total_tokens=4096))
+    print(generator.server.pid, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while _group_of(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _group_of(leader: int) -> list[str]:
+    return subprocess.run(["pgrep", "-g", str(leader)], capture_output=True, text=True).stdout.split()
+
+
+@needs_vllm
 def test_all_generators_draw_alike(folder: Path) -> None:
     prompts = [[5, 6, 7], [9], [200, 100], [3] * 40]
     options = SamplingOptions(max_tokens=16, temperature=1.3, top_p=0.9, top_k=60, samples=3, seed=5)
     found = []
-    for name in ("static", "continuous", "vllm"):
+    for name in ("static", "continuous", "vllm", "vllm_server"):
         generator = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=name, **SETTINGS))
         found.append([[a.response for a in some] for some in generator.generate(prompts, options)])
         generator.close()
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 @needs_vllm

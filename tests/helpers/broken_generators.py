@@ -9,6 +9,7 @@ from torch import Tensor
 from drivetrain.engine.errors import ModelError
 from drivetrain.workers.rollout.continuous import ContinuousGenerator
 from drivetrain.workers.rollout.options import SamplingOptions
+from drivetrain.workers.rollout.placement import Placement
 from drivetrain.workers.rollout.static import StaticGenerator
 from drivetrain.workers.rollout.token_stream import TokenStream
 
@@ -116,8 +117,8 @@ class TakesAnything(StaticGenerator):
 class LosesWeightsOnHost(StaticGenerator):
     """Its weights come back as zeros from the host."""
 
-    def move(self, place: str) -> None:
-        super().move(place)
+    def move(self, target: Placement) -> None:
+        super().move(target)
         self._lm.model.lm_head.weight.data.zero_()
 
 

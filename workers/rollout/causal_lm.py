@@ -17,6 +17,7 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.weights import check_head
 from ...engine.offload import free_memory
 from .options import RolloutConfig
+from .placement import Place
 from .token_stream import Limits
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class CausalLM:
                 f"model.path={path}: {type(model).__name__} has no cache of keys and values (past_key_values), which generation needs"
             )
         self.model: Any = model.to(self.device).eval()
+        self._absent: dict[str, torch.Size] = {}
         bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
         if bad_names:
             raise ModelError(
@@ -122,9 +124,18 @@ class CausalLM:
                 f"{_named(bad_names)} values that are not finite (NaN or infinity); the weights that were sent are damaged"
             )
 
-    def move(self, place: str) -> None:
-        """Move the model to the `device` or the `host`."""
-        self.model.to(self.device if place == "device" else torch.device("cpu"))
+    def move(self, place: Place) -> None:
+        """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
+        parameters = dict(self.model.named_parameters())
+        for name, shape in self._absent.items():
+            parameters[name].data = torch.empty(shape, dtype=parameters[name].dtype, device=self.device)
+        self._absent = {}
+        if place == "absent":
+            for name, parameter in parameters.items():
+                self._absent[name] = parameter.shape
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        else:
+            self.model.to(self.device if place == "device" else torch.device("cpu"))
         free_memory(self.device)
 
     def close(self) -> None:

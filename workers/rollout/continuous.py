@@ -20,6 +20,7 @@ from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .options import RolloutConfig, SamplingOptions
+from .placement import Placement
 from .sampling import Draw, sample_tokens
 from .token_stream import Limits, TokenStream
 
@@ -221,9 +222,9 @@ class ContinuousGenerator(BaseGenerator):
         """Copy new weights into the model."""
         self._lm.copy_weights(weights)
 
-    def move(self, place: str) -> None:
+    def move(self, target: Placement) -> None:
         """Move the model."""
-        self._lm.move(place)
+        self._lm.move(target.parameters)
 
     def close(self) -> None:
         """Free the model and the cache."""

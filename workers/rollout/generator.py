@@ -17,6 +17,7 @@ from ...engine import progress
 from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .generation import FinishReason, Generation
 from .options import RolloutConfig, SamplingOptions, check_prompts
+from .placement import Placement
 from .sampling import seed_of
 from .token_stream import Limits, RequestId, TokenStream, check_prompt
 
@@ -66,7 +67,9 @@ class BaseGenerator(ABC):
         self.running: dict[RequestId, TokenStream] = {}
         """The requests that are being generated, in the order in which they began."""
         self.reset_stats()
-        self._complete, self._paused, self._on_device, self._warned = True, False, True, False
+        self.placement = Placement()
+        """Where the parameters and the cache are."""
+        self._complete, self._paused, self._warned = True, False, False
 
     # ---- what a generator implements ---------------------------------------------------------------------------------
 
@@ -91,8 +94,8 @@ class BaseGenerator(ABC):
         """Replace the weights; see `load_weights`. No request is running."""
 
     @abstractmethod
-    def move(self, place: str) -> None:
-        """Move the weights to the `device` or the `host`. No request is running."""
+    def move(self, target: Placement) -> None:
+        """Move the parameters and the cache from `placement` to another one. No request is running, and the cache is empty."""
 
     @abstractmethod
     def close(self) -> None:
@@ -278,7 +281,10 @@ class BaseGenerator(ABC):
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite. The generator then refuses to work until it has
                 loaded a complete set of weights; its requests wait.
+            ConfigError: The parameters are absent.
         """
+        if self.placement.parameters == "absent":
+            raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
         self._complete = False
         self._interrupt()
         with torch.no_grad():
@@ -286,17 +292,23 @@ class BaseGenerator(ABC):
         self.version = self.version + 1 if version is None else version
         self._complete = True
 
-    def to(self, place: str) -> None:
-        """Offload the model to `host`, or reload it to the `device`. Caches are dropped; requests wait.
+    def to(self, place: str, part: str | None = None) -> None:
+        """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
+
+        Args:
+            place: `device`, `host`, or `absent`: then the memory is free, and before the next request the parameters have to be moved
+                back to the device and new weights loaded.
+            part: `parameters` or `cache`; None is both. The parameters take the cache with them when they leave the device.
 
         Raises:
-            ConfigError: The place is neither.
+            ConfigError: There is no such place or part, or a cache would be without parameters.
         """
-        if place not in ("device", "host"):
-            raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host'")
+        target = self.placement.moved(place, part)
         self._interrupt()
-        self.move(place)
-        self._on_device = place == "device"
+        if target.parameters == "absent":
+            self._complete = False
+        self.move(target)
+        self.placement = target
 
     def stats(self) -> GeneratorStats:
         """Return the state of the generator."""
@@ -319,16 +331,19 @@ class BaseGenerator(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether `step` can advance requests: not during a pause, nor without a complete set of weights on the device."""
-        return self._complete and self._on_device and not self._paused
+        """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
+        return self._complete and self.placement == Placement() and not self._paused
 
     def _check_ready(self) -> None:
+        if self.placement.parameters == "absent":
+            raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
         if not self._complete:
             raise ModelError(
                 "the rollout's weights are a mix of two models because loading new ones failed; load a complete set (sync_weights)"
             )
-        if not self._on_device:
-            raise ConfigError("the rollout's model is on the host; call to('device') first")
+        if self.placement != Placement():
+            what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
+            raise ConfigError(f"the rollout's {what}; call to('device') first")
 
     def _warn_of_length(self, length: int, max_tokens: int, context: int | None) -> None:
         if context is not None and length + max_tokens > context and not self._warned:

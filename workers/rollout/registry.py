@@ -36,7 +36,8 @@ class GeneratorSpec:
 
 
 _GENERATORS: dict[str, GeneratorSpec] = {
-    "vllm": GeneratorSpec(generator=f"{_PACKAGE}.vllm:VLLMGenerator", needs="vllm", extra="vllm"),
+    "vllm": GeneratorSpec(generator=f"{_PACKAGE}.vllm.generator:VLLMGenerator", needs="vllm", extra="vllm"),
+    "vllm_server": GeneratorSpec(generator=f"{_PACKAGE}.vllm.server:VLLMServerGenerator", needs="vllm", extra="vllm"),
     "static": GeneratorSpec(generator=f"{_PACKAGE}.static:StaticGenerator"),
     "tensor_parallel": GeneratorSpec(
         generator=f"{_PACKAGE.rpartition('.')[0]}.tensor_parallel.generator:TensorParallelGenerator"

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .options import RolloutConfig
+from .placement import Placement
 from .sampling import sample_tokens
 from .token_stream import Limits, TokenStream
 
@@ -91,9 +92,9 @@ class StaticGenerator(BaseGenerator):
         """Copy new weights into the model."""
         self._lm.copy_weights(weights)
 
-    def move(self, place: str) -> None:
+    def move(self, target: Placement) -> None:
         """Move the model."""
-        self._lm.move(place)
+        self._lm.move(target.parameters)
 
     def close(self) -> None:
         """Free the model."""

@@ -93,9 +93,9 @@ class RolloutWorker:
         return TokenGenerationScheduler(self.generator, settings)
 
     @register("all")
-    def to(self, place: str) -> None:
-        """Offload the model to `host`, or reload it to the `device`."""
-        self.generator.to(place)
+    def to(self, place: str, part: str | None = None) -> None:
+        """Move the model, or a part of it, to `device`, `host` or `absent`; see `BaseGenerator.to`."""
+        self.generator.to(place, part)
 
     @property
     def generator(self) -> BaseGenerator:

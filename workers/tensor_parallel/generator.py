@@ -6,11 +6,10 @@ Every step is a frame to each rank; rank 0 is this process, which has the logits
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -22,14 +21,14 @@ from ..model_worker import messages as m
 from ..model_worker.step_handlers import SteppedModel
 from ..rollout.generator import BaseGenerator
 from ..rollout.options import RolloutConfig
+from ..rollout.placement import Placement
 from ..rollout.sampling import sample_tokens
 from ..rollout.token_stream import Limits, TokenStream
+from ..rollout.weight_files import write_weights
 from ..sharded_lm.model import parse_config
 from .ranks import Ranks, RankSettings
 
 MODEL_ID = "model"
-SHARD_BYTES = 4 * 2**30
-"""The size of a file of new weights."""
 _OPTIONS = {"tp", "quant", "start_s", "timeout_s", "watchdog_s"}
 
 
@@ -201,14 +200,14 @@ class TensorParallelGenerator(BaseGenerator):
         """
         spool = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
         try:
-            files = _write(spool, weights, self._names, self._tied)
+            files = write_weights(spool, _checked(weights, self._names, self._tied))
             for file in self._files[0].parent.glob("*.json"):
                 # Such as that of the image processor.
                 shutil.copy(file, spool / file.name)
             self._unload()
             old_files, self._files = self._files, files
             try:
-                if self._on_device:
+                if self.placement.parameters == "device":
                     self._stepped()
             except WorkerError as e:
                 self._files = old_files
@@ -230,10 +229,12 @@ class TensorParallelGenerator(BaseGenerator):
         if self._ranks is not None and MODEL_ID in self._ranks.local.models:
             self._ranks.ask(lambda: m.UnloadModel(model_id=MODEL_ID))
 
-    def move(self, place: str) -> None:
-        """Free the model on all ranks; it is loaded again when it is to be on the device."""
+    def move(self, target: Placement) -> None:
+        """Free the model on all ranks, or load it again from its files. The cache has no memory of its own between requests."""
+        if target.parameters == self.placement.parameters:
+            return
         self._unload()
-        if place == "device":
+        if target.parameters == "device":
             self._stepped()
 
     def close(self) -> None:
@@ -281,34 +282,20 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / name for name in sorted({file for file, _ in stored.places})]
 
 
-def _write(spool: Path, weights: Iterable[tuple[str, Tensor]], names: frozenset[str], tied: frozenset[str]) -> list[Path]:
-    """Write tensors to files of limited size; return the files."""
-    files: list[Path] = []
-    batch: dict[str, Tensor] = {}
-    unknown, seen, size = [], set(), 0
-
-    def flush() -> None:
-        nonlocal batch, size
-        if batch:
-            files.append(spool / f"weights-{len(files):05}.safetensors")
-            save_file(batch, files[-1])
-            batch, size = {}, 0
-
+def _checked(
+    weights: Iterable[tuple[str, Tensor]], names: frozenset[str], tied: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a complete set."""
+    unknown, seen = [], set()
     for name, tensor in weights:
-        if name not in names or name in seen:
-            if name not in tied:
-                unknown.append(name)
-            continue
-        seen.add(name)
-        batch[name] = tensor.detach().cpu().contiguous().clone()
-        size += batch[name].nbytes
-        if size >= SHARD_BYTES:
-            flush()
-    flush()
+        if name in names and name not in seen:
+            seen.add(name)
+            yield name, tensor
+        elif name not in tied:
+            unknown.append(name)
     missing = sorted(names - seen - tied)
     if unknown or missing:
         raise ModelError(
             f"the weights are not those of the model: {len(unknown)} tensors match no parameter ({', '.join(unknown[:3]) or 'none'}), "
             f"{len(missing)} parameters have no tensor ({', '.join(missing[:3]) or 'none'})"
         )
-    return files

@@ -15,7 +15,8 @@ from ....engine.conformance.tiny import FAMILIES
 from ....engine.errors import ConfigError
 from ..options import RolloutConfig
 from ..registry import generator_class
-from .checks import CHECKS, Case, ConformanceError
+from .case import Case, ConformanceError
+from .checks import CHECKS
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

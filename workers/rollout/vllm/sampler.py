@@ -11,8 +11,8 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from .options import SamplingOptions
-from .sampling import Draw, UniformNumbers, choose
+from ..options import SamplingOptions
+from ..sampling import Draw, UniformNumbers, choose
 
 KEY = "drivetrain"
 """The name of a request's settings among the additional arguments of its sampling parameters."""

@@ -1,0 +1,91 @@
+"""Where a generator's parameters and cache are, and what vLLM is told to bring them elsewhere."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.rollout.placement import Placement
+from drivetrain.workers.rollout.vllm.model import sleep_calls
+
+AWAKE, LOADING = Placement(), Placement("device", "absent")
+HOST, ABSENT = Placement("host", "absent"), Placement("absent", "absent")
+
+
+@pytest.mark.parametrize(
+    ("start", "place", "part", "end"),
+    [
+        (AWAKE, "host", None, HOST),
+        (AWAKE, "absent", None, ABSENT),
+        (AWAKE, "absent", "cache", LOADING),
+        (AWAKE, "host", "parameters", HOST),
+        (HOST, "device", None, AWAKE),
+        (HOST, "device", "parameters", LOADING),
+        (HOST, "absent", None, ABSENT),
+        (LOADING, "device", "cache", AWAKE),
+        (LOADING, "device", "parameters", LOADING),
+        (AWAKE, "device", "parameters", AWAKE),
+        (ABSENT, "device", "parameters", LOADING),
+    ],
+)
+def test_moves(start: Placement, place: str, part: str | None, end: Placement) -> None:
+    assert start.moved(place, part) == end
+
+
+@pytest.mark.parametrize(
+    ("start", "place", "part", "message"),
+    [
+        (AWAKE, "disk", None, r"to\('disk'\): a rollout model can be on 'device' or 'host', or 'absent'"),
+        (AWAKE, "host", "optimizer", "the parts of a rollout model are 'parameters' and 'cache'"),
+        (AWAKE, "host", "cache", "a cache is not kept on the host; use 'absent'"),
+        (HOST, "device", "cache", "while the parameters are on the host"),
+        (ABSENT, "device", "cache", "while the parameters are absent"),
+        (ABSENT, "host", None, "while the parameters are absent; load them on the device first"),
+    ],
+)
+def test_moves_that_are_refused(start: Placement, place: str, part: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start.moved(place, part)
+
+
+class SleepingEngine:
+    """vLLM's rules of sleep, as its executor and its core have them in 0.32."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.weights_kept = True
+        self.paused = False
+
+    def sleep(self, level: int) -> None:
+        self.paused = True
+        if level:
+            # It would leave the other part as it is, and only log a warning.
+            assert not self.asleep
+            self.asleep, self.weights_kept = {"weights", "kv_cache"}, level == 1
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        assert self.asleep
+        assert set(tags or self.asleep) <= self.asleep
+        self.asleep -= set(tags or self.asleep)
+        self.paused = bool(self.asleep)
+
+    def release_kv_cache_memory(self) -> None:
+        assert self.paused
+        assert not self.asleep
+        self.asleep = {"kv_cache"}
+
+
+@pytest.mark.parametrize(
+    ("present", "target"),
+    [moves for moves in itertools.product((AWAKE, LOADING, HOST, ABSENT), repeat=2) if moves != (ABSENT, HOST)],
+)
+def test_vllm_sleeps_and_wakes_by_its_rules(present: Placement, target: Placement) -> None:
+    engine: Any = SleepingEngine()
+    for method, arguments in [*sleep_calls(AWAKE, present), *sleep_calls(present, target)]:
+        getattr(engine, method)(**arguments)
+    asleep = {"weights"} if target.parameters != "device" else set()
+    assert engine.asleep == asleep | ({"kv_cache"} if target.cache == "absent" else set())
+    assert engine.paused == (target != AWAKE)
+    if target.parameters == "host":
+        assert engine.weights_kept

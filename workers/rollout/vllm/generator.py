@@ -1,0 +1,169 @@
+"""Generation by vLLM's engine, in this process or, with several GPUs, in processes that it starts."""
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....engine.errors import ConfigError, ModelError
+from ..generator import BaseGenerator
+from ..options import RolloutConfig
+from ..placement import Placement
+from ..token_stream import Limits, TokenStream
+from ..weight_files import write_weights
+from .model import VLLMModel, sampling_settings, sleep_calls
+from .worker_extension import reload_weights
+
+
+class VLLMGenerator(BaseGenerator):
+    """A generator with the engine of vLLM.
+
+    Tokens are drawn as by the other generators, from the same seeds. `RolloutConfig.options`:
+
+    - `tp`: the number of GPUs of a model. In a process of `torchrun` with that many ranks, each rank is one of them, and all call the
+      same methods; otherwise vLLM starts processes of its own.
+    - any other name is an argument of vLLM's engine, such as `gpu_memory_utilization` or `max_model_len`.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: This version of vLLM is not supported, or an argument is invalid.
+        ModelError: The model cannot be loaded.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        # In this process, so that weights need no copy on their way.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        self._model = VLLMModel(config)
+        tp = config.options.get("tp", 1)
+        joined = dist.is_initialized() and dist.get_world_size() > 1
+        if joined and dist.get_world_size() != tp:
+            raise ConfigError(
+                f"options.tp={tp}, but this process is one of {dist.get_world_size()} ranks; use the same number"
+            )
+        self._remote = tp > 1 and not joined
+        self._tp, self._joined = tp, joined
+        self._engine: Any = self._build()
+        self._broken = False
+        self._limits = self._model.limits(self._engine.model_config.max_model_len)
+        self._numbers: dict[int | str, str] = {}
+        self._streams: dict[str, TokenStream] = {}
+        self._begun: dict[str, int] = {}
+        self._count = 0
+
+    def _build(self) -> Any:
+        import vllm
+
+        arguments = self._model.engine_arguments(self._tp)
+        if self._joined:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        try:
+            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"vLLM cannot run {self.config.model.path}: {e}") from e
+
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+        return self._limits
+
+    def run_step(self) -> None:
+        """Pass on the requests that wait, which vLLM begins in this order, and run a step of its engine."""
+        for stream in list(self.waiting.values()):
+            self.admit(stream)
+            self._add(stream)
+        for output in self._engine.step():
+            if output.request_id not in self._streams:
+                continue
+            stream = self._streams[output.request_id]
+            (found,) = output.outputs
+            # With the first tokens of a request.
+            if self._begun.pop(output.request_id, -1) == len(stream.tokens):
+                self.prefill_tokens += len(stream.so_far) - (output.num_cached_tokens or 0)
+            for token, log_probs in zip(found.token_ids, found.logprobs or (), strict=True):
+                if stream.ended:
+                    break
+                self.add_token(stream, token, log_probs[token].logprob)
+
+    def _add(self, stream: TokenStream) -> None:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        self._count += 1
+        name = f"drivetrain-{self._count}"
+        self._numbers[stream.id], self._streams[name] = name, stream
+        self._begun[name] = len(stream.tokens)
+        params = vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_settings(stream))
+        self._engine.add_request(name, {"prompt_token_ids": stream.so_far}, params)
+
+    def stop_request(self, stream: TokenStream) -> None:
+        """Abort a request."""
+        name = self._numbers.pop(stream.id)
+        del self._streams[name]
+        self._begun.pop(name, None)
+        self._engine.abort_request([name])
+
+    def drop_caches(self) -> None:
+        """Abort all requests, and forget all prefixes."""
+        if self._streams:
+            self._engine.abort_request(list(self._streams))
+        self._streams, self._numbers = {}, {}
+        self._begun.clear()
+        if not self._engine.reset_prefix_cache():
+            raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load new weights into the engine.
+
+        Raises:
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
+        """
+        if self._broken:
+            # vLLM cannot go on after half of a set.
+            self._engine.engine_core.shutdown()
+            self._engine = self._build()
+            self._sleep(Placement(), self.placement)
+        # It writes to the device.
+        back = self.placement
+        if back.parameters == "host":
+            self._sleep(back, Placement())
+        self._broken = True
+        checked = self._model.checked(weights)
+        if self._remote:
+            folder = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
+            try:
+                write_weights(folder, checked)
+                self._engine.collective_rpc("load_drivetrain_weights", args=(str(folder),))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        else:
+            worker = self._engine.model_executor.driver_worker
+            reload_weights(getattr(worker, "worker", worker).model_runner, weights_iterator=checked)
+        self._broken = False
+        self.drop_caches()
+        if back.parameters == "host":
+            self._sleep(Placement(), back)
+
+    def move(self, target: Placement) -> None:
+        """Let the engine sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
+        self._sleep(self.placement, target)
+
+    def _sleep(self, present: Placement, target: Placement) -> None:
+        if torch.cuda.is_available():
+            for method, arguments in sleep_calls(present, target):
+                getattr(self._engine, method)(**arguments)
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+        gc.collect()

@@ -1,0 +1,28 @@
+"""What vLLM's own workers can do for Drivetrain: load new weights. vLLM makes it a base class of them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+class WorkerExtension:
+    """Methods that are called in every one of vLLM's workers."""
+
+    model_runner: Any
+
+    def load_drivetrain_weights(self, folder: str) -> None:
+        """Load new weights from a folder, in Hugging Face format."""
+        reload_weights(self.model_runner, weights_path=folder)
+
+
+def reload_weights(
+    runner: Any, *, weights_path: str | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
+) -> None:
+    """Load new weights into the model of one of vLLM's workers."""
+    given = {"weights_path": weights_path} if weights_path is not None else {"weights_iterator": weights_iterator}
+    runner.reload_weights(**given)
+    model = runner.get_model()
+    if getattr(runner.model_config.hf_text_config, "tie_word_embeddings", False):
+        # Their head keeps a copy of the embedding in the layout of its kernel.
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
