@@ -128,7 +128,7 @@ class VLLMServerGenerator(BaseGenerator):
 
     async def _read(self, server: ServerProcess, name: str, body: dict[str, Any]) -> None:
         try:
-            async with server.client.stream("POST", "/inference/v1/generate", json=body) as answer:
+            async with server.turns, server.client.stream("POST", "/inference/v1/generate", json=body) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     raise ModelError(f"vLLM's server refused a request ({answer.status_code}): {text[:500]}")

@@ -80,6 +80,9 @@ class ServerProcess:
             )
             for count in (streams, 1)
         )
+        # In front of the client, whose own queue takes time that grows with the square of its length.
+        self.turns = asyncio.Semaphore(streams)
+        """Held by a stream while it is open, in the order of their requests."""
         try:
             self._wait_for_start(start_s)
         except BaseException:
