@@ -32,7 +32,10 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
         "balance": [["-m", "benchmarks.balance"]],
         "worker": [["-m", "benchmarks.worker"]],
         "data": [[*TORCHRUN, "2", "-m", "benchmarks.data", "--case", "pool"], ["-m", "benchmarks.data"]],
-        "generation": [["-m", "benchmarks.generation"]],
+        "generation": [
+            ["-m", "benchmarks.generation"],
+            *([*TORCHRUN, str(ranks), "-m", "benchmarks.sharded_memory"] for ranks in (1, 2, 4)),
+        ],
         "serving": [["-m", "benchmarks.serving"]],
         "gpu": [["-m", "benchmarks.gpu"]],
     }

@@ -1,6 +1,6 @@
 """`drivetrain serve`: an HTTP service for a model, a run or a checkpoint.
 
-drivetrain serve MODEL|RUN|CHECKPOINT [--host 127.0.0.1] [--port 8000] [--engine transformers|tensor_parallel] [--tp N] [--replicas N]
+drivetrain serve MODEL|RUN|CHECKPOINT [--host 127.0.0.1] [--port 8000] [--engine transformers|tensor_parallel|vllm] [--tp N] [--replicas N]
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=SupervisorSettings.restarts,
         metavar="N",
-        help="how often a worker that died is restarted",
+        help="how often in a row a worker that died is restarted",
     )
     add("--trust-remote-code", action="store_true", help="run code of the model's folder")
     return parser
@@ -235,7 +235,11 @@ def _listen(settings: ServeSettings) -> socket.socket:
 
 async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Replicas:
     settings = SupervisorSettings(
-        name="replica", restarts=args.restarts, queue_size=args.queue_size, max_wait_ms=args.max_wait_ms
+        name="replica",
+        restarts=args.restarts,
+        queue_size=args.queue_size,
+        max_wait_ms=args.max_wait_ms,
+        environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
     )
     host: Host | None = None
     if args.group == "ray":

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.workers.model_worker.comm_id import mint
+from drivetrain.workers.model_worker.process import ChildProcess
 from drivetrain.workers.rollout.conformance.__main__ import main as conformance
 from drivetrain.workers.rollout.conformance.checks import CHECKS
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.workers.tensor_parallel import ranks
 from drivetrain.workers.tensor_parallel.generator import TensorParallelGenerator
 from helpers.leader import Worker
 from helpers.vision import image_uri, prompt_with, save_vision_model
@@ -280,6 +283,19 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="they do not belong together"):
         leader(tmp_path / "other")
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_dies_at_its_start_is_noticed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(ChildProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(ranks, "ChildProcess", Dies)
+    began = time.monotonic()
+    with pytest.raises(WorkerLostError, match="tp-rank-1 was killed by SIGKILL"):
+        leader(folder, tp=2, start_s=120)
+    assert time.monotonic() - began < 60
 
 
 def test_the_leader_takes_images(tmp_path: Path) -> None:

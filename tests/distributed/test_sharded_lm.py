@@ -1,5 +1,6 @@
 """Models that are split over ranks: plain transformers' logits, whatever the number of ranks, chunks, families and images."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,21 @@ def collectives() -> None:
 
 def test_what_ranks_exchange_whatever_its_size() -> None:
     run_ranks(collectives, 2)
+
+
+def test_what_a_family_keeps_in_float32_is_kept(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    lm = load(folder)
+    expected = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    assert {name: tensor.dtype for name, tensor in lm.model.state_dict().items()} == expected
+    for name, tensor in plain.state_dict().items():
+        if expected[name] == torch.float32:
+            assert torch.equal(tensor, lm.model.state_dict()[name])
+    lm.close()
 
 
 def refusals(root: str) -> None:

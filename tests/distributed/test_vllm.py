@@ -94,7 +94,7 @@ def test_arguments_that_the_server_refuses_are_named(folder: Path) -> None:
     config = RolloutConfig(
         model=ModelConfig(path=str(folder)), generator="vllm_server", options={"no_such_setting": 1}, **SETTINGS
     )
-    with pytest.raises(ConfigError, match="(?s)ended with code 2.*--no-such-setting"):
+    with pytest.raises(ConfigError, match=r"(?s)ended with code 2.*--no-such-setting"):
         build_generator(config)
 
 

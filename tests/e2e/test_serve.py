@@ -30,7 +30,7 @@ from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
 from helpers.server import Server, until
 from helpers.texts import byte_tokenizer, save_text_model
-from helpers.vision import image_uri
+from helpers.vision import image_uri, save_vision_model
 
 PROMPT = "two plus two"
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -543,3 +543,27 @@ def test_text_appears_only_when_it_is_certain(models: Path) -> None:
     held = texts.stream(["END"])
     assert "".join(held.add(token) for token in texts.encode("x EN")) == "x "
     assert held.end() == "EN"
+
+
+@pytest.mark.slow
+def test_images_over_several_devices(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image = len(tokenizer) - 1
+    save_vision_model(tmp_path / "model", "qwen3_vl", vocab_size=len(tokenizer), image_token=image)
+    tokenizer.save_pretrained(tmp_path / "model")
+    parts = [{"type": "image_url", "image_url": {"url": image_uri(1, 84, 56)}}, {"type": "text", "text": PROMPT}]
+    chat: list[Any] = [{"role": "user", "content": parts}]
+    ids = tokenizer(f"<user><image>{PROMPT}<assistant>")["input_ids"]
+    config = RolloutConfig(model=ModelConfig(path=str(tmp_path / "model")), generator="tensor_parallel")
+    generator = build_generator(config)
+    stream = generator.submit(ids, SamplingOptions(max_tokens=9, temperature=0.0), images=[image_uri(1, 84, 56)])
+    list(stream)
+    generator.close()
+    with Server(tmp_path / "model", "--engine", "tensor_parallel", "--tp", "2") as server:
+        options: dict[str, Any] = {"model": "model", "messages": chat, "max_tokens": 9, "temperature": 0}
+        answer: Any = server.client().chat.completions.create(**options, extra_body={"return_token_ids": True})
+        assert answer.choices[0].token_ids == stream.tokens
+        parts[0]["image_url"] = {"url": image_uri(2, 84, 56)}
+        other: Any = server.client().chat.completions.create(**options, extra_body={"return_token_ids": True})
+        assert other.choices[0].token_ids != stream.tokens

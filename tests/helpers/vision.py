@@ -20,10 +20,10 @@ _VISION: dict[str, dict[str, Any]] = {
 }
 
 
-def save_vision_model(folder: Path, family: str) -> Path:
+def save_vision_model(folder: Path, family: str, *, vocab_size: int = 256, image_token: int = IMAGE) -> Path:
     """Write a tiny model with its image processor."""
     text = {
-        "vocab_size": 256,
+        "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 3,
@@ -37,7 +37,7 @@ def save_vision_model(folder: Path, family: str) -> Path:
         **({"head_dim": 8} if family == "qwen3_vl" else {}),
     }
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64, **_PATCHES, **_VISION[family]}
-    tokens = {"image_token_id": IMAGE, "video_token_id": 251, "vision_start_token_id": START, "vision_end_token_id": END}
+    tokens = {"image_token_id": image_token, "video_token_id": 251, "vision_start_token_id": START, "vision_end_token_id": END}
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

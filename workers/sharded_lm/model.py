@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,22 @@ def _empty_model(config: PreTrainedConfig) -> Any:
                 raise CapabilityError(f"{config.model_type} is no language model of transformers") from None
     model.tie_weights()
     _check_cache(model)
+    _keep_in_float32(model)
     return model
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Make tensors float32 that a family keeps so in a model of 16 bits, as transformers does when it loads one."""
+    names = set(model._keep_in_fp32_modules_strict or ())
+    if model.dtype == torch.float16:
+        names |= set(model._keep_in_fp32_modules or ())
+    if not names or model.dtype not in (torch.float16, torch.bfloat16):
+        return
+    # As in transformers: anywhere in a name, with * for anything.
+    kept = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in sorted(names)))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if kept.search(name):
+            tensor.data = tensor.data.float()
 
 
 def _check_cache(model: Any) -> None:

@@ -90,10 +90,23 @@ class Ranks:
             self._controller = Controller(Names())
             for rank in range(1, settings.size):
                 self._start(rank, self._controller)
+            self._wait_for_processes()
             self.ask(lambda: m.Init(comm_id=run.hex()))
         except BaseException:
             self.close()
             raise
+
+    def _wait_for_processes(self) -> None:
+        """Wait until all have started: where they meet, rank 0 would not notice one that has died."""
+        deadline = time.monotonic() + self._settings.start_s
+        hello = m.Hello(protocol=m.PROTOCOL, world_size=self._settings.size)
+        for rank, sent in enumerate([channel.ask(hello) for channel in self._channels], start=1):
+            try:
+                sent.reply(max(deadline - time.monotonic(), 0.1))
+            except TimeoutError:
+                raise WorkerLostError(
+                    f"rank {rank} did not start within start_s={self._settings.start_s:g}; raise it"
+                ) from None
 
     def _start(self, rank: int, controller: Controller) -> None:
         channel = controller.channel(f"tp-rank-{rank}")
