@@ -173,6 +173,9 @@ def test_weights_in_flight_through_a_worker(folder: Path) -> None:
 def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
     from helpers.vllm_ranks import OPTIONS, PROMPTS
 
+    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind.
+    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        left.unlink()
     other = folder.parent / "other"
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "helpers.vllm_ranks", str(folder), str(other)]
     search = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

@@ -94,7 +94,7 @@ class ServerProcess:
         while True:
             if self._process.poll() is not None:
                 words = self._last_words()
-                kind = ConfigError if "error: " in words and "usage:" in words else ModelError
+                kind = ConfigError if "error: " in words and self._process.returncode == 2 else ModelError
                 raise kind(f"vLLM's server ended with code {self._process.returncode}; its last words:\n{words}")
             with suppress(httpx.TransportError):
                 if self.run(self._control.get("/health")).status_code == 200:
