@@ -68,6 +68,14 @@ def test_its_server_does_what_the_interface_says(tmp_path: Path, check: str) -> 
 
 
 @needs_vllm
+@pytest.mark.parametrize("check", ["greedy", "weights_in_flight"])
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_over_processes_of_vllm(tmp_path: Path, name: str, check: str) -> None:
+    settings = {"generator": name, "options": {"tp": 2}, **SETTINGS}
+    CHECKS[check](Case(tmp_path, settings, "llama", tie_word_embeddings=True))
+
+
+@needs_vllm
 def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> None:
     prompt, options = [5, 6, 7], SamplingOptions(max_tokens=200, temperature=0.0, ignore_eos=True)
     config = RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm_server", **SETTINGS)

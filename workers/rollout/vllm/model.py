@@ -85,6 +85,9 @@ class VLLMModel:
         else:
             # In GiB; the cache of vLLM on a CPU has no size in tokens.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if tp > 1:
+                # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             own = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
         return {
             "model": str(self.folder),

@@ -66,6 +66,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
         self._reader.start()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
         # Streams, of which more than these wait here, and all other requests, which do not wait behind them. A connection that is
@@ -168,6 +169,12 @@ class ServerProcess:
     def _last_words(self) -> str:
         self._reader.join(1.0)
         return "\n".join(self._lines)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # anyio's streams over Unix sockets do this when data come for a reader that has just been cancelled.
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
