@@ -103,6 +103,10 @@ class ManifestError(DrivetrainError):
     """The ranks were not sent the same requests in the same order."""
 
 
+class RewardError(DrivetrainError):
+    """A reward function failed, and the run is not to go on without its value."""
+
+
 class RemoteError(DrivetrainError):
     """Another rank failed; the message contains that rank's number and error."""
 

@@ -552,7 +552,7 @@ def test_images_over_several_devices(tmp_path: Path) -> None:
     image = len(tokenizer) - 1
     save_vision_model(tmp_path / "model", "qwen3_vl", vocab_size=len(tokenizer), image_token=image)
     tokenizer.save_pretrained(tmp_path / "model")
-    parts = [{"type": "image_url", "image_url": {"url": image_uri(1, 84, 56)}}, {"type": "text", "text": PROMPT}]
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": image_uri(1, 84, 56)}}, {"type": "text", "text": PROMPT}]
     chat: list[Any] = [{"role": "user", "content": parts}]
     ids = tokenizer(f"<user><image>{PROMPT}<assistant>")["input_ids"]
     config = RolloutConfig(model=ModelConfig(path=str(tmp_path / "model")), generator="tensor_parallel")

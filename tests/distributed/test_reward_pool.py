@@ -1,0 +1,187 @@
+"""Reward functions in processes that can be killed, and what becomes of answers that could not be judged."""
+
+import math
+import os
+import time
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.errors import ConfigError, RewardError
+from drivetrain.workers.rewards.pool import RewardPool
+from drivetrain.workers.rewards.sample import RewardSample
+from drivetrain.workers.rewards.scorer import RewardsConfig, RewardScorer
+from helpers import reward_functions as functions
+
+MOODY = "helpers.reward_functions:moody"
+
+
+def samples_of(*completions: str, **columns: Any) -> list[RewardSample]:
+    return [RewardSample(prompt="p", completion=completion, columns={"answer": "12", **columns}) for completion in completions]
+
+
+def kinds_of(scorer: RewardScorer, *completions: str) -> list[str]:
+    ((_, found),) = scorer.score(samples_of(*completions)).outcomes.items()
+    return [f"{o.kind} {o.message}".strip() for o in found if o is not None]
+
+
+def test_rewards_are_weighted_and_added_up() -> None:
+    config = RewardsConfig(
+        use=("answer", "length"), weights={"length": 0.25}, settings={"length": {"maximum": 0, "minimum": 0}}
+    )
+    with RewardScorer(config, [functions.at_once]) as scorer:
+        assert scorer.names == ["answer", "length", "at_once"]
+        scores = scorer.score(samples_of("12", "13", ""))
+        assert scores.rewards == [1.0 + 0.25 + 2.0, 0.25 + 2.0, 0.25]
+        assert scores.counts("at_once") == {"value": 2, "not_applicable": 1, "timeout": 0, "error": 0}
+        assert scores.mean("answer") == pytest.approx(1 / 3)
+        assert scorer.score([]).rewards == []
+
+
+def test_what_goes_wrong_is_counted_and_never_a_reward_of_zero() -> None:
+    moods = [
+        "hang",
+        "ab",
+        "exit",
+        "kill",
+        "memory",
+        "raise",
+        "none",
+        "text",
+        "nan",
+        "lambda",
+        "sleep",
+        "deaf",
+        "swallow",
+        "abc",
+    ]
+    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=0.5)) as scorer:
+        scores = scorer.score(samples_of(*moods))
+        found = {m: o for m, o in zip(moods, scores.outcomes[MOODY], strict=True) if o is not None}
+        for mood in ("hang", "sleep", "deaf", "swallow"):
+            assert (found[mood].kind, found[mood].message) == ("timeout", "it took more than 0.5 s and was killed")
+        assert found["exit"].message == "its process ended (exit code 3)"
+        assert found["kill"].message == "its process ended (exit code -9)"
+        assert found["memory"].message.startswith("MemoryError")
+        assert found["raise"].message == "RuntimeError: no mood"
+        assert found["none"].message.startswith("it returned None, a NoneType")
+        assert [mood for mood in moods if found[mood].kind == "value"] == ["ab", "abc"]
+        judged = {mood: reward for mood, reward in zip(moods, scores.rewards, strict=True) if not math.isnan(reward)}
+        assert judged == {"ab": 2.0, "abc": 3.0}
+        # No process is lost.
+        assert kinds_of(scorer, *["a"] * 8) == ["value"] * 8
+
+
+def test_what_becomes_of_failures() -> None:
+    for on_failure, expected in (("drop", math.nan), ("zero", 1.0)):
+        config = RewardsConfig(use=("exact", MOODY), settings={"exact": {"extract": "all"}}, on_failure=on_failure)  # type: ignore[arg-type]
+        with RewardScorer(config) as scorer:
+            (reward,) = scorer.score(samples_of("raise", answer="raise")).rewards
+            assert reward == pytest.approx(expected, nan_ok=True)
+    with (
+        RewardScorer(RewardsConfig(use=(MOODY,), on_failure="raise")) as scorer,
+        pytest.raises(
+            RewardError, match=r"moody could not judge answer 1 \(error\): RuntimeError: no mood; with rewards.on_failure"
+        ),
+    ):
+        scorer.score(samples_of("a", "raise"))
+
+
+def test_rows_are_routed() -> None:
+    with RewardScorer(RewardsConfig(use=("exact", "numeric", "length"), route="kind")) as scorer:
+        samples = [
+            *samples_of("12.0", kind="exact"),
+            *samples_of("12.0", kind="numeric, length"),
+            *samples_of("12", kind=["numeric"]),
+        ]
+        scores = scorer.score(samples)
+        assert scores.rewards == [0.0, 1.0, 1.0]
+        assert scores.outcomes["exact"][1:] == [None, None]
+        for wrong, message in (("other", "answer 0 is routed to 'other'"), ("", "has '' there"), (3, "has 3 there")):
+            with pytest.raises(ConfigError, match=message):
+                scorer.score(samples_of("1", kind=wrong))
+
+
+def test_columns_under_other_names() -> None:
+    with RewardScorer(RewardsConfig(use=("exact",), columns={"answer": "solution"})) as scorer:
+        assert scorer.score(samples_of("7", solution="7")).rewards == [1.0]
+        with pytest.raises(ConfigError, match=r"rewards.columns.answer=solution: a row has no such column; it has answer"):
+            scorer.score(samples_of("7"))
+    with (
+        RewardScorer(RewardsConfig(use=("exact",))) as scorer,
+        pytest.raises(ConfigError, match=r"the reward exact needs a column answer, which answer 0 has not \(it has none\)"),
+    ):
+        scorer.score([RewardSample(prompt="p", completion="7")])
+
+
+def test_judging_goes_on_beside_the_program() -> None:
+    with RewardScorer(RewardsConfig(use=("helpers.reward_functions:remote",))) as scorer:
+        began = time.monotonic()
+        pending = scorer.submit(samples_of(*["x"] * 20))
+        assert time.monotonic() - began < 0.2
+        assert not pending.ready
+        with pytest.raises(TimeoutError, match="20 judgments of rewards are missing"):
+            pending.result(0.01)
+        assert pending.result(20).rewards == [1.0] * 20
+        # They wait together.
+        assert time.monotonic() - began < 5
+
+
+def test_a_call_for_all_answers_that_hangs() -> None:
+    with RewardScorer(RewardsConfig(use=("length",), timeout_s=0.3), [functions.at_once]) as scorer:
+        scores = scorer.score(samples_of("a", "hang"))
+        assert scores.counts("at_once")["timeout"] == 2
+        assert scores.counts("length")["value"] == 2
+        assert all(math.isnan(reward) for reward in scores.rewards)
+
+
+def test_functions_run_in_other_processes_and_end_with_the_scorer() -> None:
+    with RewardScorer(RewardsConfig(workers=2), [functions.pid]) as scorer:
+        found = {int(reward) for reward in scorer.score(samples_of(*["x"] * 40)).rewards}
+    assert len(found) <= 2
+    assert os.getpid() not in found
+    assert not any(os.path.exists(f"/proc/{process}") for process in found)
+    scorer.close()
+    with pytest.raises(ConfigError, match="the reward pool was closed"):
+        scorer.score(samples_of("x"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there is no reward; name one in rewards.use"),
+        ({"use": ("answer", "answer")}, "rewards.use names one twice"),
+        ({"use": ("anwser",)}, "did you mean 'answer'"),
+        ({"use": ("nowhere:f",)}, "the reward nowhere:f cannot be imported"),
+        ({"use": ("helpers.reward_functions:os",)}, "is a module, which cannot be called"),
+        ({"use": ("answer",), "weights": {"format": 1.0}}, "rewards.weights has format, which rewards.use has not"),
+        ({"use": ("answer",), "weights": {"answer": math.nan}}, "rewards.weights.answer=nan"),
+        (
+            {"use": ("answer",), "settings": {"answer": {"tolerence": 1}}},
+            "rewards.settings.answer.tolerence: answer has no such",
+        ),
+        ({"use": ("answer",), "on_failure": "ignore"}, "rewards.on_failure=ignore; it must be drop, zero or raise"),
+        ({"use": ("answer",), "timeout_s": 0.0}, r"rewards.timeout_s=0.0; it must be above 0"),
+        ({"use": ("answer",), "workers": -1}, r"rewards.workers=-1"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardScorer(RewardsConfig(**settings))
+
+
+def test_functions_that_cannot_be_sent_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: .*; it must be at the top level of a module"):
+        RewardScorer(RewardsConfig(), [lambda completion: 1.0])
+    with RewardPool() as pool, pytest.raises(ConfigError, match="does not ask for the answer"):
+        pool.describe("helpers.reward_functions:os.getcwd")
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_that_hang_lose_no_process() -> None:
+    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=0.02)) as scorer:
+        assert scorer.score(samples_of(*["hang"] * 1000)).counts(MOODY)["timeout"] == 1000
+        children = set(scorer._pool._pool._pool_manager.worker_manager.workers)
+        assert len(children) <= 2
+    with RewardScorer(RewardsConfig(use=(MOODY,))) as scorer:
+        assert kinds_of(scorer, *["a"] * 8) == ["value"] * 8

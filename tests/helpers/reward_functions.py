@@ -1,0 +1,56 @@
+"""Reward functions that go wrong in every way, and some that do not."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+
+def equal(completion: str, answer: str) -> float:
+    """Whether the answer is right."""
+    return float(completion == answer)
+
+
+def moody(completion: str) -> Any:
+    """What the answer says."""
+    if completion == "hang":
+        while True:
+            pass
+    if completion == "sleep":
+        time.sleep(600)
+    if completion == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "memory":
+        return float(len(bytearray(2**40)))
+    if completion == "swallow":
+        try:
+            time.sleep(600)
+        except BaseException:
+            return 1.0
+    if completion == "raise":
+        raise RuntimeError("no mood")
+    return {"none": None, "text": "1", "nan": float("nan"), "lambda": lambda: 1}.get(completion, len(completion))
+
+
+def at_once(completions: list[str], **columns: Any) -> list[float | None]:
+    """The lengths of the answers; empty ones are not its concern."""
+    if "hang" in completions:
+        time.sleep(600)
+    return [float(len(completion)) if completion else None for completion in completions]
+
+
+async def remote(completion: str) -> float:
+    """Waits as for a network."""
+    await asyncio.sleep(0.3)
+    return 1.0
+
+
+def pid(completion: str) -> int:
+    """The process that it runs in."""
+    return os.getpid()

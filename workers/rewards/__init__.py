@@ -1,0 +1,1 @@
+"""Rewards of answers: functions, each run where it can be killed."""

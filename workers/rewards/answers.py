@@ -1,0 +1,154 @@
+"""Rewards that compare the answer with a reference: exactly, as a number, or as mathematics. Imports no torch."""
+
+import math
+import re
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
+_BOXED = r"\boxed{"
+
+
+def match_answer(completion: str, *, answer: Any, extract: str = "auto", tolerance: float = 0.0) -> float:
+    """Return 1 if the final answer is the reference: the same text, the same number, or the same mathematics; otherwise 0.
+
+    Args:
+        completion: The text of the answer.
+        answer: The reference, from the column `answer`.
+        extract: Where the final answer stands; see `final_answer`.
+        tolerance: How far a number may be from the reference, relative to it.
+
+    Raises:
+        ValueError: The reference is empty.
+    """
+    found = final_answer(completion, extract)
+    if found is None:
+        return 0.0
+    reference = _reference(answer)
+    if _same_text(found, reference) or _same_number(found, reference, tolerance):
+        return 1.0
+    return float(_same_mathematics(found, reference))
+
+
+def match_exact(completion: str, *, answer: Any, extract: str = "auto") -> float:
+    """Return 1 if the final answer is the text of the reference, apart from white space at its ends; otherwise 0."""
+    found = final_answer(completion, extract)
+    return float(found is not None and _same_text(found, _reference(answer)))
+
+
+def match_number(completion: str, *, answer: Any, extract: str = "auto", tolerance: float = 0.0) -> float:
+    """Return 1 if the final answer is the number of the reference; otherwise 0.
+
+    Raises:
+        ValueError: The reference is not a number.
+    """
+    reference = _reference(answer)
+    if _number(reference) is None:
+        raise ValueError(f"the reference {reference:.80} is not a number; use the reward answer or exact")
+    found = final_answer(completion, extract)
+    return float(found is not None and _same_number(found, reference, tolerance))
+
+
+def final_answer(completion: str, extract: str = "auto") -> str | None:
+    r"""Return the final answer in a text; None if there is none.
+
+    Args:
+        completion: The text.
+        extract: `all`, the whole text; `boxed`, what the last \boxed{} holds; `number`, the last number; `tag:NAME`, what stands between
+            the last <NAME> and </NAME>; `regex:PATTERN`, the first group of its last match; `auto`, the first of these that there is:
+            `tag:answer`, `boxed`, and the whole text.
+
+    Raises:
+        ValueError: `extract` is none of these.
+    """
+    kind, _, detail = extract.partition(":")
+    if extract == "all":
+        return completion.strip()
+    if extract == "boxed":
+        return _last_boxed(completion)
+    if extract == "number":
+        found = _NUMBER.findall(completion)
+        return found[-1] if found else None
+    if kind == "tag" and detail:
+        return _last_group(rf"<{re.escape(detail)}>(.*?)</{re.escape(detail)}>", completion)
+    if kind == "regex" and detail:
+        return _last_group(detail, completion)
+    if extract == "auto":
+        for kind in ("tag:answer", "boxed"):
+            inner = final_answer(completion, kind)
+            if inner is not None:
+                return inner
+        return completion.strip()
+    raise ValueError(f"extract={extract!r}; it must be auto, all, boxed, number, tag:NAME or regex:PATTERN")
+
+
+def _last_group(pattern: str, text: str) -> str | None:
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return None
+    group = matches[-1].group(1 if matches[-1].re.groups else 0)
+    return None if group is None else group.strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    begin = start + len(_BOXED)
+    depth = 1
+    for i, character in enumerate(text[begin:], start=begin):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            return text[begin:i].strip()
+    return None
+
+
+def _reference(value: Any) -> str:
+    text = str(value).strip()
+    if value is None or not text:
+        raise ValueError("the reference is empty; give every row an answer")
+    return text
+
+
+def _same_text(found: str, reference: str) -> bool:
+    return found.strip() == reference
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        found = Decimal(text.strip().replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None
+
+
+def _same_number(found: str, reference: str, tolerance: float) -> bool:
+    first, second = _number(found), _number(reference)
+    if first is None or second is None:
+        return False
+    if first == second:
+        return True
+    # As floats only here: two large whole numbers may differ in their last digit.
+    return tolerance > 0 and math.isclose(float(first), float(second), rel_tol=tolerance)
+
+
+def _same_mathematics(found: str, reference: str) -> bool:
+    # A moment to import.
+    from math_verify import parse, verify
+
+    gold = _parsed(reference)
+    # Its own time limits need signals, and hang all the same; this process can be killed.
+    return bool(gold) and bool(verify(list(gold), parse(_marked(found), parsing_timeout=None), timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)
+def _parsed(reference: str) -> tuple[Any, ...]:
+    from math_verify import parse
+
+    return tuple(parse(_marked(reference), parsing_timeout=None))
+
+
+def _marked(text: str) -> str:
+    """Return a text in which mathematics is marked as such, which it must be to be found."""
+    return text if "$" in text or _BOXED in text else f"${text}$"

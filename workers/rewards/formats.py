@@ -1,0 +1,60 @@
+"""Rewards for the form of an answer. Imports no torch."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+
+def check_format(completion: str, *, tags: Sequence[str] = ("think", "answer"), regex: str = "") -> float:
+    """Return 1 if an answer has a form; otherwise 0.
+
+    Args:
+        completion: The text of the answer.
+        tags: The names of the parts that it consists of, in this order, each once, as `<think>...</think>`, with nothing but white
+            space around them.
+        regex: A pattern that the whole text must match instead.
+    """
+    if regex:
+        return float(_pattern(regex).fullmatch(completion) is not None)
+    if any(completion.count(f"<{tag}>") != 1 or completion.count(f"</{tag}>") != 1 for tag in tags):
+        return 0.0
+    parts = r"\s*".join(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags)
+    return float(_pattern(rf"\s*{parts}\s*").fullmatch(completion) is not None)
+
+
+def check_json(completion: str, *, schema: Mapping[str, Any] | str = "{}") -> float:
+    """Return 1 if an answer is JSON that fits a schema; otherwise 0. A fence of three backticks around it is allowed.
+
+    Args:
+        completion: The text of the answer.
+        schema: The JSON schema, as an object or a text; a column of this name gives each row its own.
+
+    Raises:
+        ValueError: The schema is not one.
+    """
+    from jsonschema import SchemaError, ValidationError
+    from jsonschema.validators import validator_for
+
+    wanted = json.loads(schema) if isinstance(schema, str) else schema
+    validator = validator_for(wanted)
+    try:
+        validator.check_schema(wanted)
+    except SchemaError as e:
+        raise ValueError(f"the schema is invalid: {e.message}") from e
+    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", completion, re.DOTALL)
+    try:
+        validator(wanted).validate(json.loads(fenced.group(1) if fenced else completion, parse_constant=_refuse))
+    except (ValueError, RecursionError, ValidationError):
+        return 0.0
+    return 1.0
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+@lru_cache(maxsize=256)
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.DOTALL)

@@ -1,0 +1,139 @@
+"""Processes for reward functions, each of which can be killed. Imports no torch."""
+
+import multiprocessing
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from ...engine.errors import ConfigError
+from .registry import import_function
+from .sample import Outcome, RewardSample
+from .signatures import Signature, judge, signature_of
+
+MIB = 2**20
+_LOAD_S = 120.0
+"""For how many seconds the module of a function may import."""
+
+Target = str | Callable[..., Any]
+"""A reward function, or its location as `module:function`."""
+
+
+class RewardPool:
+    """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+
+    A process whose call takes too long is killed and replaced.
+
+    Args:
+        workers: The number of processes.
+        timeout_s: For how many seconds a call may run.
+        memory_mb: How much memory a process may have for data, in MiB.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096) -> None:
+        for name, value in (("workers", workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
+            if not 0 < value < 2**31:
+                raise ConfigError(f"rewards.{name}={value}; it must be above 0")
+        self.timeout_s = timeout_s
+        context = multiprocessing.get_context("forkserver")
+        # What a fresh process would otherwise import for each call that was killed.
+        context.set_forkserver_preload([__name__])
+        self._pool = ProcessPool(workers, initializer=_limit_memory, initargs=(memory_mb * MIB,), context=context)
+        self._closed = False
+
+    def describe(self, target: Target) -> Signature:
+        """Import a function, in one of the processes, and return how it is called.
+
+        Raises:
+            ConfigError: It cannot be imported or called, or importing it takes too long.
+        """
+        try:
+            found: Signature = self._pool.schedule(_describe, args=(target,), timeout=_LOAD_S).result()
+        except ConfigError:
+            raise
+        except TimeoutError:
+            raise ConfigError(f"the module of the reward {title_of(target)} took more than {_LOAD_S:g} s to import") from None
+        except Exception as e:  # what the module raises, or what cannot be pickled
+            raise ConfigError(
+                f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
+            ) from e
+        return found
+
+    def submit(
+        self,
+        target: Target,
+        samples: Sequence[RewardSample],
+        settings: Mapping[str, Any],
+        done: Callable[[list[Outcome]], None],
+        *,
+        calls: int = 1,
+    ) -> None:
+        """Judge answers in one of the processes, when it is free.
+
+        Args:
+            target: The function.
+            samples: The answers.
+            settings: Further arguments of the function.
+            done: Called with an outcome for each answer, in a thread of the pool.
+            calls: For how many calls of `timeout_s` the answers may take.
+        """
+        if self._closed:
+            raise ConfigError("the reward pool was closed")
+        limit = self.timeout_s * calls
+        future = self._pool.schedule(_judge, args=(target, list(samples), dict(settings), self.timeout_s), timeout=limit)
+        future.add_done_callback(lambda ended: done(_outcomes(ended, len(samples), limit)))
+
+    def close(self) -> None:
+        """End all processes; calls that run are killed."""
+        if not self._closed:
+            self._closed = True
+            self._pool.stop()
+            self._pool.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def title_of(target: Target) -> str:
+    """Return the name of a function for messages."""
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
+
+
+def _outcomes(ended: "Future[Any]", count: int, limit: float) -> list[Outcome]:
+    try:
+        found: list[Outcome] = ended.result()
+        return found
+    except TimeoutError:
+        outcome = Outcome(
+            kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
+        )
+    except ProcessExpired as e:
+        outcome = Outcome(kind="error", message=f"its process ended (exit code {e.exitcode})")
+    except BaseException as e:  # of whatever the pool and pickle raise; cancelled futures among them
+        outcome = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
+    return [outcome] * count
+
+
+def _limit_memory(size: int) -> None:
+    # Private memory; a limit of the address space would count what is only reserved.
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def _resolve(target: Target) -> Callable[..., Any]:
+    return import_function(target) if isinstance(target, str) else target
+
+
+def _describe(target: Target) -> Signature:
+    return signature_of(_resolve(target))
+
+
+def _judge(target: Target, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float) -> list[Outcome]:
+    return judge(_resolve(target), samples, settings, timeout_s)

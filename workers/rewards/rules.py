@@ -1,0 +1,57 @@
+"""Rewards by rules that need no reference: length, repetition, script. Imports no torch."""
+
+import unicodedata
+from collections.abc import Sequence
+
+
+def length_within(completion_ids: Sequence[int], *, minimum: int = 1, maximum: int = 2**31) -> float:
+    """Return 1 if an answer has from `minimum` to `maximum` tokens; otherwise 0."""
+    return float(minimum <= len(completion_ids) <= maximum)
+
+
+def overlong_penalty(completion_ids: Sequence[int], *, maximum: int, buffer: int) -> float:
+    """Return the penalty for an answer that comes close to a length limit: 0 up to `maximum - buffer` tokens, then down to -1.
+
+    Args:
+        completion_ids: The token ids of the answer.
+        maximum: The length from which on the penalty is -1.
+        buffer: The number of tokens before it in which the penalty grows.
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 13.
+    """
+    if not 0 < buffer <= maximum:
+        raise ValueError(f"buffer={buffer} with maximum={maximum}; it must be above 0 and at most as large")
+    return -min(1.0, max(0.0, (len(completion_ids) - (maximum - buffer)) / buffer))
+
+
+def repetition_penalty(completion: str, *, words: int = 3, most: float = 1.0) -> float:
+    """Return the penalty for repeated phrases: `-most` times the share of phrases that stood before.
+
+    Args:
+        completion: The text of the answer.
+        words: The number of words of a phrase.
+        most: The penalty if all phrases were the same.
+
+    Source: Yeo et al. 2025, arXiv:2502.03373, appendix on the n-gram repetition penalty.
+    """
+    if words < 1:
+        raise ValueError(f"words={words}; it must be at least 1")
+    found = completion.lower().split()
+    phrases = [tuple(found[i : i + words]) for i in range(len(found) - words + 1)]
+    if not phrases:
+        return 0.0
+    return -most * (1 - len(set(phrases)) / len(phrases))
+
+
+def script_share(completion: str, *, script: str = "LATIN") -> float:
+    """Return the share of an answer's letters that are of a script, such as LATIN, CYRILLIC or CJK; 1 without letters.
+
+    Args:
+        completion: The text of the answer.
+        script: The first word of the Unicode names of its letters; a column of this name gives each row its own.
+    """
+    letters = [character for character in completion if character.isalpha()]
+    if not letters:
+        return 1.0
+    wanted = script.upper()
+    return sum(unicodedata.name(letter, "").split(" ")[0].split("-")[0] == wanted for letter in letters) / len(letters)

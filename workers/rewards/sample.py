@@ -1,0 +1,44 @@
+"""What a reward judges, and what becomes of a judgment. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+OutcomeKind = Literal["value", "not_applicable", "timeout", "error"]
+OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("value", "not_applicable", "timeout", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSample:
+    """An answer to a prompt.
+
+    Args:
+        prompt: A text, or the messages of a chat, each with `role` and `content`.
+        completion: The text of the answer.
+        completion_ids: Its token ids.
+        truncated: Whether it ended because of the length limit.
+        columns: The other columns of the prompt's row in the data, by name.
+    """
+
+    prompt: str | Sequence[Mapping[str, Any]]
+    completion: str
+    completion_ids: Sequence[int] = ()
+    truncated: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one reward function made of one answer.
+
+    Args:
+        kind: `value`; `not_applicable`, if the function says that the answer is not its concern; `timeout`; or `error`.
+        value: The reward, if there is one.
+        message: What went wrong, if anything did.
+        seconds: How long the call took; of a call for many answers, its share.
+    """
+
+    kind: OutcomeKind
+    value: float | None = None
+    message: str = ""
+    seconds: float = 0.0

@@ -1,0 +1,233 @@
+"""How a reward function is called: as those of TRL and of verl, or with the names that it asks for. Imports no torch.
+
+| parameters | called | with |
+|---|---|---|
+| `completions` | once | lists: `prompts`, `completions`, `completion_ids` and all columns, as TRL does; None is "not applicable" |
+| `solution_strs` | once | `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`, as verl's batch reward manager does |
+| `solution_str` | for each answer | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
+| `samples` | once | a list of `RewardSample` |
+| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, the columns and the settings, those that it asks for |
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+from ...engine.errors import ConfigError
+from .sample import Outcome, RewardSample
+
+Convention = Literal["trl", "verl_batch", "verl", "samples", "each"]
+_MARKS: dict[str, Convention] = {
+    "completions": "trl",
+    "solution_strs": "verl_batch",
+    "solution_str": "verl",
+    "samples": "samples",
+}
+_PLURALS = {
+    "data_source": "data_sources",
+    "solution_str": "solution_strs",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_infos",
+}
+_BATCHED: frozenset[Convention] = frozenset(("trl", "verl_batch", "samples"))
+_GIVEN = frozenset(("sample", "prompt", "completion", "completion_ids", "truncated"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """How a function is called.
+
+    Args:
+        convention: Whose signature it has.
+        at_once: Whether one call takes all answers.
+        named: Its parameters.
+        required: The parameters that must be columns or settings.
+        optional: The parameters that may be.
+        takes_all: Whether it takes any name.
+    """
+
+    convention: Convention
+    at_once: bool
+    named: frozenset[str]
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    takes_all: bool = False
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Return how a function is called.
+
+    Raises:
+        ConfigError: It has parameters that only go by their position.
+    """
+    parameters = inspect.signature(function).parameters
+    title = getattr(function, "__qualname__", type(function).__name__)
+    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values()):
+        raise ConfigError(f"the reward {title} has parameters without a name; it is called by name")
+    convention: Convention = next((_MARKS[name] for name in parameters if name in _MARKS), "each")
+    named = {name: p for name, p in parameters.items() if p.kind != p.VAR_KEYWORD}
+    if convention == "each" and not _GIVEN & set(named):
+        raise ConfigError(
+            f"the reward {title}({', '.join(named)}) does not ask for the answer; give it one of the parameters "
+            f"{', '.join(sorted(_GIVEN))}, {', '.join(_MARKS)}"
+        )
+    own = {
+        "trl": {"prompts", "completions", "completion_ids", "trainer_state"},
+        "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
+        "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+        "samples": {"samples"},
+        "each": _GIVEN,
+    }[convention]
+    rest = {name: p for name, p in named.items() if name not in own}
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return Signature(
+        convention=convention,
+        # Those that wait for a network wait together.
+        at_once=convention in _BATCHED or is_async,
+        named=frozenset(named),
+        required=frozenset(name for name, p in rest.items() if p.default is p.empty),
+        optional=frozenset(name for name, p in rest.items() if p.default is not p.empty),
+        takes_all=len(named) < len(parameters),
+    )
+
+
+def judge(
+    function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
+) -> list[Outcome]:
+    """Call a function for answers, and check what it returns. Errors become outcomes.
+
+    Args:
+        function: The function.
+        samples: The answers, with columns under the names of its parameters.
+        settings: Further arguments.
+        timeout_s: For how many seconds an asynchronous function may work on one answer.
+    """
+    signature = signature_of(function)
+    began = time.perf_counter()
+    try:
+        if signature.convention in _BATCHED:
+            values = _settled(function(**_arguments_at_once(signature, samples, settings)))
+            if isinstance(values, Mapping) or not hasattr(values, "__len__") or isinstance(values, str):
+                raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each answer")
+            if len(values) != len(samples):
+                raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
+            found = [outcome_of(value, none_is_allowed=signature.convention == "trl") for value in values]
+        else:
+            calls = [function(**_arguments(signature, sample, settings)) for sample in samples]
+            if signature.at_once:
+                return asyncio.run(_together(calls, timeout_s))
+            found = [outcome_of(_settled(value)) for value in calls]
+    except Exception as e:  # the function's own
+        found = [Outcome(kind="error", message=f"{type(e).__name__}: {e}") for _ in samples]
+    share = (time.perf_counter() - began) / max(1, len(samples))
+    return [Outcome(kind=o.kind, value=o.value, message=o.message, seconds=share) for o in found]
+
+
+async def _together(calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Outcome]:
+    async def one(call: Awaitable[Any]) -> Outcome:
+        began = time.perf_counter()
+        try:
+            found = outcome_of(await asyncio.wait_for(call, timeout_s))
+        except TimeoutError:
+            found = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
+        except Exception as e:  # the function's own
+            found = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
+        return Outcome(kind=found.kind, value=found.value, message=found.message, seconds=time.perf_counter() - began)
+
+    return list(await asyncio.gather(*(one(call) for call in calls)))
+
+
+def _settled(value: Any) -> Any:
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def outcome_of(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+    """Return what a returned value stands for: a finite number, or a mapping with one as `score`, as in verl."""
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
+    if value is None and none_is_allowed:
+        return Outcome(kind="not_applicable")
+    if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) and not isinstance(value, Real):
+        # A tensor with one element.
+        value = value.item()
+    if not isinstance(value, Real):
+        return Outcome(kind="error", message=f"it returned {value!r:.80}, a {type(value).__name__}; it must return a number")
+    number = float(value)
+    if not math.isfinite(number):
+        return Outcome(kind="error", message=f"it returned {number}; a reward must be finite")
+    return Outcome(kind="value", value=number)
+
+
+def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {**settings, **sample.columns}
+    if signature.convention == "verl":
+        return {**_wanted(signature, columns), **_asked(signature, _verl(sample))}
+    given = {
+        "sample": sample,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "completion_ids": list(sample.completion_ids),
+        "truncated": sample.truncated,
+    }
+    return {**_wanted(signature, columns), **_asked(signature, given)}
+
+
+def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]) -> dict[str, Any]:
+    if signature.convention == "samples":
+        return {"samples": list(samples), **_wanted(signature, settings)}
+    if signature.convention == "verl_batch":
+        each = [_verl(sample) for sample in samples]
+        given: dict[str, Any] = {_PLURALS[name]: [one[name] for one in each] for name in _PLURALS}
+        return {**_wanted(signature, settings), **_asked(signature, given)}
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+    given = {
+        "prompts": [sample.prompt for sample in samples],
+        "completions": [
+            sample.completion if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.completion}]
+            for sample in samples
+        ],
+        "completion_ids": [list(sample.completion_ids) for sample in samples],
+    }
+    return {**_wanted(signature, {**settings, **columns}), **_asked(signature, given)}
+
+
+def _asked(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
+    # A function that takes any name still gets an answer only under those that it knows.
+    every = signature.takes_all and signature.convention != "each"
+    return {name: value for name, value in given.items() if every or name in signature.named}
+
+
+def _verl(sample: RewardSample) -> dict[str, Any]:
+    columns = sample.columns
+    nested = columns.get("reward_model")
+    if "ground_truth" in columns:
+        truth = columns["ground_truth"]
+    elif isinstance(nested, Mapping) and "ground_truth" in nested:
+        truth = nested["ground_truth"]
+    elif "answer" in columns:
+        truth = columns["answer"]
+    else:
+        raise KeyError("no column ground_truth, reward_model.ground_truth or answer")
+    return {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": sample.completion,
+        "ground_truth": truth,
+        "extra_info": columns.get("extra_info", {}),
+    }
+
+
+def _wanted(signature: Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := sorted(signature.required - set(columns)):
+        raise KeyError(f"no column or setting {', '.join(missing)}; the row has {', '.join(sorted(columns)) or 'none'}")
+    if signature.takes_all:
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in signature.required | signature.optional}
