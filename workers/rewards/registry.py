@@ -17,6 +17,7 @@ _FUNCTIONS = {
     "answer": "answers:match_answer",
     "exact": "answers:match_exact",
     "numeric": "answers:match_number",
+    "code": "programs:check_program",
     "format": "formats:check_format",
     "json": "formats:check_json",
     "length": "rules:length_within",

@@ -1,0 +1,95 @@
+"""The reward for programs: those that an answer holds are run in the sandbox. Imports no torch."""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .sandbox import Run, SandboxLimits, run_program
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def check_program(
+    completion: str,
+    *,
+    tests: Any,
+    partial: bool = False,
+    seconds: float = 5.0,
+    memory_mb: int = 512,
+) -> float:
+    """Return 1 if the program in an answer passes all its tests; otherwise 0.
+
+    The program is the last block between three backticks, or the whole answer if there is none.
+
+    Args:
+        completion: The text of the answer.
+        tests: From the column `tests`: a mapping, or its JSON, with `inputs` and `outputs`, lists of texts of equal length (what the
+            program reads, and what it has to print, apart from white space at the ends of lines); or a text, or list of texts, of
+            statements with `assert`, which run behind the program.
+        partial: Return the share of the tests that pass instead.
+        seconds: The time that the program has for each test.
+        memory_mb: The memory that it has, in MiB.
+
+    Raises:
+        ValueError: There are no tests, or they have another form.
+        ConfigError: There is no sandbox on this machine.
+    """
+    cases = _cases(tests)
+    program = find_program(completion)
+    limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
+    passed = 0
+    for case in cases:
+        if _passes(program, case, limits):
+            passed += 1
+        elif not partial:
+            return 0.0
+    return passed / len(cases)
+
+
+def find_program(completion: str) -> str:
+    """Return the program in an answer."""
+    blocks = _BLOCK.findall(completion)
+    return str(blocks[-1]) if blocks else completion
+
+
+def _cases(tests: Any) -> list[str | tuple[str, str]]:
+    if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
+        tests = json.loads(tests)
+    found: list[str | tuple[str, str]]
+    if isinstance(tests, Mapping):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            raise ValueError("tests needs inputs and outputs, lists of equal length")
+        found = [(str(stdin), str(stdout)) for stdin, stdout in zip(inputs, outputs, strict=True)]
+    elif isinstance(tests, str):
+        found = [tests] if tests.strip() else []
+    elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
+        found = list(tests)
+    else:
+        raise ValueError(
+            f"tests is a {type(tests).__name__}; it must be a mapping with inputs and outputs, or statements with assert"
+        )
+    if not found:
+        raise ValueError("there are no tests")
+    return found
+
+
+def _passes(program: str, case: str | tuple[str, str], limits: SandboxLimits) -> bool:
+    if isinstance(case, str):
+        # A program that ends by itself, with exit code 0 even, has not come to the end of its tests.
+        end = secrets.token_hex(16)
+        run = run_program(f'{program}\n\n{case}\n\nprint("\\n{end}")\n', "", limits)
+        return _succeeded(run) and run.stdout.endswith(f"\n{end}\n")
+    stdin, stdout = case
+    run = run_program(program, stdin, limits)
+    return _succeeded(run) and _lines(run.stdout) == _lines(stdout)
+
+
+def _succeeded(run: Run) -> bool:
+    return run.kind == "ended" and run.exit_code == 0
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
