@@ -11,7 +11,7 @@ import torch
 from drivetrain.cli import main
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.workers.rollout.conformance.__main__ import main as conformance
 from drivetrain.workers.rollout.conformance.__main__ import parse_settings
 from drivetrain.workers.rollout.conformance.case import Case, ConformanceError
@@ -19,7 +19,9 @@ from drivetrain.workers.rollout.conformance.checks import CHECKS
 from drivetrain.workers.rollout.generator import BaseGenerator
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.workers.rollout.scheduler import GenerationRequest, TokenGenerationScheduler
 from drivetrain.workers.rollout.token_stream import TokenStream
+from drivetrain.workers.scheduler import SchedulerSettings
 from helpers.broken_generators import DEFECTS
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -266,3 +268,34 @@ def test_the_command_checks_a_generator(capsys: pytest.CaptureFixture[str]) -> N
         assert main(["conformance-rollout", *words]) == 2
         assert message in capsys.readouterr().err
     assert parse_settings(["options.a.b=1", "dtype=bfloat16"]) == {"options": {"a.b": 1}, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("place", ["host", "absent"])
+def test_requests_of_a_scheduler_wait_for_a_model_that_is_away(case: Case, place: str) -> None:
+    with case.generator(generator="static") as generator:
+        scheduler = TokenGenerationScheduler(generator, SchedulerSettings())
+        options = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
+        scheduler.begin("a", GenerationRequest(prompt=[5, 6, 7], options=options))
+        events: list[Any] = scheduler.execute()
+        generator.to(place)
+        assert not scheduler.is_running()
+        assert scheduler.execute() == []
+        generator.to("device", "parameters")
+        assert scheduler.execute() == []
+        generator.load_weights(case.weights())
+        generator.to("device", "cache")
+        while scheduler.is_running():
+            events += scheduler.execute()
+        *progress, end = events
+        assert (end.result, end.error) == ("length", None)
+        assert [event.version for event in progress] == [0, *[1] * 11]
+        generator.to("absent")
+        # Twice, and the cache on its own, need no memory.
+        generator.to("absent")
+        generator.to("absent", "cache")
+        assert not any(parameter.numel() for parameter in generator._lm.model.parameters())  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="new weights while the rollout's parameters are absent"):
+            generator.load_weights(case.weights())
+        generator.to("device")
+        with pytest.raises(ModelError, match="were absent and have no values yet"):
+            generator.submit([5], options)

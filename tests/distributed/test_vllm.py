@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError, WorkerLostError
+from drivetrain.engine.errors import ConfigError, ModelError, WorkerLostError
 from drivetrain.workers.model_worker.supervisor import SupervisorSettings, start_model_worker
 from drivetrain.workers.rollout.conformance.case import Case
 from drivetrain.workers.rollout.conformance.checks import CHECKS
@@ -93,8 +93,45 @@ def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> No
         ((answer,),) = generator.generate([prompt], options)
         assert answer.response == expected.response
         assert generator.server.pid != first
+        # Between two steps: what was running fails, and what comes then does not.
+        running = generator.submit(prompt, options)
+        next(running)
+        os.kill(generator.server.pid, signal.SIGKILL)
+        generator._server.wait(10)
+        fresh = generator.submit(prompt, options)
+        with pytest.raises(WorkerLostError, match="ended with code -9"):
+            list(running)
+        assert [token.token for token in fresh] == expected.response
     finally:
         generator.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str) -> None:
+    prompt, options = [5, 6, 7], SamplingOptions(max_tokens=12, temperature=0.0)
+    plain = build_generator(RolloutConfig(model=ModelConfig(path=str(folder.parent / "other")), **SETTINGS))
+    ((expected,),) = plain.generate([prompt], options)
+    weights = load_file(folder.parent / "other" / "model.safetensors")
+    generator: Any = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=name, **SETTINGS))
+    try:
+        # It is right until it has been checked.
+        checked = generator._model.checked
+        generator._model.checked = lambda stream: (
+            (name, tensor[:3] if name.endswith("q_proj.weight") else tensor) for name, tensor in checked(stream)
+        )
+        with pytest.raises((ModelError, RuntimeError, AssertionError)):
+            generator.load_weights(weights.items())
+        with pytest.raises(ModelError):
+            generator.generate([prompt], options)
+        generator._model.checked = checked
+        generator.load_weights(weights.items())
+        ((answer,),) = generator.generate([prompt], options)
+        assert answer.response == expected.response
+    finally:
+        generator.close()
+    with pytest.raises((ConfigError, AttributeError)):
+        generator.generate([prompt], options)
 
 
 @needs_vllm

@@ -68,7 +68,28 @@ def test_a_cluster_without_room_is_refused(tmp_path: Path, address: str) -> None
     save_text_model(tmp_path / "model")
     settings = ("--group", "ray", "--replicas", "3")
     with (
-        pytest.raises(AssertionError, match="3 workers of 1 CPUs each need 3, but the Ray cluster has 2"),
+        pytest.raises(
+            AssertionError, match="3 workers need 1 CPUs each, on one machine; the machines of the Ray cluster have room for 2"
+        ),
         Server(tmp_path / "model", *settings, environment={"RAY_ADDRESS": address}),
+    ):
+        pass
+
+
+def test_a_model_has_to_fit_on_one_machine(tmp_path: Path, address: str) -> None:
+    save_text_model(tmp_path / "model")
+    settings = ("--group", "ray", "--engine", "tensor_parallel", "--tp", "2")
+    with (
+        pytest.raises(AssertionError, match=r"1 workers need 2 CPUs each, on one machine; .* have room for 0"),
+        Server(tmp_path / "model", *settings, environment={"RAY_ADDRESS": address}),
+    ):
+        pass
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    save_text_model(tmp_path / "model")
+    with (
+        pytest.raises(AssertionError, match=r"RAY_ADDRESS=127.0.0.1:1 cannot be reached"),
+        Server(tmp_path / "model", "--group", "ray", environment={"RAY_ADDRESS": "127.0.0.1:1"}),
     ):
         pass

@@ -1,7 +1,9 @@
 """Where the processes of supervised workers run: on this machine, or on those of a Ray cluster. Imports no torch."""
 
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +17,9 @@ from .transports.zeromq import SCHEME, CurveKeys
 
 PLACEMENT_S = 60.0
 """For how many seconds a process may wait for a place in the Ray cluster, and for its start there."""
+
+
+_REACH_S = 10.0
 
 
 class WorkerProcess(Protocol):
@@ -119,18 +124,22 @@ class RayHost:
         self._ray: Any = ray
         if not ray.is_initialized():
             handler = signal.getsignal(signal.SIGTERM)
+            _check_cluster()
             ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
             # Ray's own ends the program at once.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         resources = ray.cluster_resources()
         self._each = {"CPU": devices, "GPU": devices if resources.get("GPU", 0) else 0}
-        for kind, each in self._each.items():
-            if count * each > resources.get(kind, 0):
-                raise ConfigError(
-                    f"{count} workers of {each:g} {kind}s each need {count * each:g}, but the Ray cluster has "
-                    f"{resources.get(kind, 0):g}; start fewer, or add machines"
-                )
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        # A model's devices are those of one machine.
+        room = sum(int(min(found.get(kind, 0) // each for kind, each in self._each.items() if each)) for found in machines)
+        if room < count:
+            needs = " and ".join(f"{each} {kind}s" for kind, each in self._each.items() if each)
+            raise ConfigError(
+                f"{count} workers need {needs} each, on one machine; the machines of the Ray cluster have room for {room}: start fewer, "
+                "or add machines"
+            )
 
     def controller_address(self) -> str | None:
         """Return the address of this machine in the cluster; see `Host`."""
@@ -216,10 +225,25 @@ class RayProcess:
     def _wait(self, end: Any) -> None:
         try:
             code, self._description = end.result()
-        except Exception as e:  # whatever Ray says of an actor that is gone
-            code, self._description = -1, f"was lost with its machine or by Ray: {str(e).strip().splitlines()[0]}"
+        except BaseException as e:  # whatever Ray says of an actor that is gone, or at its own end
+            first = next(iter(str(e).strip().splitlines()), type(e).__name__)
+            code, self._description = -1, f"was lost with its machine or by Ray: {first}"
         self.exit_code = code
         self._ended.set()
-        # Its place in the cluster is free again.
-        self._ray.kill(self._actor)
-        self._on_exit(self)
+        try:
+            # Its place in the cluster is free again.
+            self._ray.kill(self._actor)
+        finally:
+            self._on_exit(self)
+
+
+def _check_cluster() -> None:
+    """Check that the cluster of RAY_ADDRESS can be reached: Ray itself would try for minutes."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as e:
+        raise ConfigError(f"RAY_ADDRESS={address} cannot be reached ({e}); start Ray there, or unset it") from e

@@ -277,31 +277,36 @@ class SupervisedProcess:
         if closing:
             process.terminate(0.0)
             raise WorkerLostError(f"{settings.name} was closed")
-        requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
-        if getattr(self._factory, "needs_process_group", True):
-            requests.append(messages.Init(comm_id=run))
-        requests.append(Initialize(role=ROLE, worker=self._factory, config=self._config))
-        for request in requests:
-            try:
-                sent = channel.ask_flushed(request) if isinstance(request, Initialize) else channel.ask(request)
-                reply = sent.reply(max(deadline - time.monotonic(), 0.1))
-            except TimeoutError:
-                process.terminate(settings.terminate_s)
-                raise WorkerLostError(
-                    f"{settings.name} did not load its model within start_s={settings.start_s:g}; raise start_s"
-                ) from None
-            if isinstance(reply, messages.Error):
-                process.terminate(settings.terminate_s)
-                raise_error(reply, f"loading the model of {settings.name}")
-        for call in list(self._remembered.values()):
-            reply = channel.ask_flushed(call).reply(max(deadline - time.monotonic(), 0.1))
-            if isinstance(reply, messages.Error):
-                process.terminate(settings.terminate_s)
-                raise_error(reply, f"{call.method} of {settings.name} after a restart")
+        try:
+            self._load(channel, run, deadline)
+        except BaseException:
+            # Nobody else would end it.
+            process.terminate(settings.terminate_s)
+            raise
         self._started_at = time.monotonic()
         with self._changed:
             self.control.set_started()
             self._changed.notify_all()
+
+    def _load(self, channel: Channel, run: str, deadline: float) -> None:
+        """Let a worker load the model, and bring it to where the last one was."""
+        settings = self._settings
+        requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
+        if getattr(self._factory, "needs_process_group", True):
+            requests.append(messages.Init(comm_id=run))
+        requests.append(Initialize(role=ROLE, worker=self._factory, config=self._config))
+        for request in [*requests, *self._remembered.values()]:
+            try:
+                sent = channel.ask_flushed(request) if isinstance(request, Initialize | Call) else channel.ask(request)
+                reply = sent.reply(max(deadline - time.monotonic(), 0.1))
+            except TimeoutError:
+                what = f"answer {request.method}" if isinstance(request, Call) else "load its model"
+                raise WorkerLostError(
+                    f"{settings.name} did not {what} within start_s={settings.start_s:g}; raise start_s"
+                ) from None
+            if isinstance(reply, messages.Error):
+                title = f"{request.method} of {settings.name} after a restart" if isinstance(request, Call) else ""
+                raise_error(reply, title or f"loading the model of {settings.name}")
 
     def note_end(self, channel: Channel) -> None:
         """Note that a worker takes no more requests."""

@@ -126,6 +126,8 @@ class CausalLM:
 
     def move(self, place: Place) -> None:
         """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
+        if place == "absent" and self._absent:
+            return
         parameters = dict(self.model.named_parameters())
         for name, shape in self._absent.items():
             parameters[name].data = torch.empty(shape, dtype=parameters[name].dtype, device=self.device)

@@ -69,7 +69,7 @@ class BaseGenerator(ABC):
         self.reset_stats()
         self.placement = Placement()
         """Where the parameters and the cache are."""
-        self._complete, self._paused, self._warned = True, False, False
+        self._complete, self._outdated, self._paused, self._warned = True, False, False, False
 
     # ---- what a generator implements ---------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class BaseGenerator(ABC):
         with torch.no_grad():
             self.copy_weights(weights)
         self.version = self.version + 1 if version is None else version
-        self._complete = True
+        self._complete, self._outdated = True, False
 
     def to(self, place: str, part: str | None = None) -> None:
         """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
@@ -306,7 +306,7 @@ class BaseGenerator(ABC):
         target = self.placement.moved(place, part)
         self._interrupt()
         if target.parameters == "absent":
-            self._complete = False
+            self._outdated = True
         self.move(target)
         self.placement = target
 
@@ -332,7 +332,7 @@ class BaseGenerator(ABC):
     @property
     def ready(self) -> bool:
         """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
-        return self._complete and self.placement == Placement() and not self._paused
+        return self._complete and not self._outdated and self.placement == Placement() and not self._paused
 
     def _check_ready(self) -> None:
         if self.placement.parameters == "absent":
@@ -341,6 +341,8 @@ class BaseGenerator(ABC):
             raise ModelError(
                 "the rollout's weights are a mix of two models because loading new ones failed; load a complete set (sync_weights)"
             )
+        if self._outdated and self.placement == Placement():
+            raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
         if self.placement != Placement():
             what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
             raise ConfigError(f"the rollout's {what}; call to('device') first")

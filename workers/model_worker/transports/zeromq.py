@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import zmq
@@ -36,7 +36,7 @@ class CurveKeys:
 
     server: str
     public: str
-    secret: str
+    secret: str = field(repr=False)
 
     @classmethod
     def read(cls, descriptor: int) -> Self:

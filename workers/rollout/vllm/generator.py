@@ -1,10 +1,10 @@
 """Generation by vLLM's engine, in this process or, with several GPUs, in processes that it starts."""
 
-import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....engine.errors import ConfigError, ModelError
+from ....engine.offload import free_memory
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..placement import Placement
@@ -113,11 +114,11 @@ class VLLMGenerator(BaseGenerator):
 
     def drop_caches(self) -> None:
         """Abort all requests, and forget all prefixes."""
-        if self._streams:
+        if self._streams and self._engine is not None:
             self._engine.abort_request(list(self._streams))
         self._streams, self._numbers = {}, {}
         self._begun.clear()
-        if not self._engine.reset_prefix_cache():
+        if self._engine is not None and not self._engine.reset_prefix_cache():
             raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -127,16 +128,22 @@ class VLLMGenerator(BaseGenerator):
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
         """
         if self._broken:
-            # vLLM cannot go on after half of a set.
-            self._engine.engine_core.shutdown()
+            # vLLM cannot go on after half of a set. The old engine goes before the new one comes: they may not fit both.
+            self._release()
             self._engine = self._build()
             self._sleep(Placement(), self.placement)
+        back, loading = self.placement, replace(self.placement, parameters="device")
         # It writes to the device.
-        back = self.placement
-        if back.parameters == "host":
-            self._sleep(back, Placement())
-        self._broken = True
-        checked = self._model.checked(weights)
+        self._sleep(back, loading)
+        try:
+            self._broken = True
+            self._load(self._model.checked(weights))
+            self._broken = False
+            self.drop_caches()
+        finally:
+            self._sleep(loading, back)
+
+    def _load(self, checked: Iterable[tuple[str, Tensor]]) -> None:
         if self._remote:
             folder = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
             try:
@@ -147,10 +154,6 @@ class VLLMGenerator(BaseGenerator):
         else:
             worker = self._engine.model_executor.driver_worker
             reload_weights(getattr(worker, "worker", worker).model_runner, weights_iterator=checked)
-        self._broken = False
-        self.drop_caches()
-        if back.parameters == "host":
-            self._sleep(Placement(), back)
 
     def move(self, target: Placement) -> None:
         """Let the engine sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
@@ -163,7 +166,10 @@ class VLLMGenerator(BaseGenerator):
 
     def close(self) -> None:
         """End the engine."""
+        self._release()
+
+    def _release(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
             self._engine = None
-        gc.collect()
+        free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -184,13 +184,14 @@ def sleep_calls(present: Placement, target: Placement) -> list[tuple[str, dict[s
 
     Level 1 copies the weights to the host, level 2 keeps nothing; both free the cache.
     """
-    if target == present:
+    if target == present or (present.parameters, target.parameters) == ("absent", "absent"):
         return []
-    if target.parameters != "device":
-        # vLLM does not go from one kind of sleep to another.
-        wake: list[tuple[str, dict[str, Any]]] = [] if present == Placement() else [("wake_up", {})]
-        return [*wake, ("sleep", {"level": 1 if target.parameters == "host" else 2})]
     calls: list[tuple[str, dict[str, Any]]] = []
+    if target.parameters != "device":
+        if present.parameters == "host":
+            # vLLM does not go from one kind of sleep to another. The cache stays away meanwhile.
+            calls.append(("wake_up", {"tags": ["weights"]}))
+        return [*calls, ("sleep", {"level": 1 if target.parameters == "host" else 2})]
     if present.parameters != "device":
         calls.append(("wake_up", {"tags": ["weights"]}))
     elif target.cache != "device":

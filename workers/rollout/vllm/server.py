@@ -15,14 +15,14 @@ import httpx
 import torch
 from torch import Tensor
 
-from ....engine.errors import ModelError
+from ....engine.errors import ConfigError, ModelError
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..placement import Placement
 from ..token_stream import Limits, TokenStream
 from ..weight_files import write_weights
 from .model import VLLMModel, sampling_settings, sleep_calls
-from .server_process import ServerProcess
+from .server_process import ServerProcess, short_folder
 
 START_S = 600.0
 _POLL_S = 0.2
@@ -53,20 +53,29 @@ class VLLMServerGenerator(BaseGenerator):
         super().__init__(config)
         options = dict(config.options)
         self._start_s = float(options.pop("start_s", START_S))
+        if not 0 < self._start_s < math.inf:
+            raise ConfigError(f"options.start_s={self._start_s}; it must be above 0 and finite")
         self._model = VLLMModel(replace(config, options=options))
         self._arguments = self._model.engine_arguments(options.get("tp", 1))
         self._limits = self._model.limits(self._arguments["max_model_len"])
+        self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-", dir=short_folder()))
         self._spool: Path | None = None
+        self._closed = False
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._names: dict[int | str, str] = {}
         self._readers: dict[str, Future[Any]] = {}
         self._count = 0
-        self._server: ServerProcess | None = self._start()
+        self._server: ServerProcess | None = None
+        try:
+            self._server = self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self) -> ServerProcess:
         # Twice as many requests as vLLM works on, so that it always has the next ones.
-        return ServerProcess(self._arguments, self._start_s, 2 * self.config.max_batch_size)
+        return ServerProcess(self._folder, self._arguments, self._start_s, 2 * self.config.max_batch_size)
 
     def limits(self) -> Limits:
         """Return what this generator can take."""
@@ -74,7 +83,13 @@ class VLLMServerGenerator(BaseGenerator):
 
     @property
     def server(self) -> ServerProcess:
-        """The server. If it has ended, it is started again, with the last weights."""
+        """The server. If it has ended, it is started again, with the last weights.
+
+        Raises:
+            ConfigError: This generator was closed.
+        """
+        if self._closed:
+            raise ConfigError("this generator was closed; build another one")
         if self._server is not None and self._server.lost:
             self._server.close()
             self._server = None
@@ -85,12 +100,22 @@ class VLLMServerGenerator(BaseGenerator):
 
     def run_step(self) -> None:
         """Pass on the requests that wait, and take the tokens that have arrived, at least one."""
+        if self._server is not None and self._server.lost and self.running:
+            # Before another request is sent to the next one.
+            raise self._server.error()
         server = self.server
         for stream in list(self.waiting.values()):
             self.admit(stream)
             self._add(server, stream)
-        taken = False
-        while not taken or not self._events.empty():
+        first = self._next_event(server)
+        # With those that are there; more come meanwhile, and would keep this step from its end.
+        for name, event in [first, *(self._events.get() for _ in range(self._events.qsize()))]:
+            if name in self._streams:
+                self._take(self._streams[name], event)
+
+    def _next_event(self, server: ServerProcess) -> tuple[str, Any]:
+        """Wait for something of a request that is running."""
+        while True:
             try:
                 name, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
@@ -98,19 +123,30 @@ class VLLMServerGenerator(BaseGenerator):
                     raise server.error() from None
                 continue
             if name in self._streams:
-                taken = True
-                self._take(self._streams[name], event)
+                return name, event
 
     def _take(self, stream: TokenStream, event: Any) -> None:
         if isinstance(event, Exception):
-            raise event
+            raise self.server_error(event) from event
         choice, cached = event
+        if choice["finish_reason"] not in (None, "stop", "length"):
+            raise ModelError(f"vLLM's server ended a request with {choice['finish_reason']!r}")
         self.prefill_tokens -= cached
         for token, found in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
             if stream.ended:
                 break
             log_prob = found["logprob"]
             self.add_token(stream, token, log_prob if log_prob > _LOWEST else math.nan)
+
+    def server_error(self, error: Exception) -> Exception:
+        """Return why a request failed: the end of the server, if that is the reason."""
+        if isinstance(error, httpx.TransportError) and self._server is not None:
+            # Its end may be a moment behind that of its connections.
+            self._server.wait(_POLL_S)
+            if self._server.lost:
+                return self._server.error()
+            return ModelError(f"vLLM's server did not answer: {type(error).__name__}: {error}")
+        return error
 
     def _add(self, server: ServerProcess, stream: TokenStream) -> None:
         self._count += 1
@@ -146,8 +182,6 @@ class VLLMServerGenerator(BaseGenerator):
                         last = chunk["choices"][0]
                     else:
                         self._events.put((name, (chunk["choices"][0], 0)))
-        except httpx.TransportError as e:
-            self._events.put((name, server.error() if server.lost else e))
         except Exception as e:  # raised by the next step
             self._events.put((name, e))
 
@@ -175,25 +209,35 @@ class VLLMServerGenerator(BaseGenerator):
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
             WorkerLostError: The server died; the next one begins with the new weights.
         """
-        spool = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
+        spool = Path(tempfile.mkdtemp(prefix="weights-", dir=self._folder))
+        back, loading = self.placement, replace(self.placement, parameters="device")
         try:
             write_weights(spool, self._model.checked(weights))
-            for file in self._model.folder.glob("*.json"):
-                if not file.name.endswith(".index.json"):
+            for file in self._model.folder.iterdir():
+                # Also code, where that is trusted.
+                if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copy(file, spool)
+            # It writes to the device.
+            self._sleep(back, loading)
+            self._load(spool)
         except BaseException:
             shutil.rmtree(spool, ignore_errors=True)
             raise
         if self._spool is not None:
             shutil.rmtree(self._spool, ignore_errors=True)
         self._spool, self._arguments["model"] = spool, str(spool)
-        back = self.placement
-        if back.parameters == "host":
-            self._sleep(back, Placement())
-        self.server.post("/collective_rpc", {"method": "load_drivetrain_weights", "args": [str(spool)]})
-        self.drop_caches()
-        if back.parameters == "host":
-            self._sleep(Placement(), back)
+        self._sleep(loading, back)
+
+    def _load(self, spool: Path) -> None:
+        try:
+            self.server.post("/collective_rpc", {"method": "load_drivetrain_weights", "args": [str(spool)]})
+            self.drop_caches()
+        except BaseException:
+            # vLLM cannot go on after half of a set; the next server begins with the last complete one.
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+            raise
 
     def move(self, target: Placement) -> None:
         """Let the server sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
@@ -206,14 +250,13 @@ class VLLMServerGenerator(BaseGenerator):
 
     def close(self) -> None:
         """End the server."""
+        self._closed = True
         for reader in self._readers.values():
             reader.cancel()
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._spool is not None:
-            shutil.rmtree(self._spool, ignore_errors=True)
-            self._spool = None
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _cached_tokens(chunk: dict[str, Any]) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ class ServerProcess:
     that only this user can enter.
 
     Args:
+        folder: A folder with a short path that only this user can enter. It is removed if this process dies.
         arguments: The arguments of vLLM's engine.
         start_s: For how many seconds the server may start.
         streams: The number of requests that are sent to it at the same time.
@@ -45,16 +45,16 @@ class ServerProcess:
         ModelError: The server ended, or did not start in time.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], start_s: float, streams: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-", dir=_short_folder()))
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], start_s: float, streams: int) -> None:
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
-        socket = self._folder / "vllm.sock"
+        socket = folder / "vllm.sock"
+        socket.unlink(missing_ok=True)
         words = [*command_line(arguments), "--uds", str(socket), "--enable-scale-out", "--enable-prompt-tokens-details"]
         words.append("--disable-uvicorn-access-log")
         search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
         ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _LAUNCH, str(os.getpid()), *words],
+            [sys.executable, "-m", _LAUNCH, str(os.getpid()), str(folder), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -97,8 +97,9 @@ class ServerProcess:
                 words = self._last_words()
                 kind = ConfigError if "error: " in words and self._process.returncode == 2 else ModelError
                 raise kind(f"vLLM's server ended with code {self._process.returncode}; its last words:\n{words}")
+            # Until it listens, or answers.
             with suppress(httpx.TransportError):
-                if self.run(self._control.get("/health")).status_code == 200:
+                if self.run(self._control.get("/health", timeout=_CONNECT_S)).status_code == 200:
                     return
             if time.monotonic() > deadline:
                 raise ModelError(f"vLLM's server did not start within options.start_s={start_s:g}; raise it")
@@ -117,6 +118,11 @@ class ServerProcess:
     def error(self) -> WorkerLostError:
         """Return an error that says how the server ended."""
         return WorkerLostError(f"vLLM's server ended with code {self._process.poll()}; its last words:\n{self._last_words()}")
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the server, but not for long."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Run a coroutine of this client in its event loop."""
@@ -159,7 +165,6 @@ class ServerProcess:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -191,6 +196,6 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _short_folder() -> str | None:
+def short_folder() -> str | None:
     """Return a folder for a socket, whose path must not be long; None for the usual one."""
     return None if len(os.fsencode(tempfile.gettempdir())) < 70 else "/tmp"
