@@ -159,6 +159,39 @@ def reinforce_plus_plus(rewards: Numbers, mask: Numbers, gamma: float = 1.0) -> 
     return whiten(returns, mask), returns
 
 
+def reinforce_plus_plus_baseline(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
+    """Return `[B, R]`: each response's reward minus the mean of its group, whitened over the tokens of all responses.
+
+    A response without others in its group has an advantage of 0 before it is whitened.
+
+    Args:
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        mask: `[B, R]`, the mask of the response tokens.
+
+    Source: Hu 2025, arXiv:2501.03262, the variant with a group baseline.
+    """
+    return whiten(broadcast_to_tokens(grpo(rewards, groups, scale=False), mask), mask)
+
+
+def remax(rewards: Numbers, baselines: Numbers, mask: Numbers, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute the returns minus the reward of the greedy response to the same prompt.
+
+    Args:
+        rewards: `[B, R]`, the reward of each token, penalties included.
+        baselines: `[B]`, the reward of the greedy response to each response's prompt.
+        mask: `[B, R]`, the mask of the response tokens.
+        gamma: The discount per token.
+
+    Returns:
+        The advantages `[B, R]` and the returns `[B, R]`.
+
+    Source: Li et al. 2024, arXiv:2310.10505, algorithm 1.
+    """
+    returns = discounted_returns(rewards, mask, gamma)
+    return returns - broadcast_to_tokens(baselines, mask).to(returns.dtype), returns
+
+
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
     """Return `[B, R]`: each response's advantage `[B]` at each of its tokens."""
     response_mask = _mask(mask)

@@ -8,7 +8,17 @@ import torch
 
 from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, reinforce_plus_plus, rloo, token_rewards, whiten
+from drivetrain.workers.advantages import (
+    broadcast_to_tokens,
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    token_rewards,
+    whiten,
+)
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.losses.policy import kl_estimate
 from drivetrain.workers.model_worker.role_host import RoleSpec
@@ -25,6 +35,8 @@ CONFIGS = {
     "dr grpo": AdvantageConfig(estimator="grpo", scale=False),
     "rloo": AdvantageConfig(estimator="rloo"),
     "reinforce": AdvantageConfig(estimator="reinforce_plus_plus", kl_coef=0.2, kl="k2"),
+    "baseline": AdvantageConfig(estimator="reinforce_plus_plus_baseline"),
+    "remax": AdvantageConfig(estimator="remax", kl_coef=0.1, gamma=0.9),
 }
 
 
@@ -35,6 +47,7 @@ def batch_of() -> dict[str, Any]:
     for name in ("old_log_probs", "reference_log_probs", "values"):
         data[name] = torch.randn(shape, generator=generator)
     data["rewards"] = torch.randn(shape[0], generator=generator)
+    data["baselines"] = torch.randn(shape[0], generator=generator)
     data["group_ids"] = data.pop("uids")
     return data
 
@@ -56,6 +69,8 @@ def expected(data: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
         "dr grpo": [broadcast_to_tokens(grpo(rewards, groups, scale=False), mask)],
         "rloo": [broadcast_to_tokens(rloo(rewards, groups), mask)],
         "reinforce": list(reinforce_plus_plus(token_rewards(rewards, mask, kl("k2"), 0.2), mask, 1.0)),
+        "baseline": [reinforce_plus_plus_baseline(rewards, groups, mask)],
+        "remax": list(remax(penalized, data["baselines"], mask, 0.9)),
     }
 
 
@@ -78,6 +93,8 @@ def rank_advantages() -> list[float]:
         assert found["advantages"][2] == 0
         with pytest.raises(BatchError, match="within groups need group_ids"):
             group["grpo"].compute_advantages({k: v for k, v in data.items() if k != "group_ids"})
+        with pytest.raises(BatchError, match="baselines"):
+            group["remax"].compute_advantages({k: v for k, v in data.items() if k != "baselines"})
         with pytest.raises(BatchError, match="needs the token field 'values'"):
             group["gae"].compute_advantages({k: v for k, v in data.items() if k != "values"})
     return errors

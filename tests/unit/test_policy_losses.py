@@ -11,11 +11,22 @@ from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.loss import LossSums, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, reinforce_plus_plus, rloo, token_rewards, whiten
+from drivetrain.workers.advantages import (
+    broadcast_to_tokens,
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    token_rewards,
+    whiten,
+)
 from drivetrain.workers.losses.policy import (
     POLICY_LOSSES,
     PolicyLoss,
     aggregation_weight,
+    cispo_objective,
     clipped_objective,
     importance_weights,
     kl_estimate,
@@ -286,6 +297,9 @@ def test_a_batch_without_its_fields_is_refused(fields: dict[str, Any], message: 
     [
         (lambda: PolicyLoss(clip_low=-0.1), "clip_low=-0.1"),
         (lambda: PolicyLoss(dual_clip=1.0), "dual_clip=1.0"),
+        (lambda: PolicyLoss(clip_low=1.0), "clip_low=1.0"),
+        (lambda: PolicyLoss(objective="cispo"), "objective=cispo with dual_clip=3.0 and ratio=token; it needs dual_clip=None"),
+        (lambda: PolicyLoss(objective="ppo"), "objective=ppo; choose one of clipped, cispo"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(aggregation="mean"), "aggregation=mean; choose one of token-mean"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"), "length_norm=None"),
         (lambda: PolicyLoss(length_norm=3), "length_norm=3 with aggregation=token-mean"),
@@ -355,6 +369,40 @@ def test_groups_by_hand() -> None:
     assert got[3:] == pytest.approx([1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6), 0.0])
     assert grpo(rewards, groups, scale=False).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0, 0.0])
     assert rloo(rewards, groups).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0, 0.0])
+
+
+def test_baselines_by_hand() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    got = reinforce_plus_plus_baseline(t(1.0, 0.0, 5.0), torch.tensor([3, 3, 8]), mask)
+    # By token: the means of the groups are 0.5 and 5.
+    flat = [0.5, 0.5, -0.5, 0.0, 0.0]
+    mean = sum(flat) / 5
+    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / 4)
+    assert got[mask > 0].tolist() == pytest.approx([(x - mean) / scale for x in flat], rel=1e-6)
+    assert got[1, 1] == 0.0
+    rewards = torch.tensor([[0.0, 1.0], [2.0, 9.0], [-1.0, 0.5]]).double()
+    advantages, returns = remax(rewards, t(0.25, 3.0, 0.0), mask, gamma=0.5)
+    assert returns.tolist() == [[0.5, 1.0], [2.0, 0.0], [-0.75, 0.5]]
+    assert advantages.tolist() == [[0.25, 0.75], [-1.0, 0.0], [-0.75, 0.5]]
+    with pytest.raises(BatchError, match="advantages has nan for response 1"):
+        remax(rewards, t(0.0, float("nan"), 0.0), mask)
+
+
+def test_cispo_by_hand() -> None:
+    log_probs = t(-1.0, -2.0, -0.5, -3.0).requires_grad_()
+    ratio = t(0.1, 1.1, 3.0, 3.0)
+    found = cispo_objective(log_probs, ratio, t(1.0, -2.0, 1.0, -1.0), 0.5, 0.28)
+    assert found.losses.tolist() == pytest.approx([0.5, -4.4, 0.64, -3.84])
+    assert found.clipped.tolist() == [True, False, True, True]
+    # Clipped tokens have a gradient as well, unlike with PPO.
+    assert torch.autograd.grad(found.losses.sum(), log_probs)[0].tolist() == pytest.approx([-0.5, 2.2, -1.28, 1.28])
+    loss = POLICY_LOSSES["cispo"]
+    value, gradient = extreme(loss, -100.0, 2.0)
+    assert math.isfinite(value)
+    # The weight of a token that was improbable is bounded; its gradient is there.
+    weight = loss.weights(answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF))["policy"]
+    assert gradient[0] == pytest.approx(-1.28 * 2.0 / weight)
+    assert extreme(loss, 100.0, 2.0)[1][0] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_reinforce_plus_plus_and_whitening_by_hand() -> None:

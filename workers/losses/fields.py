@@ -27,7 +27,9 @@ TOKEN_FIELDS = frozenset(
 """Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role
 to role.
 """
-SEQUENCE_FIELDS = frozenset({"rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "row", "finished"})
+SEQUENCE_FIELDS = frozenset(
+    {"rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "baselines", "row", "finished"}
+)
 """Sequence fields that some loss reads or some worker returns."""
 
 

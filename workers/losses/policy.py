@@ -23,6 +23,7 @@ from .sequences import sequence_of, sequence_sums
 
 Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Objective = Literal["clipped", "cispo"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
 MAX_LOG_RATIO = 20.0
@@ -70,6 +71,23 @@ def clipped_objective(
     bound = -advantages * dual_clip
     dual = (advantages < 0) & (losses > bound)
     return Clipped(torch.where(dual, bound, losses), clipped, dual)
+
+
+def cispo_objective(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Clipped:
+    """Compute CISPO's loss: -sg(clip(r, 1 - low, 1 + high)) A log p. Every token has a gradient, with a bounded weight.
+
+    Args:
+        log_probs: log p, the log-probabilities under the current policy.
+        ratio: r, as in `clipped_objective`.
+        advantages: A, the advantages.
+        clip_low: Distance below 1 from which on the weight is constant; 1 is no bound.
+        clip_high: Distance above 1 from which on the weight is constant.
+
+    Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
+    """
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    clipped = weight != ratio.detach()
+    return Clipped(-weight * advantages * log_probs, clipped, torch.zeros_like(clipped))
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *, clamp: bool = True) -> Tensor:
@@ -155,6 +173,7 @@ class PolicyLoss:
     Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.
 
     Args:
+        objective: `clipped`, PPO's; or `cispo`, see `cispo_objective`, for which `dual_clip` has no meaning.
         clip_low: See `clipped_objective`.
         clip_high: See `clipped_objective`; None uses the value of `clip_low`.
         dual_clip: See `clipped_objective`.
@@ -175,6 +194,7 @@ class PolicyLoss:
         ConfigError: A setting is out of range.
     """
 
+    objective: Objective = "clipped"
     clip_low: float = 0.2
     clip_high: float | None = None
     dual_clip: float | None = 3.0
@@ -191,15 +211,24 @@ class PolicyLoss:
     sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
-        for name, values in (("ratio", Ratio), ("aggregation", Aggregation), ("kl_estimator", KLEstimator)):
+        for name, values in (
+            ("objective", Objective),
+            ("ratio", Ratio),
+            ("aggregation", Aggregation),
+            ("kl_estimator", KLEstimator),
+        ):
             if getattr(self, name) not in get_args(values):
                 raise ConfigError(f"{name}={getattr(self, name)}; choose one of {', '.join(get_args(values))}")
         for name in ("clip_low", "clip_high", "kl_coef"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{name}={value}; it must be 0 or more")
-        if self.clip_low >= 1:
+        if self.clip_low > 1 or (self.clip_low == 1 and self.objective == "clipped"):
             raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
+        if self.objective == "cispo" and (self.dual_clip is not None or self.ratio != "token"):
+            raise ConfigError(
+                f"objective=cispo with dual_clip={self.dual_clip} and ratio={self.ratio}; it needs dual_clip=None and ratio=token"
+            )
         if not math.isfinite(self.entropy_coef):
             raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a finite number")
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
@@ -256,7 +285,11 @@ class PolicyLoss:
                 sequence_ratio = sequence_ratio.detach() + log_ratio - log_ratio.detach()
             ratio = sequence_ratio.clamp(-bound, bound).exp()
         clip_high = self.clip_low if self.clip_high is None else self.clip_high
-        objective = clipped_objective(ratio, advantages, self.clip_low, clip_high, self.dual_clip)
+        if self.objective == "cispo":
+            masked = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
+            objective = cispo_objective(masked, ratio, advantages, self.clip_low, clip_high)
+        else:
+            objective = clipped_objective(ratio, advantages, self.clip_low, clip_high, self.dual_clip)
         losses = objective.losses
         if "importance_weights" in batch.token_fields:
             losses = losses * masked_field("importance_weights")
@@ -315,11 +348,13 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "grpo": PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, kl_coef=0.04),
     "dr_grpo": PolicyLoss(aggregation="seq-mean-token-sum", dual_clip=None),
     "dapo": PolicyLoss(clip_high=0.28),
+    "cispo": PolicyLoss(objective="cispo", clip_low=1.0, clip_high=0.28, dual_clip=None),
     "gspo": PolicyLoss(ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None),
 }
 """Settings of published algorithms. Use `dataclasses.replace` to change individual settings.
 
 Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al.
 2025, arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which depends on the run); DAPO Yu et al. 2025,
-arXiv:2503.14476; GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1.
+arXiv:2503.14476; CISPO MiniMax 2025, arXiv:2506.13585, without a lower bound as there; its upper one is DAPO's;
+GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1.
 """

@@ -15,13 +15,13 @@ from ...engine.loss import loss_mask
 from ...engine.packing.batch import PackedBatch
 from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
-from ..advantages import broadcast_to_tokens, discounted_returns, gae, grpo, rloo, token_rewards, whiten
+from ..advantages import broadcast_to_tokens, discounted_returns, gae, grpo, remax, rloo, token_rewards, whiten
 from ..batch_adapters import adapt_batch
 from ..dispatch import register
 from ..losses.fields import sequence_field, token_field
 from ..losses.policy import KLEstimator, kl_estimate
 
-Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus"]
+Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,17 @@ class AdvantageConfig:
     """How advantages are computed.
 
     Args:
-        estimator: The function of `workers.advantages`: `gae` needs the field `values`; `grpo` and `rloo` compare the responses of
-            a group, so they need `group_ids`.
-        kl_coef: The weight of a KL penalty in the rewards of tokens, for `gae` and `reinforce_plus_plus`; it needs `old_log_probs`
-            and `reference_log_probs`.
+        estimator: The function of `workers.advantages`: `gae` needs the field `values`; `grpo`, `rloo` and
+            `reinforce_plus_plus_baseline` compare the responses of a group, so they need `group_ids`; `remax` needs the sequence
+            field `baselines`, the rewards of greedy responses.
+        kl_coef: The weight of a KL penalty in the rewards of tokens, for `gae`, `reinforce_plus_plus` and `remax`; it needs
+            `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
         gamma: The discount per token.
         lam: lambda of GAE.
         scale: Whether GRPO divides by the group's standard deviation.
-        whiten: Whether advantages of `gae` and `reinforce_plus_plus` get mean 0 and variance 1 over the tokens of the global batch.
+        whiten: Whether advantages of `gae` and of both forms of `reinforce_plus_plus` get mean 0 and variance 1 over the tokens of
+            the global batch.
     """
 
     estimator: Estimator = "gae"
@@ -79,7 +81,7 @@ class AdvantageWorker:
 
     @register("dp")
     def compute_advantages(self, data: Any) -> dict[str, Tensor]:
-        """Compute the `advantages` of response tokens, and with `gae` and `reinforce_plus_plus` their `returns`.
+        """Compute the `advantages` of response tokens, and with `gae`, `reinforce_plus_plus` and `remax` their `returns`.
 
         Collective over the ranks of the role.
 
@@ -195,10 +197,22 @@ def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Resul
     return returns, returns
 
 
-_WHITENED = ("gae", "reinforce_plus_plus")
+def _reinforce_plus_plus_baseline(config: AdvantageConfig, responses: Responses) -> Result:
+    scores = grpo(responses.rewards(), responses.groups(), scale=False)
+    return broadcast_to_tokens(scores, responses.mask), None
+
+
+def _remax(config: AdvantageConfig, responses: Responses) -> Result:
+    baselines = sequence_field(responses.batch, "baselines", "the estimator remax")
+    return remax(_token_rewards(config, responses), baselines, responses.mask, config.gamma)
+
+
+_WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, Responses], Result]] = {
     "gae": _gae,
     "grpo": _grpo,
     "rloo": _rloo,
     "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _remax,
 }
