@@ -396,6 +396,10 @@ def test_cispo_by_hand() -> None:
     assert found.clipped.tolist() == [True, False, True, True]
     # Clipped tokens have a gradient as well, unlike with PPO.
     assert torch.autograd.grad(found.losses.sum(), log_probs)[0].tolist() == pytest.approx([-0.5, 2.2, -1.28, 1.28])
+    # The weight itself has none.
+    ratio = (log_probs - t(-1.1, -2.1, -0.6, -3.1)).exp()
+    inside = cispo_objective(log_probs, ratio, t(1.0, 1.0, 1.0, 1.0), 0.5, 0.28)
+    assert torch.autograd.grad(inside.losses.sum(), log_probs)[0].tolist() == pytest.approx([-math.exp(0.1)] * 4)
     loss = POLICY_LOSSES["cispo"]
     value, gradient = extreme(loss, -100.0, 2.0)
     assert math.isfinite(value)
