@@ -55,11 +55,11 @@ def test_what_goes_wrong_is_counted_and_never_a_reward_of_zero() -> None:
         "swallow",
         "abc",
     ]
-    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=0.5)) as scorer:
+    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=1.0)) as scorer:
         scores = scorer.score(samples_of(*moods))
         found = {m: o for m, o in zip(moods, scores.outcomes[MOODY], strict=True) if o is not None}
         for mood in ("hang", "sleep", "deaf", "swallow"):
-            assert (found[mood].kind, found[mood].message) == ("timeout", "it took more than 0.5 s and was killed")
+            assert (found[mood].kind, found[mood].message) == ("timeout", "it took more than 1 s and was killed")
         assert found["exit"].message == "its process ended (exit code 3)"
         assert found["kill"].message == "its process ended (exit code -9)"
         assert found["memory"].message.startswith("MemoryError")
@@ -118,17 +118,17 @@ def test_judging_goes_on_beside_the_program() -> None:
     with RewardScorer(RewardsConfig(use=("helpers.reward_functions:remote",))) as scorer:
         began = time.monotonic()
         pending = scorer.submit(samples_of(*["x"] * 20))
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 2
         assert not pending.ready
         with pytest.raises(TimeoutError, match="20 judgments of rewards are missing"):
             pending.result(0.01)
         assert pending.result(20).rewards == [1.0] * 20
         # They wait together.
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 5.5
 
 
 def test_a_call_for_all_answers_that_hangs() -> None:
-    with RewardScorer(RewardsConfig(use=("length",), timeout_s=0.3), [functions.at_once]) as scorer:
+    with RewardScorer(RewardsConfig(use=("length",), timeout_s=1.0), [functions.at_once]) as scorer:
         scores = scorer.score(samples_of("a", "hang"))
         assert scores.counts("at_once")["timeout"] == 2
         assert scores.counts("length")["value"] == 2
