@@ -57,11 +57,11 @@ def test_replicas_run_on_the_machines_of_a_cluster(tmp_path: Path, address: str)
         for _ in range(4):
             assert server.client().completions.create(**REQUEST).choices[0].text == expected
         os.kill(min(found), signal.SIGKILL)
-        until(lambda: server.number("drivetrain_worker_restarts") == 1 and server.number("drivetrain_workers") == 2)
+        until(lambda: server.number("drivetrain_worker_restarts") == 1 and server.number("drivetrain_workers") == 2, 120)
         assert server.client().completions.create(**REQUEST).choices[0].text == expected
         server.process.terminate()
         assert server.process.wait(40) == 128 + signal.SIGTERM
-    until(lambda: not workers(address))
+    until(lambda: not workers(address), 60)
 
 
 def test_a_cluster_without_room_is_refused(tmp_path: Path, address: str) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ PLACEMENT_S = 60.0
 """For how many seconds a process may wait for a place in the Ray cluster, and for its start there."""
 
 
-_REACH_S = 10.0
+_REACH_S, _POLL_S = 10.0, 0.5
 
 
 class WorkerProcess(Protocol):
@@ -61,7 +62,12 @@ class Host(Protocol):
         """Return the address at which the controller of these processes listens; None for a socket of this machine."""
 
     def start(
-        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+        self,
+        name: str,
+        address: str,
+        settings: ProcessArguments,
+        on_exit: Callable[[WorkerProcess], None],
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[WorkerProcess, str]:
         """Start a process; return it, and the comm_id at which it listens as rank 0.
 
@@ -70,10 +76,11 @@ class Host(Protocol):
             address: The controller's address.
             settings: What it is started with.
             on_exit: Called with the process when it has ended, in a thread of its own.
+            cancelled: Asked now and then, where starting takes a while, whether the process is still wanted.
 
         Raises:
             ConfigError: There is no room for it.
-            WorkerLostError: Its machine was lost.
+            WorkerLostError: Its machine was lost, or it is not wanted any more.
         """
 
 
@@ -85,7 +92,12 @@ class LocalHost:
         return None
 
     def start(
-        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+        self,
+        name: str,
+        address: str,
+        settings: ProcessArguments,
+        on_exit: Callable[[WorkerProcess], None],
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[ChildProcess, str]:
         """Start a process; see `Host`."""
         run, listener = comm_id.mint()
@@ -146,7 +158,12 @@ class RayHost:
         return f"{SCHEME}{self._ray.util.get_node_ip_address()}:*"
 
     def start(
-        self, name: str, address: str, settings: ProcessArguments, on_exit: Callable[[WorkerProcess], None]
+        self,
+        name: str,
+        address: str,
+        settings: ProcessArguments,
+        on_exit: Callable[[WorkerProcess], None],
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple["RayProcess", str]:
         """Start a process; see `Host`."""
         ray = self._ray
@@ -156,15 +173,21 @@ class RayHost:
             .options(num_cpus=self._each["CPU"], num_gpus=self._each["GPU"], scheduling_strategy="SPREAD")
             .remote()
         )
-        try:
-            pid, run = ray.get(actor.start.remote(name, address, settings), timeout=PLACEMENT_S)
-        except ray.exceptions.GetTimeoutError:
+        started = actor.start.remote(name, address, settings)
+        deadline = time.monotonic() + PLACEMENT_S
+        while not ray.wait([started], timeout=_POLL_S)[0]:
+            if time.monotonic() < deadline and not cancelled():
+                continue
             ray.kill(actor)
+            if cancelled():
+                raise WorkerLostError(f"{name} was closed")
             free = ray.available_resources()
             raise ConfigError(
                 f"{name} found no place in the Ray cluster within {PLACEMENT_S:g} s: it needs {self._each}, and "
                 f"{ {kind: free.get(kind, 0) for kind in self._each} } are free; free some, or start fewer workers"
-            ) from None
+            )
+        try:
+            pid, run = ray.get(started)
         except ray.exceptions.RayError as e:
             ray.kill(actor)
             raise WorkerLostError(f"{name} could not be started in the Ray cluster: {e}") from None

@@ -269,6 +269,7 @@ class SupervisedProcess:
                 keys=controller.new_keys(),
             ),
             lambda ended: self._note_exit(channel, ended),
+            lambda: self._closing,
         )
         with self._changed:
             closing = self._closing
