@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,28 @@ def test_judging_goes_on_beside_the_program() -> None:
         assert pending.result(20).rewards == [1.0] * 20
         # They wait together.
         assert time.monotonic() - began < 5.5
+
+
+def test_answers_that_wait_when_it_is_closed_are_answered() -> None:
+    with RewardScorer(RewardsConfig(use=(MOODY,))) as scorer:
+        pending = scorer.submit(samples_of(*["hang"] * 6))
+    assert pending.result(10).counts(MOODY)["error"] == 6
+
+
+def test_a_module_may_take_longer_to_import_than_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_rewards.py").write_text(
+        "import time\ntime.sleep(2)\ndef judge(completion):\n    while completion == 'hang': pass\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardScorer(RewardsConfig(use=("slow_rewards:judge",), timeout_s=1.0)) as scorer:
+        for _ in range(2):
+            counts = scorer.score(samples_of("hang", "hang", "a", "a", "a", "a")).counts("slow_rewards:judge")
+            assert (counts["timeout"], counts["value"]) == (2, 4)
+
+
+def test_functions_of_this_program_have_weights() -> None:
+    with RewardScorer(RewardsConfig(use=("exact",), weights={"equal": 0.5}), [functions.equal]) as scorer:
+        assert scorer.score(samples_of("12")).rewards == [1.5]
 
 
 def test_a_call_for_all_answers_that_hangs() -> None:

@@ -156,6 +156,11 @@ HOSTILE = {
         {"timeout"},
     ),
     "silent": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(600)", {"timeout"}),
+    "memory that nobody maps": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.shmget(0, 2**20, 0o1600), libc.unshare(0x10000000), libc.memfd_create(b'x', 0), ctypes.get_errno())",
+        {"ended"},
+    ),
     "mounts": (
         "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.umount2(b'/usr', 2), libc.setuid(0))",
         {"ended"},
@@ -176,6 +181,8 @@ def test_hostile_programs_change_nothing(name: str) -> None:
     assert not any(word in found.stdout for word in ("wrote", "read "))
     if name == "disk filler":
         assert found.stdout.splitlines()[2:] == ["/dev 30 OSError", "/ 30 OSError", "/usr 30 OSError"]
+    if name == "memory that nobody maps":
+        assert found.stdout == "-1 -1 -1 1\n"
     if name == "mounts":
         assert found.stdout == "-1 -1 -1\n"
     assert len(os.listdir("/proc")) < processes + 30
@@ -215,7 +222,7 @@ def test_programs_are_tested() -> None:
     assert check_program(program, tests='{"inputs": ["1"], "outputs": ["2"]}') == 0.0
     assert (
         check_program(
-            "```py\nprint(1)\n```\nor\n```\nwhile True: pass\n```", tests={"inputs": [""], "outputs": ["1"]}, seconds=1
+            "```py\nprint(1)\n```\nor\n```py\nwhile True: pass\n```", tests={"inputs": [""], "outputs": ["1"]}, seconds=1
         )
         == 0.0
     )
@@ -223,11 +230,34 @@ def test_programs_are_tested() -> None:
         ("", "no tests"),
         ([], "no tests"),
         (3, "tests is a int"),
-        ({"inputs": [""]}, "lists of equal length"),
+        ({"inputs": [""]}, "lists of texts of equal length"),
     ):
         with pytest.raises(ValueError, match=message):
             check_program(program, tests=tests)
     assert find_program("no block") == "no block"
+    with pytest.raises(RuntimeError, match="the sandbox did not start the program"):
+        check_program(program, tests=echo, memory_mb=8)
+    for tests in (
+        {"fn_name": "add", "inputs": ["1"], "outputs": ["3"]},
+        {"inputs": "12", "outputs": "13"},
+        {"inputs": [[1]], "outputs": [3]},
+    ):
+        with pytest.raises(ValueError, match="lists of texts of equal length, and nothing else"):
+            check_program(program, tests=tests)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python3\nx = 1\n```",
+        "```Python\r\nx = 1\r\n```",
+        "```bash\nls\n```\nthen\n```python\nx = 1\n```\nprints\n```\n3\n```",
+        "```\n0\n```\n```\nx = 1\n```",
+        "```py\nx = 1",
+    ],
+)
+def test_where_a_program_stands(text: str) -> None:
+    assert find_program(text) == "x = 1"
 
 
 @needs_sandbox

@@ -57,6 +57,9 @@ def test_an_unknown_place_is_refused(extract: str) -> None:
         (r"\boxed{x+2}", "1+x", 0.0),
         ("Paris", "Paris", 1.0),
         ("paris", "Paris", 1.0),
+        ("silent", "listen", 0.0),
+        ("3,14", "314", 0.0),
+        (r"<answer>\boxed{7}</answer>", "7", 1.0),
         ("London", "Paris", 0.0),
         ("", "12", 0.0),
         ("112", "12", 0.0),
@@ -143,8 +146,8 @@ def test_functions_with_the_names_that_they_ask_for() -> None:
     assert values(lambda completion, answer: completion == answer) == [1.0, 0.0]
     assert values(lambda completion_ids, truncated, *, scale=1: len(completion_ids) * scale - truncated, scale=3) == [3.0, 5.0]
     assert values(lambda sample: sample.columns["level"]) == [3.0, 4.0]
-    # A setting stands for a column that a row lacks, and not for one that it has.
-    assert values(lambda completion, level, other: level + other, level=100, other=0.5) == [3.5, 4.5]
+    # A setting comes before a column of the same name.
+    assert values(lambda completion, level, other: level + other, level=100, other=0.5) == [100.5, 100.5]
     assert values(lambda completion, **rest: len(rest)) == [2.0, 2.0]
 
 
@@ -156,6 +159,7 @@ def test_functions_of_trl() -> None:
         return [1.0 if c == a else None for c, a in zip(completions, answer, strict=True)]
 
     assert values(trl) == [1.0, ("not_applicable", "")]
+    assert values(lambda completions, trainer_state, log_metric: [log_metric("a", 1) is trainer_state] * 2) == [1.0, 1.0]
     chat = [RewardSample(prompt=[{"role": "user", "content": "hi"}], completion="ho")]
     assert values(lambda completions: [c[0]["content"] == "ho" for c in completions], chat) == [1.0]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
 _BOXED = r"\boxed{"
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
+_COMMAND, _WORD = re.compile(r"\\[a-zA-Z]+"), re.compile(r"[^\W\d_]{2,}")
 
 
 def match_answer(completion: str, *, answer: Any, extract: str = "auto", tolerance: float = 0.0) -> float:
@@ -78,7 +80,8 @@ def final_answer(completion: str, extract: str = "auto") -> str | None:
         for kind in ("tag:answer", "boxed"):
             inner = final_answer(completion, kind)
             if inner is not None:
-                return inner
+                boxed = _last_boxed(inner)
+                return inner if boxed is None else boxed
         return completion.strip()
     raise ValueError(f"extract={extract!r}; it must be auto, all, boxed, number, tag:NAME or regex:PATTERN")
 
@@ -117,7 +120,9 @@ def _same_text(found: str, reference: str) -> bool:
 
 def _number(text: str) -> Decimal | None:
     try:
-        found = Decimal(text.strip().replace(",", "").replace("$", ""))
+        # Commas between thousands only: 3,14 is not 314.
+        plain = text.strip().replace("$", "")
+        found = Decimal(plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain)
     except InvalidOperation:
         return None
     return found if found.is_finite() else None
@@ -134,6 +139,9 @@ def _same_number(found: str, reference: str, tolerance: float) -> bool:
 
 
 def _same_mathematics(found: str, reference: str) -> bool:
+    if _WORD.search(_COMMAND.sub(" ", reference)):
+        # A word is not the product of its letters.
+        return found.casefold() == reference.casefold()
     # A moment to import.
     from math_verify import parse, verify
 

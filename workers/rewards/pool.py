@@ -1,9 +1,13 @@
 """Processes for reward functions, each of which can be killed. Imports no torch."""
 
 import multiprocessing
+import pickle
 import resource
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -30,21 +34,34 @@ class RewardPool:
         workers: The number of processes.
         timeout_s: For how many seconds a call may run.
         memory_mb: How much memory a process may have for data, in MiB.
+        targets: Functions whose modules every process imports at its start, which is not a part of any call's time.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is out of range, or a function cannot be sent to another process.
     """
 
-    def __init__(self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096) -> None:
+    def __init__(
+        self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[Target] = ()
+    ) -> None:
         for name, value in (("workers", workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
             if not 0 < value < 2**31:
                 raise ConfigError(f"rewards.{name}={value}; it must be above 0")
+        for target in targets:
+            try:
+                pickle.dumps(target)
+            except Exception as e:  # of many types
+                raise ConfigError(
+                    f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
+                ) from e
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("forkserver")
         # What a fresh process would otherwise import for each call that was killed.
         context.set_forkserver_preload([__name__])
-        self._pool = ProcessPool(workers, initializer=_limit_memory, initargs=(memory_mb * MIB,), context=context)
+        self._pool = ProcessPool(workers, initializer=_prepare, initargs=(memory_mb * MIB, tuple(targets)), context=context)
         self._closed = False
+        self._lock = threading.Lock()
+        self._pending: dict[int, tuple[Callable[[list[Outcome]], None], int]] = {}
+        self._count = 0
 
     def describe(self, target: Target) -> Signature:
         """Import a function, in one of the processes, and return how it is called.
@@ -53,7 +70,7 @@ class RewardPool:
             ConfigError: It cannot be imported or called, or importing it takes too long.
         """
         try:
-            found: Signature = self._pool.schedule(_describe, args=(target,), timeout=_LOAD_S).result()
+            found: Signature = self._pool.schedule(_describe, args=(target,), timeout=_LOAD_S).result(_LOAD_S)
         except ConfigError:
             raise
         except TimeoutError:
@@ -86,7 +103,17 @@ class RewardPool:
             raise ConfigError("the reward pool was closed")
         limit = self.timeout_s * calls
         future = self._pool.schedule(_judge, args=(target, list(samples), dict(settings), self.timeout_s), timeout=limit)
-        future.add_done_callback(lambda ended: done(_outcomes(ended, len(samples), limit)))
+        with self._lock:
+            self._count += 1
+            number = self._count
+            self._pending[number] = (done, len(samples))
+        future.add_done_callback(lambda ended: self._settle(number, _outcomes(ended, len(samples), limit)))
+
+    def _settle(self, number: int, outcomes: list[Outcome]) -> None:
+        with self._lock:
+            done, _ = self._pending.pop(number, (None, 0))
+        if done is not None:
+            done(outcomes)
 
     def close(self) -> None:
         """End all processes; calls that run are killed."""
@@ -94,6 +121,9 @@ class RewardPool:
             self._closed = True
             self._pool.stop()
             self._pool.join()
+            # It leaves those that wait without an answer.
+            for number, (_, count) in list(self._pending.items()):
+                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * count)
 
     def __enter__(self) -> Self:
         return self
@@ -122,9 +152,15 @@ def _outcomes(ended: "Future[Any]", count: int, limit: float) -> list[Outcome]:
     return [outcome] * count
 
 
-def _limit_memory(size: int) -> None:
+def _prepare(size: int, targets: Sequence[Target]) -> None:
     # Private memory; a limit of the address space would count what is only reserved.
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    for target in targets:
+        # The call itself says what is wrong.
+        with suppress(Exception):
+            _resolve(target)
+            if str(target).endswith(":match_answer"):
+                import_module("math_verify")
 
 
 def _resolve(target: Target) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .sandbox import Run, SandboxLimits, run_program
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"\s*```[ \t]*([\w+-]*).*")
 
 
 def check_program(
@@ -21,7 +21,7 @@ def check_program(
 ) -> float:
     """Return 1 if the program in an answer passes all its tests; otherwise 0.
 
-    The program is the last block between three backticks, or the whole answer if there is none.
+    See `find_program`.
 
     Args:
         completion: The text of the answer.
@@ -49,9 +49,22 @@ def check_program(
 
 
 def find_program(completion: str) -> str:
-    """Return the program in an answer."""
-    blocks = _BLOCK.findall(completion)
-    return str(blocks[-1]) if blocks else completion
+    """Return the program in an answer: its last block of Python, else its last block without a language, else all of it."""
+    blocks: dict[str, str] = {}
+    language, lines = None, []
+    for line in completion.splitlines():
+        fence = _FENCE.fullmatch(line)
+        if fence and language is None:
+            language, lines = fence.group(1).lower(), []
+        elif fence and not fence.group(1):
+            blocks["python" if str(language).startswith("py") else str(language)] = "\n".join(lines)
+            language = None
+        else:
+            lines.append(line)
+    if language is not None:
+        # It was cut off, or the last fence was forgotten.
+        blocks["python" if language.startswith("py") else language] = "\n".join(lines)
+    return blocks.get("python", blocks.get("", completion))
 
 
 def _cases(tests: Any) -> list[str | tuple[str, str]]:
@@ -60,9 +73,16 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
     found: list[str | tuple[str, str]]
     if isinstance(tests, Mapping):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
-        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise ValueError("tests needs inputs and outputs, lists of equal length")
-        found = [(str(stdin), str(stdout)) for stdin, stdout in zip(inputs, outputs, strict=True)]
+        if (
+            set(tests) != {"inputs", "outputs"}
+            or not _are_texts(inputs)
+            or not _are_texts(outputs)
+            or len(inputs) != len(outputs)
+        ):
+            raise ValueError(
+                f"tests needs inputs and outputs, lists of texts of equal length, and nothing else; it has {', '.join(tests)}"
+            )
+        found = list(zip(inputs, outputs, strict=True))
     elif isinstance(tests, str):
         found = [tests] if tests.strip() else []
     elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
@@ -74,6 +94,10 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
     if not found:
         raise ValueError("there are no tests")
     return found
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and all(isinstance(value, str) for value in values)
 
 
 def _passes(program: str, case: str | tuple[str, str], limits: SandboxLimits) -> bool:
@@ -88,6 +112,8 @@ def _passes(program: str, case: str | tuple[str, str], limits: SandboxLimits) ->
 
 
 def _succeeded(run: Run) -> bool:
+    if run.kind == "not_started":
+        raise RuntimeError(f"the sandbox did not start the program: {run.stderr.strip()[-300:]}")
     return run.kind == "ended" and run.exit_code == 0
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 from ...engine.errors import ConfigError
+from .seccomp import seccomp_filter
 
-RunKind = Literal["ended", "timeout", "memory", "output"]
+RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]
 MIB = 2**20
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _POLL_S = 0.02
@@ -60,7 +61,8 @@ class Run:
     """How a program ran.
 
     Args:
-        kind: `ended` by itself, or was ended because of its `timeout`, `memory` or `output`.
+        kind: `ended` by itself, or was ended because of its `timeout`, `memory` or `output`; `not_started`, if the sandbox or the
+            interpreter failed before the program began.
         exit_code: The exit code; as a shell has it, 128 and the signal if a signal ended it.
         stdout: What it printed.
         stderr: What it printed as errors.
@@ -84,8 +86,7 @@ def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = No
         ConfigError: There is no sandbox on this machine; the message names what is missing.
     """
     limits = limits or SandboxLimits()
-    python = check_sandbox()
-    return _run([python, "-I", "-B", "/main.py"], program, stdin, limits)
+    return _run(check_sandbox(), program, stdin, limits)
 
 
 @cache
@@ -107,9 +108,7 @@ def check_sandbox() -> str:
     if python is None:
         raise ConfigError(f"the sandbox needs a Python of the system ({' or '.join(_PYTHONS)}): apt-get install python3")
     secret = secrets.token_hex(8)
-    found = _run(
-        [python, "-I", "-B", "/main.py"], f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60)
-    )
+    found = _run(python, f"import os; print(os.getpid() < 9, {secret!r})", "", SandboxLimits(seconds=60))
     if found.stdout != f"True {secret}\n":
         raise ConfigError(
             "the sandbox does not work on this machine: bubblewrap says: "
@@ -120,11 +119,20 @@ def check_sandbox() -> str:
     return python
 
 
-def _run(command: list[str], program: str, stdin: str, limits: SandboxLimits) -> Run:
-    memory = limits.memory_mb * MIB
+def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
+    memory = int(limits.memory_mb * MIB)
+    # Encoded before there is anything to clean up; half of a character is no text.
+    texts = program.encode(errors="replace"), stdin.encode(errors="replace")
     source, write = os.pipe()
+    began, begin = os.pipe()
+    denied = _as_file(seccomp_filter() or b"")
+    # The program itself has this descriptor no more.
+    bootstrap = (
+        f"import os, runpy; os.write({begin}, b'1'); os.close({begin}); runpy.run_path('/main.py', run_name='__main__')"
+    )
     words = [
-        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
+        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--seccomp", str(denied)),
         *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
         *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
@@ -133,7 +141,7 @@ def _run(command: list[str], program: str, stdin: str, limits: SandboxLimits) ->
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONIOENCODING", "utf-8"),
         *("--", "prlimit", f"--nproc={limits.processes}", f"--as={memory}", f"--fsize={limits.disk_mb * MIB}"),
         *(f"--cpu={int(limits.seconds) + 2}", "--nofile=64", "--core=0", "--"),
-        *command,
+        *(python, "-I", "-B", "-c", bootstrap),
     ]
     # Root may be anyone; others stay who they are, and are nobody in particular inside.
     uid = _FIRST_UID + secrets.randbelow(_FIRST_UID) if os.geteuid() == 0 else None
@@ -145,28 +153,32 @@ def _run(command: list[str], program: str, stdin: str, limits: SandboxLimits) ->
             stderr=subprocess.PIPE,
             env={"PATH": os.environ.get("PATH", os.defpath)},
             cwd="/",
-            pass_fds=[source],
+            pass_fds=[source, begin, denied],
             start_new_session=True,
             user=uid,
             group=uid,
             extra_groups=None if uid is None else [],
         )
     except OSError as e:
-        os.close(write)
-        return Run(kind="ended", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
+        for number in (write, began):
+            os.close(number)
+        return Run(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
     finally:
-        os.close(source)
+        for number in (source, begin, denied):
+            os.close(number)
     with process:
         try:
-            kind, texts = _watch(process, write, program.encode(), stdin.encode(), limits, uid)
+            kind, printed = _watch(process, write, *texts, limits, uid)
         finally:
             _kill(process)
+            started = os.read(began, 1) == b"1"
+            os.close(began)
     code = process.returncode
     return Run(
-        kind=kind,
+        kind=kind if started else "not_started",
         exit_code=128 - code if code < 0 else code,
-        stdout=texts[0].decode(errors="replace"),
-        stderr=texts[1].decode(errors="replace"),
+        stdout=printed[0].decode(errors="replace"),
+        stderr=printed[1].decode(errors="replace"),
     )
 
 
@@ -232,6 +244,13 @@ def _write(number: int, inputs: dict[int, memoryview], unregister: Callable[[int
         unregister(number)
         os.close(number)
         del inputs[number]
+
+
+def _as_file(content: bytes) -> int:
+    number = os.memfd_create("filter")
+    os.write(number, content)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

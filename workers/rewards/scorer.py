@@ -48,11 +48,6 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         if len(set(self.use)) != len(self.use):
             raise ConfigError(f"rewards.use names one twice: {', '.join(self.use)}; give it a larger weight")
-        for name in ("weights", "settings"):
-            if unknown := sorted(set(getattr(self, name)) - set(self.use)):
-                raise ConfigError(
-                    f"rewards.{name} has {', '.join(unknown)}, which rewards.use has not ({', '.join(self.use) or 'it is empty'})"
-                )
         if bad := [name for name, weight in self.weights.items() if not math.isfinite(weight)]:
             raise ConfigError(f"rewards.weights.{bad[0]}={self.weights[bad[0]]}; it must be finite")
         if self.on_failure not in ("drop", "zero", "raise"):
@@ -123,7 +118,7 @@ class RewardScorer:
     Args:
         config: The configuration.
         functions: Reward functions of this program, beside those that the configuration names. Each must be at the top level of a
-            module; its name there is its name in `weights` and `settings`, where `use` must then have it too, or it counts once.
+            module; its name there is its name in `weights` and `settings`.
 
     Raises:
         ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
@@ -139,7 +134,12 @@ class RewardScorer:
             self._targets[name] = function
         if not self._targets:
             raise ConfigError("there is no reward; name one in rewards.use, such as answer, or module:function")
-        self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb)
+        for setting in ("weights", "settings"):
+            if unknown := sorted(set(getattr(config, setting)) - set(self._targets)):
+                raise ConfigError(
+                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(self._targets)})"
+                )
+        self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
             self._signatures: dict[str, Signature] = {
                 name: self._pool.describe(target) for name, target in self._targets.items()

@@ -77,7 +77,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
             f"{', '.join(sorted(_GIVEN))}, {', '.join(_MARKS)}"
         )
     own = {
-        "trl": {"prompts", "completions", "completion_ids", "trainer_state"},
+        "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"},
         "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
         "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
         "samples": {"samples"},
@@ -167,7 +167,7 @@ def outcome_of(value: Any, *, none_is_allowed: bool = False) -> Outcome:
 
 
 def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str, Any]) -> dict[str, Any]:
-    columns = {**settings, **sample.columns}
+    columns = {**sample.columns, **settings}
     if signature.convention == "verl":
         return {**_wanted(signature, columns), **_asked(signature, _verl(sample))}
     given = {
@@ -196,8 +196,16 @@ def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], se
             for sample in samples
         ],
         "completion_ids": [list(sample.completion_ids) for sample in samples],
+        # There is no trainer where it runs.
+        "trainer_state": None,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
     }
-    return {**_wanted(signature, {**settings, **columns}), **_asked(signature, given)}
+    return {**_wanted(signature, {**columns, **settings}), **_asked(signature, given)}
+
+
+def _ignore(*args: Any, **more: Any) -> None:
+    pass
 
 
 def _asked(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
