@@ -237,11 +237,12 @@ def test_programs_are_tested() -> None:
     assert find_program("no block") == "no block"
     with pytest.raises(RuntimeError, match="the sandbox did not start the program"):
         check_program(program, tests=echo, memory_mb=8)
-    for tests in (
+    others: list[Any] = [
         {"fn_name": "add", "inputs": ["1"], "outputs": ["3"]},
         {"inputs": "12", "outputs": "13"},
         {"inputs": [[1]], "outputs": [3]},
-    ):
+    ]
+    for tests in others:
         with pytest.raises(ValueError, match="lists of texts of equal length, and nothing else"):
             check_program(program, tests=tests)
 

@@ -51,7 +51,8 @@ def check_program(
 def find_program(completion: str) -> str:
     """Return the program in an answer: its last block of Python, else its last block without a language, else all of it."""
     blocks: dict[str, str] = {}
-    language, lines = None, []
+    language: str | None = None
+    lines: list[str] = []
     for line in completion.splitlines():
         fence = _FENCE.fullmatch(line)
         if fence and language is None:
@@ -72,7 +73,8 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
         tests = json.loads(tests)
     found: list[str | tuple[str, str]]
     if isinstance(tests, Mapping):
-        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        inputs: Any = tests.get("inputs")
+        outputs: Any = tests.get("outputs")
         if (
             set(tests) != {"inputs", "outputs"}
             or not _are_texts(inputs)
