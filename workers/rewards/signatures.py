@@ -14,7 +14,7 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -125,7 +125,7 @@ def judge(
     except Exception as e:  # the function's own
         found = [Outcome(kind="error", message=f"{type(e).__name__}: {e}") for _ in samples]
     share = (time.perf_counter() - began) / max(1, len(samples))
-    return [Outcome(kind=o.kind, value=o.value, message=o.message, seconds=share) for o in found]
+    return [replace(outcome, seconds=share) for outcome in found]
 
 
 async def _together(calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Outcome]:
@@ -137,7 +137,7 @@ async def _together(calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[O
             found = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
         except Exception as e:  # the function's own
             found = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
-        return Outcome(kind=found.kind, value=found.value, message=found.message, seconds=time.perf_counter() - began)
+        return replace(found, seconds=time.perf_counter() - began)
 
     return list(await asyncio.gather(*(one(call) for call in calls)))
 

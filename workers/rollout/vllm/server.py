@@ -207,7 +207,7 @@ class VLLMServerGenerator(BaseGenerator):
 
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
-            WorkerLostError: The server died; the next one begins with the new weights.
+            WorkerLostError: The server died; the next one begins with the last complete set.
         """
         spool = Path(tempfile.mkdtemp(prefix="weights-", dir=self._folder))
         back, loading = self.placement, replace(self.placement, parameters="device")
