@@ -211,6 +211,10 @@ class BaseEngine(CheckpointableEngine):
         selected = {"params": params, "grads": grads, "optimizer": optimizer}
         self._offloader.to(place, tuple(part for part in PARTS if selected[part]))
 
+    def parameter_bytes(self) -> int:
+        """Return the memory of this rank's parameters, wherever they are. Not collective."""
+        return self._offloader.bytes_of("params")
+
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: PackedBatch, loss: Loss, *, plan: StepPlan | None = None) -> StepResult:

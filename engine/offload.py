@@ -61,6 +61,10 @@ class Offloader:
         """Return the location of a part."""
         return self._location[part]
 
+    def bytes_of(self, part: Part) -> int:
+        """Return the size of a part, wherever it is."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in map(_local, self._tensors(part)))
+
     def to(self, location: str, parts: tuple[Part, ...]) -> None:
         """Move parts to a location.
 

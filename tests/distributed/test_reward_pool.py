@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError, RewardError
+from drivetrain.workers.rewards.config import RewardsConfig
 from drivetrain.workers.rewards.pool import RewardPool
 from drivetrain.workers.rewards.sample import RewardSample
-from drivetrain.workers.rewards.scorer import RewardsConfig, RewardScorer
+from drivetrain.workers.rewards.scorer import RewardScorer
 from helpers import reward_functions as functions
 
 MOODY = "helpers.reward_functions:moody"

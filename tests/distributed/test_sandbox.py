@@ -11,10 +11,11 @@ import pytest
 
 from drivetrain.engine.errors import ConfigError
 from drivetrain.workers.rewards import sandbox
+from drivetrain.workers.rewards.config import RewardsConfig
 from drivetrain.workers.rewards.programs import check_program, find_program
 from drivetrain.workers.rewards.sample import RewardSample
 from drivetrain.workers.rewards.sandbox import Run, SandboxLimits, check_sandbox, run_program
-from drivetrain.workers.rewards.scorer import RewardsConfig, RewardScorer
+from drivetrain.workers.rewards.scorer import RewardScorer
 
 
 def _missing() -> str:

@@ -154,8 +154,9 @@ def test_what_is_wrong_with_a_request_fails_that_request(folder: Path) -> None:
                     await worker.stream(request).read()
                 assert isinstance(found.value.__cause__, error)
             # Memory that runs out fails the latest request.
+            latest = worker.stream(asked(PROMPTS[4], ENDLESS))
+            await anext(latest)
             await worker.acall("fail", "memory", 5)
-            latest = worker.stream(asked(PROMPTS[4], replace(GREEDY, max_tokens=100)))
             with pytest.raises(WorkerError, match="out of memory"):
                 await latest.read()
             assert len(await other.read()) == 150

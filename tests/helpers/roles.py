@@ -360,3 +360,39 @@ class Samples(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         time.sleep(0.2)
         return super().__getitem__(index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A model's folder."""
+
+    path: str
+
+
+class FolderSource:
+    """A role that gives the weights of a folder, not always as it should."""
+
+    def __init__(self, config: Folder) -> None:
+        self.config, self.damage = config, ""
+
+    @register("all")
+    def set_damage(self, damage: str) -> None:
+        """What goes wrong next time: lost, doubled, dies, or another factor of the weights."""
+        self.damage = damage
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        yield self._stream()
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from drivetrain.engine.hf.weights import stored_weights
+
+        factor = float(self.damage) if self.damage.replace(".", "").isdigit() else 1.0
+        for i, (name, tensor) in enumerate(stored_weights(self.config.path)):
+            if i == 3 and self.damage == "dies":
+                die(None)
+            if i == 3 and self.damage == "lost":
+                continue
+            yield name, tensor * factor
+            if i == 3 and self.damage == "doubled":
+                yield name, tensor

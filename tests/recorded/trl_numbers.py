@@ -35,7 +35,7 @@ def load(path: Path) -> Any:
 
 
 case = load(HERE / "case.py")
-tokenizer = load(HERE.parents[1] / "trainers" / "demo" / "addition.py").make_tokenizer()
+tokenizer = load(HERE.parents[1] / "trainers" / "tasks" / "addition.py").make_tokenizer()
 
 
 def measure(trainer: Any, model: Any, metrics: Any = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Losses of RL and advantages, against formulas written out by hand in plain Python."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,13 @@ from drivetrain.workers.advantages import (
     token_rewards,
     whiten,
 )
+from drivetrain.workers.losses.importance import importance_weights
 from drivetrain.workers.losses.policy import (
     POLICY_LOSSES,
     PolicyLoss,
     aggregation_weight,
     cispo_objective,
     clipped_objective,
-    importance_weights,
     kl_estimate,
 )
 from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
@@ -157,10 +158,6 @@ def test_published_settings() -> None:
     assert POLICY_LOSSES["dapo"].clip_high == 0.28
 
 
-def test_importance_weights_by_hand() -> None:
-    assert importance_weights(t(-1.0, -1.0), t(-1.5, -4.0), 2.0).tolist() == pytest.approx([math.exp(0.5), 2.0])
-
-
 # Three answers of 2, 1 and 3 tokens behind prompts of 1, 2 and 1; numbers for each of their tokens.
 NEW = [[-1.0, -0.5], [-2.0], [-0.2, -1.5, -0.7]]
 OLD = [[-1.2, -0.5], [-1.0], [-0.9, -1.4, -0.4]]
@@ -179,6 +176,52 @@ def answers(**fields: list[list[float]]) -> PackedBatch:
     supervised = [[i >= p for i in range(p + len(row))] for p, row in zip(PROMPTS, NEW, strict=True)]
     flat = {k: torch.tensor([x for row in placed(v) for x in row], dtype=torch.float64) for k, v in fields.items()}
     return from_lists(documents, supervised=supervised).with_fields(**flat)
+
+
+def test_importance_weights_by_hand() -> None:
+    rollout = [[-1.7, -0.5], [-4.0], [-0.9, -1.0, 0.6]]  # less OLD: 0.5 0 | 3 | 0 -0.4 -1
+    b = answers(old_log_probs=OLD, rollout_log_probs=rollout)
+    mask = b.labels != -100
+    old, sampled = b.token_fields["old_log_probs"], b.token_fields["rollout_log_probs"]
+
+    def weights(**settings: Any) -> list[float]:
+        found = importance_weights(old, sampled, mask, b, **settings)
+        assert not found[~mask].any()
+        return found[mask].tolist()
+
+    e = math.exp
+    assert weights() == pytest.approx([e(0.5), 1.0, 2.0, 1.0, e(-0.4), e(-1)])
+    assert weights(correction="mask") == pytest.approx([e(0.5), 1.0, 0.0, 1.0, e(-0.4), 0.0])
+    # Of a response: the product of the ratios of its tokens.
+    assert weights(level="sequence", high=3.0) == pytest.approx([e(0.5)] * 2 + [3.0] + [e(-1.4)] * 3)
+    assert weights(level="sequence", correction="mask") == pytest.approx([e(0.5)] * 2 + [0.0] + [0.0] * 3)
+    # A difference of 1,000 nats is no infinity, which times a gradient of 0 would be NaN.
+    far = importance_weights(old + 1000, sampled, mask, b, correction="mask")
+    assert bool(torch.isfinite(far).all())
+    assert not far.any()
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_on_policy_the_log_probs_from_before_are_not_needed(name: str) -> None:
+    loss = POLICY_LOSSES[name]
+    with_old, without = (answers(advantages=ADV, reference_log_probs=REF, **more) for more in ({"old_log_probs": NEW}, {}))
+    (one, leaf), (other, other_leaf) = run(loss, with_old), run(replace(loss, on_policy=True), without)
+    assert one.terms.keys() == other.terms.keys()
+    for term in one.terms:
+        assert float(one.terms[term].detach()) == pytest.approx(float(other.terms[term].detach()))
+    (gradient,) = torch.autograd.grad(torch.stack([*one.terms.values()]).sum(), leaf)
+    (other_gradient,) = torch.autograd.grad(torch.stack([*other.terms.values()]).sum(), other_leaf)
+    assert gradient.abs().sum() > 0
+    assert torch.allclose(gradient, other_gradient)
+    assert replace(loss, on_policy=True).weights(without) == loss.weights(with_old)
+    with pytest.raises(BatchError, match="needs the token field 'old_log_probs'"):
+        loss.weights(without)
+    total, count = other.metrics["ratio"]
+    assert float(total) / float(count) == pytest.approx(1.0)
+    rollout = without.with_fields(rollout_log_probs=without.token_fields["advantages"])
+    total, _ = run(replace(loss, on_policy=True), rollout)[0].metrics["log_prob_gap"]
+    flat = [abs(n - a) for new, adv in zip(NEW, ADV, strict=True) for n, a in zip(new, adv, strict=True)]
+    assert float(total) == pytest.approx(sum(flat))
 
 
 def batch() -> PackedBatch:

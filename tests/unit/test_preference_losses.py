@@ -18,7 +18,8 @@ from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
 from drivetrain.trainers.data.load import load_data
-from drivetrain.trainers.data.loader import Loader, Sampler
+from drivetrain.trainers.data.loader import Loader
+from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.methods.base import Method
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod

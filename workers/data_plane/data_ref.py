@@ -155,6 +155,10 @@ class DataRef:
             raise BatchError(f"group_ids has {len(group_ids)} entries for {len(self)} samples")
         return replace(self, group_ids=tuple(int(group) for group in group_ids))
 
+    def without_groups(self) -> Self:
+        """Return the reference with each sample as a group of its own, which may be on any rank."""
+        return replace(self, group_ids=None)
+
     def with_passengers(self, *names: str) -> Self:
         """Return the reference with these fields declared as passengers, which nothing needs to read."""
         return replace(self, passengers=self.passengers | set(names))

@@ -23,6 +23,7 @@ from . import hooks as h
 from .call_planner import CallPlanner, CallSpec
 from .group_data import GroupData
 from .planned import Manifest, PlannedRequest, Submission
+from .receipts import WeightReceipt, agreed_receipt
 from .state_hooks import plan_hook
 
 
@@ -279,25 +280,36 @@ class WorkerGroup(GroupData, ABC):
     def _collect_done(self) -> None:
         """Read the replies to flushes that have been answered, and that nobody has asked for."""
 
-    def sync_weights(self, source: str, target: str, *, eta: float = 1.0) -> None:
+    def sync_weights(self, source: str, target: str, *, eta: float = 1.0, version: int | None = None) -> WeightReceipt:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
+
+        All processes say what they have sent or loaded, and must agree.
 
         Args:
             source: The name of a role with `weights`.
             target: The name of a role with `load_weights`, on any pool.
             eta: The weight of the new weights in a moving average: target = eta x source + (1 - eta) x target.
+            version: The version that the target's weights then have, if it is a rollout; None is one more than before.
 
         Raises:
             ConfigError: A role cannot do this.
-            WorkerError: A process failed. The target must then be given a complete set before it is used.
+            WorkerError: A process failed, or processes have other weights than the rest. The target must then be given a complete set
+                before it is used; a rollout generates nothing until then.
         """
         with self._lock:
             self.check_sync(source, target)
             self._check_nothing_submitted("sync_weights")
-            hook = h.SyncParams(source=source, target=target, eta=eta)
+            hook = h.SyncParams(source=source, target=target, eta=eta, version=version)
             submission = self._submit_hooks([hook], f"weights of {source} to {target}")
             self._flush_only(submission)
             self._wait(submission)
+            replies = submission.replies_to_hook("sync_params")
+            try:
+                return agreed_receipt(replies)
+            except WorkerError as e:
+                if hasattr(self.role(target).worker, "discard_weights"):
+                    self.call(target, "discard_weights", f"are not the same in all processes ({e})")
+                raise
 
     def _forget_data(self) -> None:
         """Forget all samples, which are lost, and what refers to them."""

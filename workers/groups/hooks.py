@@ -41,11 +41,13 @@ class SyncParams:
         source: The role with the parameters.
         target: The role that gets them.
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
+        version: The version that the target's weights then have, if it counts versions; None is one more than before.
     """
 
     source: str
     target: str
     eta: float = 1.0
+    version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,7 @@ class Submission:
     def hook_results(self) -> list[Any]:
         """Return what the hooks have returned, in the order in which they were given, those before the call first.
 
-        The numbers of `Evaluate`, the folder of `Save`, otherwise None.
+        The numbers of `Evaluate`, the folder of `Save`, the receipt of `SyncParams`, otherwise None.
         """
         self.result()
         hooks = [*self.request.before, *self.request.after]
@@ -228,6 +228,20 @@ class Submission:
                 own = self.replies[first].hook_results
                 found.append(own[sum(first in other.places for other in hooks[:i])] if own else None)
         return found
+
+    def replies_to_hook(self, name: HookName) -> dict[str, Any]:
+        """Return what each process has returned for the only hook of this name, by place.
+
+        Raises:
+            WorkerError: The request failed.
+        """
+        self.result()
+        hooks = [*self.request.before, *self.request.after]
+        index = next(i for i, hook in enumerate(hooks) if hook.name == name)
+        return {
+            member: self.replies[member].hook_results[sum(member in other.places for other in hooks[:index])]
+            for member in hooks[index].places
+        }
 
     def fail(self, error: BaseException) -> None:
         """Note that there will be no replies, and why."""

@@ -216,7 +216,7 @@ class SampleCall:
             keys=keys,
             buffer=buffer,
             group_ids=tuple(row for row, _, _ in found),
-            passengers=frozenset({"finished"}),
+            passengers=frozenset({"finished", "versions"}),
         )
 
 

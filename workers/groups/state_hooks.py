@@ -40,6 +40,10 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
     if isinstance(hook, h.SyncParams):
         if not 0 <= hook.eta <= 1:
             raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
+        if hook.version is not None and (
+            isinstance(hook.version, bool) or not isinstance(hook.version, int) or not 0 <= hook.version < 2**63
+        ):
+            raise ConfigError(f"sync_params: version={hook.version!r}; it must be an integer of at least 0, or None")
         group.check_sync(hook.source, hook.target)
         sources, targets = group.places(hook.source), group.places(hook.target)
         sync = wire.SyncParams(
@@ -49,6 +53,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             targets=list(targets),
             title=f"{group.next_id()}/{hook.source} to {hook.target}",
             eta=hook.eta,
+            version=hook.version,
         )
         places = tuple(dict.fromkeys((*sources, *targets)))
         return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))

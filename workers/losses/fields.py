@@ -22,6 +22,7 @@ TOKEN_FIELDS = frozenset(
         "loss_weights",
         "log_probs",
         "entropy",
+        "versions",
     }
 )
 """Token fields that some loss reads or some worker returns. One list serves all roles, because the same batch goes from role

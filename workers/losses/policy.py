@@ -134,22 +134,6 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, batch: PackedBatch) -> T
     return means[sequence_of(batch)]
 
 
-def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Compute truncated importance weights: min(p / q, cap).
-
-    They correct for the difference between the probabilities of an inference engine and those of the trainer.
-
-    Args:
-        old_log_probs: log p, computed by the trainer with the weights that generated the responses.
-        rollout_log_probs: log q, reported by the inference engine that generated the responses.
-        cap: C, the upper bound of a weight.
-
-    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", truncated importance
-    sampling.
-    """
-    return (old_log_probs - rollout_log_probs).exp().clamp(max=cap)
-
-
 def response_tokens(batch: PackedBatch) -> Tensor:
     """Return `[T]` bool: the mask of the tokens that a loss over responses uses."""
     mask, response_mask = loss_mask(batch), batch.token_fields.get("response_mask")
@@ -189,6 +173,9 @@ class PolicyLoss:
         kl_estimator: See `kl_estimate`.
         kl_clamp: See `kl_estimate`.
         temperature: The sampling temperature of the responses. Log-probabilities are computed at the same temperature.
+        on_policy: Whether the responses were sampled with the very weights that learn from them: then `old_log_probs` are those of this
+            update, the ratio is 1, and the field is not needed.
+        log_entropy: Whether the entropy is a metric although it has no weight.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -206,6 +193,8 @@ class PolicyLoss:
     kl_estimator: KLEstimator = "k3"
     kl_clamp: bool = True
     temperature: float = 1.0
+    on_policy: bool = False
+    log_entropy: bool = False
     linear: bool = False
     token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
     sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
@@ -246,7 +235,8 @@ class PolicyLoss:
     @property
     def request(self) -> OutputRequest:
         """The requested outputs: log-probabilities, and the entropy if it has a weight."""
-        return OutputRequest(log_probs=True, entropy=self.entropy_coef != 0, temperature=self.temperature)
+        entropy = self.entropy_coef != 0 or self.log_entropy
+        return OutputRequest(log_probs=True, entropy=entropy, temperature=self.temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Return the mask of the response tokens."""
@@ -256,7 +246,12 @@ class PolicyLoss:
         """Return the denominator of each term: the number of tokens or of responses, depending on `aggregation`."""
         check_response_mask(batch)
         tokens = self.tokens(batch)
-        for name in ("old_log_probs", "advantages", *(["reference_log_probs"] if self.kl_coef else [])):
+        needed = [
+            *([] if self.on_policy else ["old_log_probs"]),
+            "advantages",
+            *(["reference_log_probs"] if self.kl_coef else []),
+        ]
+        for name in needed:
             token_field(batch, name, tokens)
         if "importance_weights" in batch.token_fields:
             token_field(batch, "importance_weights", tokens)
@@ -275,7 +270,9 @@ class PolicyLoss:
             return torch.where(outputs.mask, token_field(batch, name).to(mask.dtype), torch.zeros_like(log_probs))
 
         advantages = masked_field("advantages")
-        log_ratio = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs)) - masked_field("old_log_probs")
+        masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
+        old = masked_log_probs.detach() if self.on_policy else masked_field("old_log_probs")
+        log_ratio = masked_log_probs - old
         bound = MAX_LOG_RATIO
         if self.ratio == "token":
             ratio = log_ratio.clamp(-bound, bound).exp()
@@ -286,8 +283,7 @@ class PolicyLoss:
             ratio = sequence_ratio.clamp(-bound, bound).exp()
         clip_high = self.clip_low if self.clip_high is None else self.clip_high
         if self.objective == "cispo":
-            masked = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
-            objective = cispo_objective(masked, ratio, advantages, self.clip_low, clip_high)
+            objective = cispo_objective(masked_log_probs, ratio, advantages, self.clip_low, clip_high)
         else:
             objective = clipped_objective(ratio, advantages, self.clip_low, clip_high, self.dual_clip)
         losses = objective.losses
@@ -297,10 +293,10 @@ class PolicyLoss:
         tokens = mask.sum()
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         if outputs.entropy is not None:
-            terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
+            if self.entropy_coef:
+                terms["entropy"] = -self.entropy_coef * self._sum(outputs.entropy, mask, batch)
             metrics["entropy"] = ((outputs.entropy.detach() * mask).sum(), tokens)
         if self.kl_coef:
-            masked_log_probs = torch.where(outputs.mask, log_probs, torch.zeros_like(log_probs))
             kl = kl_estimate(masked_log_probs, masked_field("reference_log_probs"), self.kl_estimator, clamp=self.kl_clamp)
             terms["kl"] = self.kl_coef * self._sum(kl, mask, batch)
             metrics["kl"] = ((kl.detach() * mask).sum(), tokens)
@@ -311,6 +307,9 @@ class PolicyLoss:
                 "approx_kl": (-(log_ratio.detach() * mask).sum(), tokens),
                 "advantages": ((advantages * mask).sum(), tokens),
             }
+            if self.on_policy and "rollout_log_probs" in batch.token_fields:
+                gap = (masked_log_probs - masked_field("rollout_log_probs")).abs()
+                metrics["log_prob_gap"] = ((gap * mask).sum(), tokens)
             if self.dual_clip is not None:
                 metrics["dual_clip_fraction"] = ((objective.dual & outputs.mask).sum(), tokens)
         return LossSums(terms=terms, metrics=metrics)

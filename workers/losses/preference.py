@@ -18,7 +18,7 @@ from torch import Tensor
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
-from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field, token_field
 from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"]
@@ -165,7 +165,7 @@ class PreferenceLoss:
     """A pairwise preference loss, averaged over the pairs of the global batch.
 
     The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one, and `reference_log_probs`
-    holds the reference's summed log-probabilities, for the losses that need them.
+    holds the reference's log-probabilities, for the losses that need them: summed, as a sequence field, or per token.
 
     Args:
         kind: The formula to use, one of those in this module.
@@ -177,6 +177,7 @@ class PreferenceLoss:
         sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss
             (`SFT_WEIGHT`). With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
             that it is a mean over all chosen tokens of the batch, while the paper averages each response's mean.
+        temperature: The temperature of the log-probabilities: that at which the responses were sampled.
 
     Raises:
         ConfigError: A setting is out of range, or does not apply to the loss.
@@ -188,12 +189,14 @@ class PreferenceLoss:
     gamma: float = 0.5
     length_normalize: bool | None = None
     sft_weight: float | None = None
-    request: OutputRequest = OutputRequest(log_probs=True)
+    temperature: float = 1.0
     linear: bool = False
     token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
     sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
 
     def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         if self.kind not in get_args(PairLoss):
             raise ConfigError(f"loss={self.kind}; choose one of {', '.join(get_args(PairLoss))}")
         if not (self.beta > 0 and math.isfinite(self.beta)):
@@ -213,6 +216,11 @@ class PreferenceLoss:
             raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
         if self.length_normalize is False and self.kind == "orpo":
             raise ConfigError("length_normalize=false with loss=orpo, whose odds are defined per token; unset it")
+
+    @property
+    def request(self) -> OutputRequest:
+        """The requested outputs: log-probabilities."""
+        return OutputRequest(log_probs=True, temperature=self.temperature)
 
     @property
     def needs_reference(self) -> bool:
@@ -235,7 +243,10 @@ class PreferenceLoss:
         """Return the number of pairs and, if the likelihood term is used, the number of supervised tokens on chosen sides."""
         pairs = pairs_of(batch)
         if self.needs_reference:
-            sequence_field(batch, REFERENCE, f"loss={self.kind}, which uses a reference model,")
+            if REFERENCE in batch.token_fields:
+                token_field(batch, REFERENCE, loss_mask(batch))
+            else:
+                sequence_field(batch, REFERENCE, f"loss={self.kind}, which uses a reference model,")
         check_supervised(batch)
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
@@ -252,9 +263,7 @@ class PreferenceLoss:
         counts = sequence_sums(outputs.mask.double(), batch)
         scale = 1 / counts if self._normalize else torch.ones_like(counts)
         policy = sums * scale
-        reference = (
-            batch.sequence_fields[REFERENCE].to(sums.dtype) * scale if self.needs_reference else torch.zeros_like(policy)
-        )
+        reference = _reference_sums(batch, outputs.mask) * scale if self.needs_reference else torch.zeros_like(policy)
         ratio = policy - reference
         margin = ratio[pairs.chosen] - ratio[pairs.rejected]
         if self.kind == "sigmoid":
@@ -299,6 +308,14 @@ class PreferenceLoss:
             metrics["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
             metrics["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
         return metrics
+
+
+def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:
+    """Return the reference's log-probability of each sequence, `[N]` float64."""
+    per_token = batch.token_fields.get(REFERENCE)
+    if per_token is None:
+        return batch.sequence_fields[REFERENCE].double()
+    return sequence_sums(torch.where(mask, per_token.double(), 0.0), batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class ComputeReply(Reply, kw_only=True):
 
     Args:
         hook_results: What the hooks of the request have returned, in order, those before the call first: the numbers of
-            `evaluate`, the folder of `save`, otherwise null.
+            `evaluate`, the folder of `save`, of `sync_params` the number of tensors, their bytes, digest and version; otherwise null.
     """
 
     values: ClassVar[tuple[str, ...]] = ("hook_results",)

@@ -71,12 +71,16 @@ def _documents(answers: Sequence[Generation]) -> PackedBatch:
     """Return prompts with their responses, as a batch in which the responses are supervised."""
     from ...engine.packing.convert import from_lists
 
-    return from_lists(
+    # What belongs to a token is stored where the token is predicted.
+    batch = from_lists(
         [[*g.prompt, *g.response] for g in answers],
         supervised=[[False] * len(g.prompt) + [True] * len(g.response) for g in answers],
-        # The log-probability of a token is stored where the token is predicted.
         token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in answers]},
-    ).with_sequence_fields(finished=torch.tensor([g.finished for g in answers], dtype=torch.bool))
+    )
+    versions = [v for g in answers for v in [*[-1] * (len(g.prompt) - 1), *(g.versions or [-1] * len(g.response)), -1]]
+    return batch.with_fields(versions=torch.tensor(versions, dtype=torch.int64)).with_sequence_fields(
+        finished=torch.tensor([g.finished for g in answers], dtype=torch.bool)
+    )
 
 
 def _run(worker: ModelWorker, request: c.SampleRequest, options: Mapping[str, Any]) -> Any:

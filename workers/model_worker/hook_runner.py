@@ -27,8 +27,7 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
     assert isinstance(hook, SyncParams)
     from .param_sync import sync_params
 
-    sync_params(worker, hook)
-    return None
+    return sync_params(worker, hook)
 
 
 def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:

@@ -67,6 +67,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
         targets: The processes of the target.
         title: The name of the transfer, the same on all processes.
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
+        version: The version that the target's weights then have, if it counts versions; null is one more than before.
     """
 
     source: str
@@ -75,6 +76,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     targets: list[str]
     title: str
     eta: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    version: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 class Save(HookStruct, tag="save", kw_only=True):

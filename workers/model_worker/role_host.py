@@ -295,13 +295,14 @@ class RoleHost:
         stream: AbstractContextManager[Iterator[tuple[str, Tensor]]] = worker.weights()
         return stream
 
-    def load_weights(self, role: str, weights: Iterator[tuple[str, Tensor]], eta: float) -> None:
+    def load_weights(self, role: str, weights: Iterator[tuple[str, Tensor]], eta: float, version: int | None = None) -> None:
         """Load full tensors into a role. Collective over its ranks.
 
         Args:
             role: The role.
             weights: The names and tensors.
             eta: The weight of the new ones in a moving average with those of the role.
+            version: The version of the weights, for a role that counts versions.
 
         Raises:
             ConfigError: The role cannot load weights, or cannot average them.
@@ -310,9 +311,10 @@ class RoleHost:
         if not hasattr(worker, "load_weights"):
             raise ConfigError(f"{type(worker).__name__}, the worker of {role!r}, has no method load_weights")
         self._stale.add(role)
+        taken = signature(worker.load_weights).parameters
         if eta == 1:
-            worker.load_weights(weights)
-        elif "eta" in signature(worker.load_weights).parameters:
+            worker.load_weights(weights, **({"version": version} if "version" in taken else {}))
+        elif "eta" in taken:
             worker.load_weights(weights, eta=eta)
         else:
             raise ConfigError(

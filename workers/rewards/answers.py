@@ -1,5 +1,6 @@
 """Rewards that compare the answer with a reference: exactly, as a number, or as mathematics. Imports no torch."""
 
+import logging
 import math
 import re
 from decimal import Decimal, InvalidOperation
@@ -7,6 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
+# It warns that its own time limits are off, in every process; see `_same_mathematics`.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 _BOXED = r"\boxed{"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
 _COMMAND, _WORD = re.compile(r"\\[a-zA-Z]+"), re.compile(r"[^\W\d_]{2,}")

@@ -1,13 +1,17 @@
 """Processes for reward functions, each of which can be killed. Imports no torch."""
 
 import multiprocessing
+import os
 import pickle
 import resource
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing import forkserver
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -18,9 +22,11 @@ from .sample import Outcome, RewardSample
 from .signatures import Signature, judge, signature_of
 
 MIB = 2**20
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOAD_S = 120.0
 """For how many seconds the module of a function may import."""
 
+Done = Callable[[list[Outcome], bool], None]
 Target = str | Callable[..., Any]
 """A reward function, or its location as `module:function`."""
 
@@ -55,12 +61,16 @@ class RewardPool:
                 ) from e
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("forkserver")
+        # A signal to the process group of a run is for the run, which saves and then ends these processes.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # What a fresh process would otherwise import for each call that was killed.
         context.set_forkserver_preload([__name__])
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._pool = ProcessPool(workers, initializer=_prepare, initargs=(memory_mb * MIB, tuple(targets)), context=context)
         self._closed = False
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Callable[[list[Outcome]], None], int]] = {}
+        self._pending: dict[int, tuple[Done, int]] = {}
         self._count = 0
 
     def describe(self, target: Target) -> Signature:
@@ -75,6 +85,11 @@ class RewardPool:
             raise
         except TimeoutError:
             raise ConfigError(f"the module of the reward {title_of(target)} took more than {_LOAD_S:g} s to import") from None
+        except BrokenProcessPool as e:
+            raise ConfigError(
+                f"the processes of rewards end as soon as they start ({e}): they import this program, which must start its run under "
+                "if __name__ == '__main__':"
+            ) from e
         except Exception as e:  # what the module raises, or what cannot be pickled
             raise ConfigError(
                 f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
@@ -86,7 +101,7 @@ class RewardPool:
         target: Target,
         samples: Sequence[RewardSample],
         settings: Mapping[str, Any],
-        done: Callable[[list[Outcome]], None],
+        done: Done,
         *,
         calls: int = 1,
     ) -> None:
@@ -96,7 +111,8 @@ class RewardPool:
             target: The function.
             samples: The answers.
             settings: Further arguments of the function.
-            done: Called with an outcome for each answer, in a thread of the pool.
+            done: Called in a thread of the pool, with an outcome for each answer, and whether the call came to its end: not if it was
+                killed, or its process died.
             calls: For how many calls of `timeout_s` the answers may take.
         """
         if self._closed:
@@ -107,13 +123,18 @@ class RewardPool:
             self._count += 1
             number = self._count
             self._pending[number] = (done, len(samples))
-        future.add_done_callback(lambda ended: self._settle(number, _outcomes(ended, len(samples), limit)))
+        future.add_done_callback(lambda ended: self._settle(number, *_outcomes(ended, len(samples), limit)))
 
-    def _settle(self, number: int, outcomes: list[Outcome]) -> None:
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._closed
+
+    def _settle(self, number: int, outcomes: list[Outcome], completed: bool) -> None:
         with self._lock:
             done, _ = self._pending.pop(number, (None, 0))
         if done is not None:
-            done(outcomes)
+            done(outcomes, completed)
 
     def close(self) -> None:
         """End all processes; calls that run are killed."""
@@ -123,7 +144,7 @@ class RewardPool:
             self._pool.join()
             # It leaves those that wait without an answer.
             for number, (_, count) in list(self._pending.items()):
-                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * count)
+                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * count, False)
 
     def __enter__(self) -> Self:
         return self
@@ -137,10 +158,10 @@ def title_of(target: Target) -> str:
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
 
 
-def _outcomes(ended: "Future[Any]", count: int, limit: float) -> list[Outcome]:
+def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Outcome], bool]:
+    """Return the outcome of each answer, and whether the call came to its end."""
     try:
-        found: list[Outcome] = ended.result()
-        return found
+        return ended.result(), True
     except TimeoutError:
         outcome = Outcome(
             kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
@@ -149,10 +170,13 @@ def _outcomes(ended: "Future[Any]", count: int, limit: float) -> list[Outcome]:
         outcome = Outcome(kind="error", message=f"its process ended (exit code {e.exitcode})")
     except BaseException as e:  # of whatever the pool and pickle raise; cancelled futures among them
         outcome = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
-    return [outcome] * count
+    return [outcome] * count, False
 
 
 def _prepare(size: int, targets: Sequence[Target]) -> None:
+    os.setsid()
+    # They were blocked in the server that this process was forked from; the pool ends it by one of them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # Private memory; a limit of the address space would count what is only reserved.
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     for target in targets:

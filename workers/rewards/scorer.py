@@ -4,54 +4,15 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ...engine.errors import ConfigError, RewardError
+from .config import RewardsConfig
 from .pool import RewardPool, Target, title_of
 from .registry import location_of
 from .sample import OUTCOME_KINDS, Outcome, OutcomeKind, RewardSample
 from .signatures import Signature
-
-OnFailure = Literal["drop", "zero", "raise"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardsConfig:
-    """The rewards of a run.
-
-    Args:
-        use: The reward functions: names, or `module:function`.
-        weights: The weight of a function, by its name in `use`; 1 if it is not given.
-        settings: Further arguments of a function, by its name in `use`.
-        columns: The column of the data that stands for a parameter, where their names differ: `{answer: solution}`.
-        route: The column that says which of the functions judge a row: a name, several separated by commas, or a list of names; empty if
-            all of them judge every row.
-        on_failure: What becomes of an answer that a function could not judge: `drop` gives it no reward, `zero` counts this function
-            as 0, `raise` ends the run.
-        timeout_s: For how many seconds a call may run. A function that takes all answers at once has as many times this as there are
-            answers for each worker.
-        memory_mb: How much memory a process of a function may have for data, in MiB.
-        workers: The number of these processes.
-    """
-
-    use: tuple[str, ...] = ()
-    weights: Mapping[str, float] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    columns: Mapping[str, str] = field(default_factory=dict)
-    route: str = ""
-    on_failure: OnFailure = "drop"
-    timeout_s: float = 10.0
-    memory_mb: int = 4096
-    workers: int = 2
-
-    def __post_init__(self) -> None:
-        if len(set(self.use)) != len(self.use):
-            raise ConfigError(f"rewards.use names one twice: {', '.join(self.use)}; give it a larger weight")
-        if bad := [name for name, weight in self.weights.items() if not math.isfinite(weight)]:
-            raise ConfigError(f"rewards.weights.{bad[0]}={self.weights[bad[0]]}; it must be finite")
-        if self.on_failure not in ("drop", "zero", "raise"):
-            raise ConfigError(f"rewards.on_failure={self.on_failure}; it must be drop, zero or raise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +38,23 @@ class Scores:
         return sum(values) / len(values) if values else math.nan
 
 
+_CALL_S = 0.02
+"""For how many seconds a process is given answers at a time."""
+_MEMORY = 0.1
+"""The weight of a call in the mean time per answer."""
+
+
 class PendingScores:
     """The rewards of answers that are being judged."""
 
-    def __init__(self, scorer: "RewardScorer", samples: Sequence[RewardSample], asked: dict[str, list[int]]) -> None:
-        self._scorer, self._count = scorer, len(samples)
+    def __init__(
+        self,
+        scorer: "RewardScorer",
+        samples: Sequence[RewardSample],
+        asked: dict[str, list[int]],
+        asked_of_models: dict[str, list[int]],
+    ) -> None:
+        self._scorer, self._count, self._asked_of_models = scorer, len(samples), asked_of_models
         self._outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in asked}
         self._left = sum(len(rows) for rows in asked.values())
         self._done = threading.Condition()
@@ -94,13 +67,20 @@ class PendingScores:
             self._left -= len(rows)
             self._done.notify_all()
 
+    def __len__(self) -> int:
+        return self._count
+
     @property
     def ready(self) -> bool:
         """Whether all answers have been judged."""
         return not self._left
 
-    def result(self, timeout_s: float | None = None) -> Scores:
+    def result(self, timeout_s: float | None = None, *, models: Mapping[str, Sequence[float]] | None = None) -> Scores:
         """Wait for all answers and return their rewards.
+
+        Args:
+            timeout_s: For how long to wait, in seconds; None without limit.
+            models: For each name in `models` of the scorer, its value for each answer; used where it was asked.
 
         Raises:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
@@ -109,7 +89,18 @@ class PendingScores:
         with self._done:
             if not self._done.wait_for(lambda: self.ready, timeout_s):
                 raise TimeoutError(f"{self._left} judgments of rewards are missing after {timeout_s} s")
-        return self._scorer.add_up(self._count, self._outcomes)
+        outcomes = dict(self._outcomes)
+        for name, rows in self._asked_of_models.items():
+            values = (models or {})[name]
+            found: list[Outcome | None] = [None] * self._count
+            for row in rows:
+                finite = math.isfinite(values[row])
+                message = "" if finite else f"the reward model returned {values[row]}"
+                found[row] = Outcome(
+                    kind="value" if finite else "error", value=values[row] if finite else None, message=message
+                )
+            outcomes[name] = found
+        return self._scorer.add_up(self._count, outcomes)
 
 
 class RewardScorer:
@@ -119,25 +110,30 @@ class RewardScorer:
         config: The configuration.
         functions: Reward functions of this program, beside those that the configuration names. Each must be at the top level of a
             module; its name there is its name in `weights` and `settings`.
+        models: Names in `config.use` that are not functions: what they make of the answers is given to `PendingScores.result`.
 
     Raises:
         ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
     """
 
-    def __init__(self, config: RewardsConfig, functions: Sequence[Target] = ()) -> None:
+    def __init__(self, config: RewardsConfig, functions: Sequence[Target] = (), *, models: Sequence[str] = ()) -> None:
         self._config = config
-        self._targets: dict[str, Target] = {name: location_of(name) for name in config.use}
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._models = [name for name in config.use if name in models]
+        self._targets: dict[str, Target] = {name: location_of(name) for name in config.use if name not in models}
         for function in functions:
             name = title_of(function)
             if name in self._targets:
                 raise ConfigError(f"two rewards are called {name}; rename the function")
             self._targets[name] = function
-        if not self._targets:
+        if not self.names:
             raise ConfigError("there is no reward; name one in rewards.use, such as answer, or module:function")
         for setting in ("weights", "settings"):
-            if unknown := sorted(set(getattr(config, setting)) - set(self._targets)):
+            known = self.names if setting == "weights" else list(self._targets)
+            if unknown := sorted(set(getattr(config, setting)) - set(known)):
                 raise ConfigError(
-                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(self._targets)})"
+                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(known)})"
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
@@ -152,7 +148,8 @@ class RewardScorer:
     @property
     def names(self) -> list[str]:
         """The names of the rewards."""
-        return list(self._targets)
+        named = [name for name in self._config.use if name in self._targets or name in self._models]
+        return [*named, *(name for name in self._targets if name not in named)]
 
     def _check_settings(self) -> None:
         for name, settings in self._config.settings.items():
@@ -165,29 +162,74 @@ class RewardScorer:
                     f"{', '.join(sorted(signature.required | signature.optional)) or 'none'}"
                 )
 
-    def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
-        """Begin to judge answers, and return at once.
+    def check(self, samples: Sequence[RewardSample], names: Sequence[str]) -> None:
+        """Check that rows have the columns that the rewards need, without judging anything.
+
+        Args:
+            samples: Rows, without answers.
+            names: The name of each row, for messages.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
         """
         renamed = [self._renamed(sample) for sample in samples]
-        asked = self._routes(renamed)
+        routes = self._routes(renamed, names)
+        self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
+
+    def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
+        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call was killed together with
+        those of others.
+
+        Raises:
+            ConfigError: A row is routed to a reward that does not exist, or lacks a column.
+        """
+        renamed = [self._renamed(sample) for sample in samples]
+        routes = self._routes(renamed)
+        asked = {name: rows for name, rows in routes.items() if name not in self._models}
         self._check_columns(renamed, asked)
-        pending = PendingScores(self, samples, asked)
+        pending = PendingScores(self, samples, asked, {name: routes[name] for name in self._models})
         for name, rows in asked.items():
-            target, settings = self._targets[name], self._config.settings.get(name, {})
-            batches = [rows] if self._signatures[name].at_once else [[row] for row in rows]
-            for batch in batches:
-                if batch:
-                    self._pool.submit(
-                        target,
-                        [renamed[row] for row in batch],
-                        settings,
-                        lambda outcomes, name=name, batch=batch: pending.add(name, batch, outcomes),  # type: ignore[misc]
-                        calls=-(-len(batch) // self._config.workers),
-                    )
+            size = len(rows) if self._signatures[name].at_once else self._answers_per_call(name, len(rows))
+            for first in range(0, len(rows), max(1, size)):
+                self._ask(name, rows[first : first + size], renamed, pending)
         return pending
+
+    def _answers_per_call(self, name: str, count: int) -> int:
+        """Return how many answers a process judges at a time: more than one if that takes no longer than handing them over."""
+        with self._lock:
+            seconds = self._seconds.get(name)
+        if seconds is None:
+            return 1
+        return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
+
+    def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
+        at_once = self._signatures[name].at_once
+
+        def done(outcomes: list[Outcome], completed: bool) -> None:
+            if completed or at_once or len(rows) == 1 or self._pool.closed:
+                self._note(name, outcomes)
+                pending.add(name, rows, outcomes)
+                return
+            # One of them has killed the process, or taken the time of all: each is asked about by itself, and so are the next ones.
+            with self._lock:
+                self._seconds[name] = _CALL_S
+            for row in rows:
+                self._ask(name, [row], samples, pending)
+
+        self._pool.submit(
+            self._targets[name],
+            [samples[row] for row in rows],
+            self._config.settings.get(name, {}),
+            done,
+            calls=-(-len(rows) // self._config.workers) if at_once else 1,
+        )
+
+    def _note(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        """Note how long a function takes for an answer."""
+        mean = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
+        with self._lock:
+            before = self._seconds.get(name, mean)
+            self._seconds[name] = before + _MEMORY * (mean - before)
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
         """Judge answers, and wait for the rewards.
@@ -243,33 +285,37 @@ class RewardScorer:
             columns[parameter] = columns[column]
         return replace(sample, columns=columns)
 
-    def _routes(self, samples: Sequence[RewardSample]) -> dict[str, list[int]]:
+    def _routes(self, samples: Sequence[RewardSample], names: Sequence[str] | None = None) -> dict[str, list[int]]:
         route = self._config.route
         if not route:
-            return {name: list(range(len(samples))) for name in self._targets}
-        found: dict[str, list[int]] = {name: [] for name in self._targets}
+            return {name: list(range(len(samples))) for name in self.names}
+        found: dict[str, list[int]] = {name: [] for name in self.names}
         for row, sample in enumerate(samples):
-            wanted = sample.columns.get(route)
-            names = [part.strip() for part in wanted.split(",") if part.strip()] if isinstance(wanted, str) else wanted
-            if not isinstance(names, Sequence) or not names:
-                raise ConfigError(
-                    f"rewards.route={route}: answer {row} has {wanted!r:.80} there; give it the name of a reward"
-                )
-            for name in names:
+            wanted, title = sample.columns.get(route), _title(row, names)
+            routed = [part.strip() for part in wanted.split(",") if part.strip()] if isinstance(wanted, str) else wanted
+            if not isinstance(routed, Sequence) or not routed:
+                raise ConfigError(f"rewards.route={route}: {title} has {wanted!r:.80} there; give it the name of a reward")
+            for name in routed:
                 if name not in found:
                     raise ConfigError(
-                        f"rewards.route={route}: answer {row} is routed to {name!r}, but rewards.use has {', '.join(found)}"
+                        f"rewards.route={route}: {title} is routed to {name!r}, but rewards.use has {', '.join(found)}"
                     )
                 found[name].append(row)
         return found
 
-    def _check_columns(self, samples: Sequence[RewardSample], asked: Mapping[str, Sequence[int]]) -> None:
+    def _check_columns(
+        self, samples: Sequence[RewardSample], asked: Mapping[str, Sequence[int]], names: Sequence[str] | None = None
+    ) -> None:
         for name, rows in asked.items():
             needed = self._signatures[name].required - set(self._config.settings.get(name, {}))
             for row in rows:
                 if missing := sorted(needed - set(samples[row].columns)):
                     raise ConfigError(
-                        f"the reward {name} needs a column {missing[0]}, which answer {row} has not (it has "
+                        f"the reward {name} needs a column {missing[0]}, which {_title(row, names)} has not (it has "
                         f"{', '.join(samples[row].columns) or 'none'}); name another one with rewards.columns.{missing[0]}, or set "
                         f"rewards.settings.{name}.{missing[0]}"
                     )
+
+
+def _title(row: int, names: Sequence[str] | None) -> str:
+    return f"answer {row}" if names is None else names[row]

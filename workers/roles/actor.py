@@ -8,6 +8,7 @@ from ...engine.errors import ConfigError
 from ...engine.loss import OutputRequest, StepResult
 from ..dispatch import register
 from ..losses.policy import PolicyLoss
+from ..losses.preference import PreferenceLoss
 from .base import Worker, WorkerConfig
 
 
@@ -19,12 +20,12 @@ class ActorConfig(WorkerConfig):
         loss: The loss of its updates. Log-probabilities are computed at the temperature of this loss.
     """
 
-    loss: PolicyLoss = PolicyLoss()
+    loss: PolicyLoss | PreferenceLoss = PolicyLoss()
 
     @property
     def temperature(self) -> float:
         """The temperature of its log-probabilities; all roles of a group must use the same one."""
-        return self.loss.temperature
+        return self.loss.request.temperature
 
 
 class ActorWorker(Worker):
@@ -46,12 +47,30 @@ class ActorWorker(Worker):
             data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
             entropy: Whether to return the entropy of each token's distribution as well.
         """
-        request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.loss.temperature)
+        request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.temperature)
         return self._infer(data, request, {"log_probs": "log_probs", "entropy": "entropy"})
+
+    @register("dp")
+    def compute_reference_log_probs(self, data: Any) -> Any:
+        """Compute the `reference_log_probs` of response tokens, in the caller's format, with the adapters of the policy disabled.
+
+        Args:
+            data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
+
+        Raises:
+            ConfigError: The policy has no adapters, so without them it would be its own reference.
+        """
+        if not self.config.model.lora.rank:
+            raise ConfigError(
+                "model.lora.rank=0: only a policy with adapters is its own reference; give the group a ReferenceWorker"
+            )
+        request = OutputRequest(log_probs=True, temperature=self.config.temperature)
+        with self.engine.disable_adapter():
+            return self._infer(data, request, {"log_probs": "reference_log_probs"})
 
     @register("minibatches")
     def update(
-        self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | None = None
+        self, data: Any, steps: Sequence[Sequence[int]] | None = None, *, loss: PolicyLoss | PreferenceLoss | None = None
     ) -> list[StepResult]:
         """Train the policy on responses.
 
@@ -67,9 +86,9 @@ class ActorWorker(Worker):
         Raises:
             ConfigError: The temperature of `loss` is not that of the role's log-probabilities.
         """
-        if loss is not None and loss.temperature != self.config.temperature:
+        if loss is not None and loss.request.temperature != self.config.temperature:
             raise ConfigError(
-                f"loss.temperature={loss.temperature}: the actor's log-probabilities are computed at "
+                f"loss.temperature={loss.request.temperature}: the actor's log-probabilities are computed at "
                 f"{self.config.temperature} (config.loss), so importance ratios would compare different distributions; "
                 "use the same temperature"
             )

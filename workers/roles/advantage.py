@@ -1,8 +1,8 @@
 """The advantage role: advantages and returns from the rewards, values and log-probabilities of a batch, where these are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -12,14 +12,15 @@ from torch.distributed import ProcessGroup
 
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import loss_mask
-from ...engine.packing.batch import PackedBatch
 from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
 from ..advantages import broadcast_to_tokens, discounted_returns, gae, grpo, remax, rloo, token_rewards, whiten
 from ..batch_adapters import adapt_batch
 from ..dispatch import register
 from ..losses.fields import sequence_field, token_field
+from ..losses.importance import Correction, Level, importance_weights
 from ..losses.policy import KLEstimator, kl_estimate
+from .responses import Responses
 
 Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
 
@@ -32,8 +33,8 @@ class AdvantageConfig:
         estimator: The function of `workers.advantages`: `gae` needs the field `values`; `grpo`, `rloo` and
             `reinforce_plus_plus_baseline` compare the responses of a group, so they need `group_ids`; `remax` needs the sequence
             field `baselines`, the rewards of greedy responses.
-        kl_coef: The weight of a KL penalty in the rewards of tokens, for `gae`, `reinforce_plus_plus` and `remax`; it needs
-            `old_log_probs` and `reference_log_probs`.
+        kl_coef: The weight of a KL penalty in the rewards, of tokens with `gae`, `reinforce_plus_plus` and `remax`, of responses with
+            the others; it needs `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
         gamma: The discount per token.
         lam: lambda of GAE.
@@ -80,22 +81,23 @@ class AdvantageWorker:
         return self
 
     @register("dp")
-    def compute_advantages(self, data: Any) -> dict[str, Tensor]:
+    def compute_advantages(self, data: Any, *, kl_coef: float | None = None) -> dict[str, Tensor]:
         """Compute the `advantages` of response tokens, and with `gae`, `reinforce_plus_plus` and `remax` their `returns`.
 
         Collective over the ranks of the role.
 
         Args:
             data: This rank's data-parallel shard, with `rewards` and what the estimator needs.
+            kl_coef: The weight of the KL penalty; None is that of the configuration.
 
         Raises:
             BatchError: A field is missing, or a value that is used is not finite.
         """
-        # An error on one rank is raised on all of them: the others would wait for it in the sums.
-        with collective_errors(self._group) if self._group is not None else nullcontext():
+        config = self.config if kl_coef is None else replace(self.config, kl_coef=kl_coef)
+        with self._errors():
             adapter = adapt_batch(data, every=True)
             responses = Responses(adapter.batch)
-            advantages, returns = _ESTIMATORS[self.config.estimator](self.config, responses)
+            advantages, returns = _ESTIMATORS[config.estimator](config, responses)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
         if self.config.whiten and self.config.estimator in _WHITENED:
@@ -105,6 +107,83 @@ class AdvantageWorker:
             fields["returns"] = responses.packed(returns)
         answer: dict[str, Tensor] = adapter.answer(fields)
         return answer
+
+    @register("dp")
+    def compute_importance_weights(
+        self, data: Any, *, correction: Correction = "truncate", level: Level = "token", low: float = 0.5, high: float = 2.0
+    ) -> dict[str, Tensor]:
+        """Compute the `importance_weights` of response tokens; see `losses.importance.importance_weights`.
+
+        Args:
+            data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`.
+            correction: `truncate` or `mask`.
+            level: `token` or `sequence`.
+            low: The lower bound.
+            high: The upper bound.
+        """
+        with self._errors():
+            adapter = adapt_batch(data, every=True)
+            batch = adapter.batch
+            mask = loss_mask(batch)
+            old, rollout = (token_field(batch, name, mask) for name in ("old_log_probs", "rollout_log_probs"))
+            weights = importance_weights(old, rollout, mask, batch, correction=correction, level=level, low=low, high=high)
+        answer: dict[str, Tensor] = adapter.answer({"importance_weights": weights})
+        return answer
+
+    @register("dp", returns="numbers")
+    def summarize(self, data: Any) -> dict[str, float]:
+        """Compute numbers of a batch, over the response tokens of all ranks: collective over the ranks of the role.
+
+        Args:
+            data: This rank's data-parallel shard.
+
+        Returns:
+            Of the fields that the batch has: the mean `entropy`; of `old_log_probs` and `rollout_log_probs` the mean absolute
+            difference, `log_prob_gap`, and the largest one, `log_prob_gap_max`; of `old_log_probs` and `reference_log_probs` the
+            estimates `kl` (k1) and `kl_k3` per token, and `kl_per_response`; of `importance_weights` their mean, and the share of
+            tokens `importance_masked` whose weight is 0.
+
+        Raises:
+            BatchError: A value is not finite.
+        """
+        with self._errors():
+            batch = adapt_batch(data, every=True).batch
+            mask = loss_mask(batch)
+            found = {
+                name: token_field(batch, name, mask).double()[mask]
+                for name in ("entropy", "old_log_probs", "rollout_log_probs", "reference_log_probs", "importance_weights")
+                if name in batch.token_fields
+            }
+        tokens = mask.sum().double()
+        sums: dict[str, Tensor] = {}
+        largest = tokens.new_zeros(())
+        if "entropy" in found:
+            sums["entropy"] = found["entropy"].sum()
+        if "old_log_probs" in found and "rollout_log_probs" in found:
+            gap = (found["old_log_probs"] - found["rollout_log_probs"]).abs()
+            sums["log_prob_gap"] = gap.sum()
+            largest = gap.max() if len(gap) else largest
+        if "old_log_probs" in found and "reference_log_probs" in found:
+            old, reference = found["old_log_probs"], found["reference_log_probs"]
+            sums["kl"] = kl_estimate(old, reference, "k1").sum()
+            sums["kl_k3"] = kl_estimate(old, reference, "k3").sum()
+        if "importance_weights" in found:
+            sums["importance_weight"] = found["importance_weights"].sum()
+            sums["importance_masked"] = (found["importance_weights"] == 0).sum().double()
+        rows = tokens.new_tensor(float(batch.num_sequences))
+        total = self._sum(torch.stack([tokens, rows, *sums.values()]))
+        numbers = {name: float(value / total[0].clamp(min=1)) for name, value in zip(sums, total[2:], strict=True)}
+        if "log_prob_gap" in sums:
+            if self._group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+            numbers["log_prob_gap_max"] = float(largest)
+        if "kl" in sums:
+            numbers["kl_per_response"] = numbers["kl"] * float(total[0] / total[1].clamp(min=1))
+        return numbers
+
+    def _errors(self) -> AbstractContextManager[None]:
+        # An error on one rank is raised on all of them: the others would wait for it in the sums.
+        return collective_errors(self._group) if self._group is not None else nullcontext()
 
     def _sum(self, values: Tensor) -> Tensor:
         """Add up a tensor over all ranks."""
@@ -118,64 +197,23 @@ class AdvantageWorker:
             self._groups.close()
 
 
-class Responses:
-    """The responses of a packed batch as rows of a padded tensor.
-
-    Axes: B responses, R tokens of the longest response, T tokens.
-
-    Args:
-        batch: The batch, in which the labels mark the responses.
-    """
-
-    def __init__(self, batch: PackedBatch) -> None:
-        self.batch = batch
-        supervised = loss_mask(batch)
-        lengths = torch.tensor(batch.lengths, dtype=torch.long)
-        rows = torch.repeat_interleave(torch.arange(batch.num_sequences), lengths)
-        self._at = supervised.nonzero()[:, 0]
-        self._row = rows[self._at]
-        counts = torch.bincount(self._row, minlength=batch.num_sequences)
-        first = counts.cumsum(0) - counts
-        self._column = torch.arange(len(self._at)) - first[self._row]
-        self.mask = torch.zeros(batch.num_sequences, int(counts.max()) if len(counts) else 0, dtype=torch.bool)
-        self.mask[self._row, self._column] = True
-
-    def padded(self, name: str) -> Tensor:
-        """Return a token field as `[B, R]`."""
-        values = token_field(self.batch, name)
-        padded = values.new_zeros(self.mask.shape)
-        padded[self._row, self._column] = values[self._at]
-        return padded
-
-    def rewards(self) -> Tensor:
-        """Return the rewards `[B]`."""
-        return sequence_field(self.batch, "rewards", "computing advantages")
-
-    def groups(self) -> Tensor:
-        """Return the group of each response `[B]`.
-
-        Raises:
-            BatchError: The batch has no groups.
-        """
-        if self.batch.group_ids is None:
-            raise BatchError("advantages within groups need group_ids; give them to the reference, with with_groups(...)")
-        return self.batch.group_ids
-
-    def packed(self, values: Tensor) -> Tensor:
-        """Return values `[B, R]` as `[T]`, each at the position that predicts its token; 0 elsewhere."""
-        packed = values.new_zeros(self.batch.num_tokens)
-        packed[self._at] = values[self._row, self._column]
-        return packed
-
-
 Result = tuple[Tensor, Tensor | None]
 
 
+def _kl(config: AdvantageConfig, responses: Responses) -> Tensor:
+    return kl_estimate(responses.padded("old_log_probs"), responses.padded("reference_log_probs"), config.kl)
+
+
 def _token_rewards(config: AdvantageConfig, responses: Responses) -> Tensor:
-    kl = None
-    if config.kl_coef:
-        kl = kl_estimate(responses.padded("old_log_probs"), responses.padded("reference_log_probs"), config.kl)
+    kl = _kl(config, responses) if config.kl_coef else None
     return token_rewards(responses.rewards(), responses.mask, kl, config.kl_coef)
+
+
+def _rewards(config: AdvantageConfig, responses: Responses) -> Tensor:
+    """Return the rewards `[B]`, less the KL penalty of all tokens together."""
+    if not config.kl_coef:
+        return responses.rewards()
+    return token_rewards(responses.rewards(), responses.mask, _kl(config, responses), config.kl_coef).sum(1)
 
 
 def _gae(config: AdvantageConfig, responses: Responses) -> Result:
@@ -184,12 +222,12 @@ def _gae(config: AdvantageConfig, responses: Responses) -> Result:
 
 
 def _grpo(config: AdvantageConfig, responses: Responses) -> Result:
-    scores = grpo(responses.rewards(), responses.groups(), scale=config.scale)
+    scores = grpo(_rewards(config, responses), responses.groups(), scale=config.scale)
     return broadcast_to_tokens(scores, responses.mask), None
 
 
 def _rloo(config: AdvantageConfig, responses: Responses) -> Result:
-    return broadcast_to_tokens(rloo(responses.rewards(), responses.groups()), responses.mask), None
+    return broadcast_to_tokens(rloo(_rewards(config, responses), responses.groups()), responses.mask), None
 
 
 def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Result:
@@ -198,7 +236,7 @@ def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Resul
 
 
 def _reinforce_plus_plus_baseline(config: AdvantageConfig, responses: Responses) -> Result:
-    scores = grpo(responses.rewards(), responses.groups(), scale=False)
+    scores = grpo(_rewards(config, responses), responses.groups(), scale=False)
     return broadcast_to_tokens(scores, responses.mask), None
 
 

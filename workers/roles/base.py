@@ -14,6 +14,7 @@ from ...engine.backend import Adapters
 from ...engine.base import BaseEngine
 from ...engine.config import EngineConfig, ModelConfig, OptimConfig
 from ...engine.errors import BatchError, ConfigError
+from ...engine.export import export_hf
 from ...engine.loss import Loss, OutputRequest, StepResult, loss_mask
 from ...engine.packing.batch import PackedBatch
 from ...engine.registry import engine_class
@@ -39,6 +40,9 @@ class WorkerConfig:
     optim: OptimConfig | None = None
     total_steps: int | None = None
     passengers: tuple[str, ...] = ()
+
+
+_PARTS = {"parameters": "params", "gradients": "grads", "optimizer": "optimizer"}
 
 
 class Worker:
@@ -81,12 +85,32 @@ class Worker:
         return self
 
     @register("all")
-    def to(self, place: str) -> None:
+    def to(self, place: str, part: str | None = None) -> None:
         """Offload the state to `host` or `disk`, or reload it to the `device`.
 
         Methods reload what they need and offload it again afterwards.
+
+        Args:
+            place: Where to.
+            part: `parameters`, `gradients` or `optimizer`; None is all of them.
+
+        Raises:
+            ConfigError: There is no such place or part.
         """
-        self.engine.to(place)
+        if part not in (None, *_PARTS):
+            raise ConfigError(f"to({place!r}, {part!r}): the parts of an engine are {', '.join(_PARTS)}")
+        selected = {flag: part in (None, name) for name, flag in _PARTS.items()}
+        self.engine.to(place, **selected)
+
+    @register("all")
+    def state_bytes(self) -> dict[str, int]:
+        """Return the size of each part of the state in this process: parameters; and, if it is trained, what it will have at most."""
+        parameters = self.engine.parameter_bytes()
+        if not self.trainable:
+            return {"parameters": parameters}
+        shape = self.engine.model_shape
+        trained = int(parameters * shape.parameters_trained / max(1, shape.parameters))
+        return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
 
     @register("all")
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
@@ -97,6 +121,11 @@ class Worker:
     def load_checkpoint(self, folder: Path | str) -> int:
         """Load a checkpoint written by any engine and parallel layout, and return its step."""
         return self.engine.load_checkpoint(folder).step
+
+    @register("all")
+    def export(self, folder: str, adapters: Adapters = "merged") -> str:
+        """Write the model in Hugging Face format and return the folder; see `engine.export.export_hf`."""
+        return str(export_hf(self.engine, folder, adapters=adapters))
 
     def weights(self, *, adapters: Adapters = "merged") -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """Stream full tensors under their Hugging Face names, one at a time, on every rank. See `BaseEngine.named_weights`."""

@@ -5,6 +5,7 @@ errors are met between two steps. Tokens are sampled here and reported from here
 top_k and seed, and keeps its tokens when it is cancelled.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -23,6 +24,9 @@ from .options import RolloutConfig, SamplingOptions
 from .placement import Placement
 from .sampling import Draw, sample_tokens
 from .token_stream import Limits, TokenStream
+
+# It reports the size of every cache that it makes.
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""

@@ -70,6 +70,7 @@ class BaseGenerator(ABC):
         self.placement = Placement()
         """Where the parameters and the cache are."""
         self._complete, self._outdated, self._paused, self._warned = True, False, False, False
+        self._reason = ""
 
     # ---- what a generator implements ---------------------------------------------------------------------------------
 
@@ -285,12 +286,21 @@ class BaseGenerator(ABC):
         """
         if self.placement.parameters == "absent":
             raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
-        self._complete = False
+        self._complete, self._reason = False, "are a mix of two models because loading new ones failed"
         self._interrupt()
         with torch.no_grad():
             self.copy_weights(weights)
         self.version = self.version + 1 if version is None else version
         self._complete, self._outdated = True, False
+
+    def discard_weights(self, reason: str) -> None:
+        """Refuse to generate until complete weights have been loaded, because the present ones are not to be trusted.
+
+        Args:
+            reason: Why; for messages.
+        """
+        self._interrupt()
+        self._complete, self._reason = False, reason
 
     def to(self, place: str, part: str | None = None) -> None:
         """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
@@ -338,9 +348,7 @@ class BaseGenerator(ABC):
         if self.placement.parameters == "absent":
             raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
         if not self._complete:
-            raise ModelError(
-                "the rollout's weights are a mix of two models because loading new ones failed; load a complete set (sync_weights)"
-            )
+            raise ModelError(f"the rollout's weights {self._reason}; load a complete set (sync_weights)")
         if self._outdated and self.placement == Placement():
             raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
         if self.placement != Placement():

@@ -5,7 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.weights import stored_weights
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import to_lists
@@ -13,6 +13,7 @@ from ..dispatch import register
 from ..scheduler import SchedulerSettings
 from .generation import Generation
 from .generator import BaseGenerator, GeneratorStats
+from .memory import estimated_bytes
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .registry import build_generator
 from .scheduler import TokenGenerationScheduler
@@ -41,7 +42,9 @@ class RolloutWorker:
         return self
 
     @register("dp", returns="objects")
-    def generate(self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions) -> list[list[Generation]]:
+    def generate(
+        self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions, *, version: int | None = None
+    ) -> list[list[Generation]]:
         """Generate `options.samples` responses to each prompt, in order.
 
         Args:
@@ -49,15 +52,29 @@ class RolloutWorker:
                 number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
                 this field. Without it, the prompts are numbered from 0.
             options: The sampling options.
+            version: The version that the weights must have; None accepts any.
+
+        Raises:
+            ModelError: The weights are of another version.
         """
+        if version is not None and self.generator.version != version:
+            raise ModelError(
+                f"the generator has version {self.generator.version} of the weights, but version {version} was asked for; "
+                "sync_weights first"
+            )
         token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
         numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
         rows = range(len(token_ids)) if numbers is None else numbers.tolist()
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load an actor's weights, as streamed by its `weights()`."""
-        self.generator.load_weights(weights)
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load an actor's weights, as streamed by its `weights()`; None as a version is one more than the present one."""
+        self.generator.load_weights(weights, version=version)
+
+    @register("all", changes_weights=True)
+    def discard_weights(self, reason: str) -> None:
+        """Refuse to generate until complete weights have been loaded again; see `BaseGenerator.discard_weights`."""
+        self.generator.discard_weights(reason)
 
     @register("all", changes_weights=True)
     def load_folder(self, folder: str, version: int | None = None) -> int:
@@ -91,6 +108,11 @@ class RolloutWorker:
     def scheduler(self, settings: SchedulerSettings) -> TokenGenerationScheduler:
         """Return a scheduler by which a model worker serves single requests."""
         return TokenGenerationScheduler(self.generator, settings)
+
+    @register("all")
+    def state_bytes(self) -> dict[str, int]:
+        """Return the size of the parameters and of the full cache in this process, as estimated from the model's config."""
+        return estimated_bytes(self.config)
 
     @register("all")
     def to(self, place: str, part: str | None = None) -> None:

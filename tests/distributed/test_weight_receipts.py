@@ -1,0 +1,81 @@
+"""A rollout on several processes answers with the weights that all of them have, or with an error: never with a mixture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.config import ModelConfig
+from drivetrain.engine.errors import WorkerError, WorkerLostError
+from drivetrain.trainers.tasks.addition import write_model
+from drivetrain.workers.groups import base
+from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.workers.rollout.worker import RolloutWorker
+from helpers.roles import Folder, FolderSource
+
+PROMPTS = [[6, 7, 8], [9, 5], [4, 4, 4, 4]]
+GREEDY = SamplingOptions(max_tokens=3, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    write_model(found, 0)
+    return found
+
+
+@pytest.fixture
+def group(folder: Path) -> Iterator[WorkerGroup]:
+    roles = {
+        "source": RoleSpec(worker=FolderSource, config=Folder(path=str(folder)), pool="source"),
+        "rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))), pool="rollout"),
+    }
+    with ProcessWorkerGroup(roles, pools={"source": 1, "rollout": 2}, grace_s=2.0) as found:
+        yield found
+
+
+def answers(group: WorkerGroup, version: int | None = None) -> Any:
+    return group["rollout"].generate(PROMPTS, GREEDY, version=version)
+
+
+def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    receipt = group.sync_weights("source", "rollout", version=7)
+    assert (receipt.version, receipt.tensors) == (7, 24)
+    first = answers(group, 7)
+    assert {version for some in first for g in some for version in g.versions} == {7}
+    with pytest.raises(WorkerError, match="has version 7 of the weights, but version 8 was asked for"):
+        answers(group, 8)
+    for damage, message in (("lost", "1 parameters have no tensor"), ("doubled", "1 tensors match no parameter")):
+        group["source"].set_damage(damage)
+        with pytest.raises(WorkerError, match=message):
+            group.sync_weights("source", "rollout", version=8)
+        # Neither the new weights nor the old ones: some of them were overwritten.
+        with pytest.raises(WorkerError, match="are a mix of two models because loading new ones failed"):
+            answers(group)
+    group["source"].set_damage("0.5")
+    assert group.sync_weights("source", "rollout", version=8).digest != receipt.digest
+    assert {version for some in answers(group, 8) for g in some for version in g.versions} == {8}
+    group["source"].set_damage("")
+    assert group.sync_weights("source", "rollout", version=9).digest == receipt.digest
+    assert [g.log_probs for some in answers(group, 9) for g in some] == [g.log_probs for some in first for g in some]
+
+    def disagree(replies: Any) -> Any:
+        raise WorkerError("rollout/1 has something else")
+
+    monkeypatch.setattr(base, "agreed_receipt", disagree)
+    with pytest.raises(WorkerError, match="rollout/1 has something else"):
+        group.sync_weights("source", "rollout", version=10)
+    with pytest.raises(WorkerError, match=r"are not the same in all processes \(rollout/1 has something else\)"):
+        answers(group)
+
+
+def test_a_source_that_dies_half_way_leaves_no_mixture(group: WorkerGroup) -> None:
+    group["source"].set_damage("dies")
+    with pytest.raises(WorkerLostError):
+        group.sync_weights("source", "rollout", version=1)
+    with pytest.raises(WorkerError):
+        answers(group)

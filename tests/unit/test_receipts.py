@@ -1,0 +1,116 @@
+"""Receipts of weights: digests that see every change, and streams in which something was lost, doubled or damaged."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.errors import ModelError, RemoteError, WorkerError
+from drivetrain.workers.groups.receipts import agreed_receipt
+from drivetrain.workers.model_worker import param_sync
+from drivetrain.workers.model_worker.digests import Tally, device_sums, host_digest
+
+TENSORS = [
+    ("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
+    ("b", torch.tensor(3, dtype=torch.int64)),
+    ("c", torch.ones(5, dtype=torch.bfloat16)),
+    ("empty", torch.zeros(0)),
+]
+
+
+class Wire:
+    """A channel in memory."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def send(self, bucket: Any, pieces: Sequence[torch.Tensor]) -> None:
+        self.sent.append((bucket, [piece.clone() for piece in pieces]))
+
+    def receive(self) -> tuple[Any, list[torch.Tensor]]:
+        bucket, pieces = self.sent.pop(0)
+        if bucket.error:
+            raise RemoteError(bucket.error)
+        return bucket, pieces
+
+
+def sent(wire: Wire, tensors: Any = TENSORS) -> Tally:
+    tally = Tally()
+    for _ in param_sync._sent(iter(tensors), [wire], tally):
+        pass
+    return tally
+
+
+def received(wire: Wire) -> tuple[list[tuple[str, torch.Tensor]], Tally]:
+    tally = Tally()
+    return [(name, tensor.clone()) for name, tensor in param_sync._received(wire, [], tally)], tally
+
+
+def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(param_sync, "BUCKET_BYTES", 8)
+    wire = Wire()
+    before = sent(wire)
+    found, after = received(wire)
+    assert [name for name, _ in found] == [name for name, _ in TENSORS]
+    assert all(torch.equal(tensor, other) for (_, tensor), (_, other) in zip(found, TENSORS, strict=True))
+    assert before.digest() == after.digest()
+    assert before.bytes == after.bytes == 24 + 8 + 10
+
+
+def test_a_flipped_bit_a_lost_and_a_doubled_bucket_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(param_sync, "BUCKET_BYTES", 1)
+    for damage, message in (
+        (lambda frames: frames[0][1][0].bitwise_xor_(1), "a arrived with other bytes than it was sent with"),
+        (lambda frames: frames.pop(1), "the 3 tensors that arrived are not those that were sent"),
+        (lambda frames: frames.insert(1, frames[0]), "the 5 tensors that arrived"),
+        (lambda frames: frames.insert(0, frames.pop(1)), "the 4 tensors that arrived"),
+    ):
+        wire = Wire()
+        sent(wire)
+        damage(wire.sent)
+        with pytest.raises(ModelError, match=message):
+            received(wire)
+        # The stream was read to its end, so that the next one is not mistaken for it.
+        assert wire.sent == []
+
+
+def test_a_source_that_fails_half_way_says_so() -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield TENSORS[0]
+        raise RuntimeError("no more")
+
+    wire = Wire()
+    with pytest.raises(RuntimeError):
+        sent(wire, failing())
+    with pytest.raises(RemoteError, match="no more"):
+        received(wire)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_the_sums_of_a_device_see_every_change(dtype: torch.dtype) -> None:
+    values = torch.arange(37).to(dtype)
+    base = device_sums(values).tolist()
+    assert device_sums(values.clone()).tolist() == base
+    swapped = values.clone()
+    swapped[0], swapped[1] = values[1].clone(), values[0].clone()
+    assert device_sums(swapped).tolist() != base
+    for i in (0, 17, 36):
+        other = values.clone()
+        other.view(torch.uint8)[i * values.itemsize] ^= 1
+        assert device_sums(other).tolist() != base
+        assert host_digest(other) != host_digest(values)
+
+
+def test_the_sums_do_not_depend_on_how_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(101)
+    whole = device_sums(values).tolist()
+    monkeypatch.setattr("drivetrain.workers.model_worker.digests.WORDS", 7)
+    assert device_sums(values).tolist() == whole
+
+
+def test_processes_that_disagree_are_named() -> None:
+    same = {"version": 3, "tensors": 2, "bytes": 8, "digest": "0" * 32}
+    assert agreed_receipt({"main/0": same, "main/1": same}).version == 3
+    with pytest.raises(WorkerError, match=r"main/0, main/2: 2 tensors, version 3, .*; main/1: 1 tensors, version 3"):
+        agreed_receipt({"main/0": same, "main/1": {**same, "tensors": 1}, "main/2": same})
