@@ -5,8 +5,16 @@ from pathlib import Path
 from drivetrain.engine.registry import backends, options_class
 from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.parse import RECIPES, Key, keys
+from drivetrain.trainers.config.rl import GRPOConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
+
+
+RL = (
+    "For `drivetrain.trainers.grpo`, `ppo` and `online_dpo`, beside `model`, `engine` and `optim` above and the parts of `data` and "
+    "`trainer` that are not listed here again. `actor`, `critic`, `reference` and `reward` take what is not set for them from the top level: "
+    "`critic.optim.lr=1e-5` changes only that."
+)
 
 
 def table(rows: list[Key]) -> str:
@@ -27,7 +35,7 @@ def page() -> str:
         "# Configuration reference",
         "",
         "Generated from the dataclasses by `make docs`; a test compares the two. Every setting can be given in a recipe (YAML) or on the command line as",
-        "`key=value`; unknown keys are an error. `python -m drivetrain.trainers.sft --help` (or `dpo`, `rm`) prints the same list.",
+        "`key=value`; unknown keys are an error. `python -m drivetrain.trainers.sft --help` (or `dpo`, `rm`, `grpo`, `ppo`, `online_dpo`) prints the same list.",
     ]
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
     for section in ("model", "data", "engine", "optim", "trainer"):
@@ -35,6 +43,11 @@ def page() -> str:
     for section, cls, trainer in (("dpo", DPOConfig, "dpo"), ("reference", DPOConfig, "dpo"), ("rm", RMConfig, "rm")):
         own = [k for k in keys(cls) if k.name.startswith(f"{section}.")]
         parts += ["", f"## {section}", "", f"Only for `drivetrain.trainers.{trainer}`.", "", table(own)]
+    shared = {(k.name, k.help) for k in every}
+    own = [k for k in keys(GRPOConfig) if (k.name, k.help) not in shared and k.name != "engine.options"]
+    parts += ["", "## Reinforcement learning", "", RL]
+    for section in dict.fromkeys(k.name.partition(".")[0] for k in own):
+        parts += ["", f"### {section}", "", table([k for k in own if k.name.startswith(f"{section}.")])]
     parts += ["", "## Built-in recipes", "", "The settings of each recipe; everything else has the defaults above."]
     for recipe in sorted(RECIPES.glob("*.yaml")):
         parts += ["", f"### {recipe.stem}", "", "```yaml", recipe.read_text().strip(), "```"]

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from ..engine.errors import ConfigError
-from ..engine.parallel.collectives import call_on_first
-from ..engine.parallel.topology import Topology
 
 
 def check_push(repo: str) -> None:
@@ -28,11 +26,10 @@ def check_push(repo: str) -> None:
         )
 
 
-def push(topology: Topology, folder: Path, repo: str) -> str:
-    """Upload a folder and return its address. If the repository does not exist, it is created as private. Collective.
+def push(folder: Path, repo: str) -> str:
+    """Upload a folder and return its address. If the repository does not exist, it is created as private. Called by one process.
 
     Args:
-        topology: The engine's topology.
         folder: The folder to upload.
         repo: The repository, as `name` or `organization/name`.
 
@@ -40,16 +37,13 @@ def push(topology: Topology, folder: Path, repo: str) -> str:
         ConfigError: The upload failed. The folder is kept.
     """
 
-    def upload() -> str:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-        try:
-            api = HfApi()
-            repository = api.create_repo(repo, private=True, exist_ok=True)
-            api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
-        except (HfHubHTTPError, OSError) as e:
-            raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
-        return str(repository)
-
-    return call_on_first(upload, topology.host)
+    try:
+        api = HfApi()
+        repository = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Trained with Drivetrain")
+    except (HfHubHTTPError, OSError) as e:
+        raise ConfigError(f"trainer.push_to_hub={repo}: {folder} was exported, but could not be uploaded: {e}") from e
+    return str(repository)

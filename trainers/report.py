@@ -8,7 +8,7 @@ from .config.parse import changes
 from .config.runs import RunConfig
 from .data.encode import mark_supervised
 from .data.load import RunData
-from .data.loader import Sampler
+from .data.order import Sampler
 from .loop.loop import Run, StopReason, TrainResult
 from .loop.resume import ResumePoint
 

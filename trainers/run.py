@@ -19,17 +19,18 @@ from ..engine.checkpoint.retention import folder_name
 from ..engine.errors import ConfigError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
-from ..engine.parallel.collectives import collective_errors
+from ..engine.parallel.collectives import call_on_first, collective_errors
 from ..engine.parallel.process_groups import close_distributed, init_distributed
 from ..engine.registry import engine_class
 from .config.runs import RunConfig
 from .config.trainer import TrainerConfig
 from .data.load import RunData, load_data
-from .data.loader import Loader, Sampler
+from .data.loader import Loader
+from .data.order import Sampler
 from .hub import push
 from .loop.console import Summary
 from .loop.early_stopping import EarlyStopping
-from .loop.loggers import Logger, make_loggers, plot_loss
+from .loop.loggers import Logger, make_loggers, plot_metrics
 from .loop.loop import Evaluation, Run, StopReason, train, write_error
 from .loop.resume import resume
 from .loop.samples import answers
@@ -114,7 +115,9 @@ def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData,
         manager.sweep()
         start = resume(engine, manager, config, method.name, loader, early_stopping)
         if start.step <= total_steps:
-            write_config(engine.topology, config, resumed=start.step > 1)
+            with engine.topology.collective_errors():
+                if engine.topology.is_main:
+                    write_config(config, resumed=start.step > 1)
             if config.trainer.save_every and start.step + config.trainer.save_every <= total_steps:
                 manager.prepare()
         summary = Summary(total_steps)
@@ -209,7 +212,7 @@ def _loggers(
             for logger in loggers:
                 logger.close()
             if loggers and "jsonl" in config.trainer.loggers:
-                plot_loss(output / "metrics.jsonl", output / "loss.png", str(output))
+                plot_metrics(output / "metrics.jsonl", output / "loss.png", str(output))
         except OSError as e:
             # An error such as a full disk is reported, but must not hide the error that may have ended the run.
             log.warning("the metrics or the loss plot could not be written completely: %s", e.strerror or e)
@@ -226,7 +229,8 @@ def _export_best(
     outputs = _export(engine, config, Path(config.trainer.output_dir))
     if config.trainer.push_to_hub:
         folder = outputs["adapter" if config.model.lora.rank > 0 else "model"]
-        outputs["Hub"] = push(engine.topology, Path(folder), config.trainer.push_to_hub)
+        repo = config.trainer.push_to_hub
+        outputs["Hub"] = call_on_first(lambda: push(Path(folder), repo), engine.topology.host)
     return outputs
 
 

@@ -11,16 +11,16 @@ from typing import TextIO
 
 from ..engine.errors import ConfigError
 from ..engine.parallel.collectives import collective_errors
-from ..engine.parallel.topology import Topology
 from .config.parse import differences, to_yaml
+from .config.rl import RLConfig
 from .config.runs import RunConfig
-from .config.trainer import TrainerConfig
+from .config.trainer import LoopConfig
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked_folders(config: TrainerConfig) -> Iterator[None]:
+def locked_folders(config: LoopConfig) -> Iterator[None]:
     """Create a run's folders, and lock them against other runs inside the block. Collective over all processes of the job.
 
     Args:
@@ -29,17 +29,37 @@ def locked_folders(config: TrainerConfig) -> Iterator[None]:
     Raises:
         ConfigError: A folder cannot be written, or another run uses it.
     """
+    with ExitStack() as locks:
+        with collective_errors():
+            if os.environ.get("RANK", "0") == "0":
+                lock_folders(config, locks)
+            else:
+                for name, folder in _folders(config).items():
+                    make_folder(Path(folder), name)
+        yield
+
+
+def lock_folders(config: LoopConfig, locks: ExitStack) -> None:
+    """Create a run's folders, and lock them against other runs until the stack is closed. Called by one process.
+
+    Args:
+        config: The settings that name the folders.
+        locks: The stack that holds the locks.
+
+    Raises:
+        ConfigError: A folder cannot be written, or another run uses it.
+    """
+    for name, folder in _folders(config).items():
+        make_folder(Path(folder), name)
+        locks.enter_context(lock_folder(Path(folder), name))
+
+
+def _folders(config: LoopConfig) -> dict[str, str]:
+    """Return the run's folders by the setting that names them."""
     folders = {"trainer.output_dir": config.output_dir}
     if config.checkpoint_dir and "://" not in config.checkpoint_dir:
         folders["trainer.checkpoint_dir"] = config.checkpoint_dir
-    with ExitStack() as locks:
-        with collective_errors():
-            for name, folder in folders.items():
-                make_folder(Path(folder), name)
-            if os.environ.get("RANK", "0") == "0":
-                for name, folder in folders.items():
-                    locks.enter_context(lock_folder(Path(folder), name))
-        yield
+    return folders
 
 
 def make_folder(folder: Path, setting: str = "trainer.output_dir") -> None:
@@ -87,11 +107,10 @@ def lock_folder(folder: Path, setting: str = "trainer.output_dir") -> TextIO:
     return file
 
 
-def write_config(topology: Topology, config: RunConfig, *, resumed: bool) -> None:
-    """Write `config.yaml`, after warning about settings that differ from an earlier run in the folder. Collective.
+def write_config(config: RunConfig | RLConfig, *, resumed: bool) -> None:
+    """Write `config.yaml`, after warning about settings that differ from an earlier run in the folder. Called by one process.
 
     Args:
-        topology: The engine's topology.
         config: The run's settings.
         resumed: Whether the run resumes from a checkpoint.
 
@@ -99,12 +118,10 @@ def write_config(topology: Topology, config: RunConfig, *, resumed: bool) -> Non
         ConfigError: The file cannot be written.
     """
     file = Path(config.trainer.output_dir) / "config.yaml"
-    with topology.collective_errors():
-        if topology.is_main:
-            try:
-                if resumed and file.is_file():
-                    for line in differences(file, config):
-                        log.warning("resumed with a different setting: %s", line)
-                file.write_text(to_yaml(config))
-            except OSError as e:
-                raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e
+    try:
+        if resumed and file.is_file():
+            for line in differences(file, config):
+                log.warning("resumed with a different setting: %s", line)
+        file.write_text(to_yaml(config))
+    except OSError as e:
+        raise ConfigError(f"trainer.output_dir={file.parent} cannot be written: {e}") from e

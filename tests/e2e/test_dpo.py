@@ -25,7 +25,8 @@ from drivetrain.trainers import dpo, rm
 from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.data.load import load_data
-from drivetrain.trainers.data.loader import Loader, Sampler
+from drivetrain.trainers.data.loader import Loader
+from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.methods import reference as reference_module
 from drivetrain.trainers.methods.base import Method
 from drivetrain.trainers.methods.preference import PreferenceMethod

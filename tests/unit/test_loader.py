@@ -13,7 +13,8 @@ from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.packing.batch import IGNORE
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
-from drivetrain.trainers.data.loader import Cursor, GlobalBatch, Loader, Sampler
+from drivetrain.trainers.data.loader import GlobalBatch, Loader
+from drivetrain.trainers.data.order import Cursor, Sampler
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.token_cache import EncodedSamples, TokenCache, TokenCacheWriter
 

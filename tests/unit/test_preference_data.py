@@ -14,7 +14,8 @@ from drivetrain.engine.packing.microbatch import balance, partition
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.encode import Kind, encode_row
-from drivetrain.trainers.data.loader import GlobalBatch, Loader, Sampler
+from drivetrain.trainers.data.loader import GlobalBatch, Loader
+from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.data.preference import split_preference
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.tokenize import load_token_caches

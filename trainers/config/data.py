@@ -30,8 +30,8 @@ RESERVED_VARIABLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The training and evaluation data."""
+class SourcesConfig:
+    """The sources of the data, and the order in which they are used."""
 
     train: tuple[str, ...] = setting(
         (), "jsonl, json or parquet files, folders of such files, or Hub names (org/name[/config][:split])", path=True
@@ -40,28 +40,12 @@ class DataConfig:
         None, "relative weight of each source of data.train in an epoch; null: proportional to the sources' sizes"
     )
     eval: tuple[str, ...] = setting((), "sources to evaluate on, given as in data.train", path=True)
-    format: Format = setting(
-        "auto",
-        "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations with from and value; alpaca: instruction, input and output, as a chat if the model has a chat template; text: plain text, all of it supervised; preference: chosen and rejected; unpaired: prompt, completion and label; auto: detected from the columns",
-    )
-    turns: Turns = setting(
-        "auto",
-        "how a chat's answers become samples; single: all in one sample; per_turn: one sample per answer, with the messages before it; auto: per_turn if the chat template requires it",
-    )
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help="variables for the chat template, for example data.chat_template_kwargs.enable_thinking=false"
     )
-    max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
     too_long: TooLong = setting("error", "what to do with a sample that is too long")
-    batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling")
-    workers: int | None = setting(
-        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data"
-    )
-    cache_dir: str | None = setting(
-        None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
-    )
 
     def __post_init__(self) -> None:
         expand_paths(self, "data")
@@ -72,9 +56,6 @@ class DataConfig:
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
-        check_least("data.batch_size", self.batch_size, 1)
-        check_least("data.max_length", self.max_length, 1)
-        check_least("data.workers", self.workers, 0)
         check_least("data.seed", self.seed, 0)
         if not self.train:
             raise ConfigError("data.train is not set; give files, folders or Hub names, for example data.train=[train.jsonl]")
@@ -93,3 +74,56 @@ class DataConfig:
             raise ConfigError(
                 f"data.weights={list(weights)}; weights must be more than 0: to leave a source out, remove it from data.train"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourcesConfig):
+    """The training and evaluation data."""
+
+    format: Format = setting(
+        "auto",
+        "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations with from and value; alpaca: instruction, input and output, as a chat if the model has a chat template; text: plain text, all of it supervised; preference: chosen and rejected; unpaired: prompt, completion and label; auto: detected from the columns",
+    )
+    turns: Turns = setting(
+        "auto",
+        "how a chat's answers become samples; single: all in one sample; per_turn: one sample per answer, with the messages before it; auto: per_turn if the chat template requires it",
+    )
+    max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
+    batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
+    workers: int | None = setting(
+        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data"
+    )
+    cache_dir: str | None = setting(
+        None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
+    )
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        super().check()
+        check_least("data.batch_size", self.batch_size, 1)
+        check_least("data.max_length", self.max_length, 1)
+        check_least("data.workers", self.workers, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig(SourcesConfig):
+    """The prompts to train and evaluate on. A row has a `prompt`, a text or a chat; its other columns go to the rewards."""
+
+    max_length: int | None = setting(
+        None, "maximum number of tokens in a prompt; null: engine.micro_batch.max_tokens less rollout.max_tokens"
+    )
+    batch_size: int = setting(32, "prompts per step, each of which gets rl.group_size answers")
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        super().check()
+        check_least("data.batch_size", self.batch_size, 1)
+        check_least("data.max_length", self.max_length, 1)

@@ -6,7 +6,7 @@ This module does not import torch, so that `--help` and a mistyped setting are a
 import difflib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -105,7 +105,24 @@ def help_text(cls: type, usage: str) -> str:
 
 def recipes_of(cls: type) -> list[str]:
     """Return the names of a trainer's built-in recipes, given its config class."""
-    return sorted(p.stem for p in RECIPES.glob(f"{cls.__name__.removesuffix('Config').lower()}*.yaml"))
+    prefix = getattr(cls, "recipe_prefix", cls.__name__.removesuffix("Config").lower())
+    return sorted(p.stem for p in RECIPES.glob(f"{prefix}*.yaml"))
+
+
+def own_sections(cls: type) -> Iterator[tuple[str, str, type]]:
+    """Yield the sections that default to one of the top level, such as `actor.engine` to `engine`.
+
+    Args:
+        cls: The config class.
+
+    Yields:
+        The dotted name, the name of the section of the top level, and its class.
+    """
+    for key in keys(cls):
+        parent = key.name.rpartition(".")[2]
+        hint = get_type_hints(cls).get(parent)
+        if "." in key.name and isinstance(hint, type) and is_dataclass(hint):
+            yield key.name, parent, hint
 
 
 def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
@@ -132,11 +149,16 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         raise ConfigError(f"recipe= is given {len(recipes)} times; give only one")
     if recipes:
         layers.insert(0, _recipe(recipes[0], recipes_of(cls)))
+    return _merged(cls, layers)
+
+
+def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
+    """Merge the defaults and the layers, in this order, into a typed config."""
     backend = next(
         (b for layer in reversed(layers) if (b := OmegaConf.select(layer, "engine.backend")) is not None),
         EngineConfig().backend,
     )
-    if recipes and OmegaConf.select(layers[0], "engine.backend", default=EngineConfig().backend) != backend:
+    if len(layers) > 1 and OmegaConf.select(layers[0], "engine.backend", default=EngineConfig().backend) != backend:
         # The options of the recipe's engine do not apply to another engine.
         ignored = OmegaConf.select(layers[0], "engine.options")
         if ignored:
@@ -146,8 +168,13 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
     known = {key.name for key in keys(cls)}
     if options is not None:
         known |= {key.name for key in keys(options, "engine.options.")}
+    own = {name: parent for name, parent, _ in own_sections(cls)}
+    for name, _, section in own_sections(cls):
+        known |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
-    free = {key.name for key in keys(cls) if key.type.startswith("dict[")}
+    free = {key.name for key in keys(cls) if key.type.startswith("dict[")} | {
+        f"{name}.options" for name in own if f"{name}.options" in known
+    }
     try:
         for layer in layers:
             _check_keys(layer, known, free)
@@ -160,6 +187,8 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
             with read_write(base.engine):  # a frozen dataclass becomes a read-only node
                 base.engine.options = OmegaConf.structured(options)
         merged = OmegaConf.merge(base, *layers)
+        for name, parent in own.items():
+            _inherit(merged, name, parent, layers)
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as e:
         where = f"{e.full_key}: " if e.full_key else ""
@@ -169,6 +198,49 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
         raise ConfigError(f"{where}{str(e).splitlines()[0]}{hint}") from e
     assert isinstance(result, cls)
     return result
+
+
+def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str]) -> Config:
+    """Merge settings over complete ones that were saved.
+
+    Args:
+        cls: The config class.
+        saved: The saved settings, as plain data.
+        argv: The command-line arguments, `key=value`.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has the wrong type.
+    """
+    return _merged(cls, [OmegaConf.create(_escaped(dict(saved))), _words(argv)])
+
+
+def _escaped(value: Any) -> Any:
+    """Return plain data in which `${` stands for itself, and refers to nothing."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) -> None:
+    """Set a section that is given in part to that of the top level, with what is given."""
+    given = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
+    if not given:
+        return
+    top = OmegaConf.select(merged, parent)
+    base = OmegaConf.structured(OmegaConf.to_object(top))
+    if parent == "engine":
+        backend = next((b for node in reversed(given) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
+        if backend != top.backend:
+            options = options_class(str(backend))
+            with read_write(base):
+                base.options = None if options is None else OmegaConf.structured(options)
+    holder, _, last = name.rpartition(".")
+    with read_write(merged):
+        section = OmegaConf.select(merged, holder)
+        with read_write(section):
+            section[last] = OmegaConf.merge(base, *given)
 
 
 def _words(words: Sequence[str]) -> DictConfig:

@@ -9,17 +9,14 @@ from ...engine.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """The training loop and its outputs."""
+class LoopConfig:
+    """What the training loops of all trainers have in common."""
 
     output_dir: str = setting("runs/sft", "folder for this run's config, metrics, checkpoints and export", path=True)
     max_steps: int | None = setting(None, "number of optimizer steps; null: determined by trainer.epochs")
     epochs: int = setting(1, "number of passes over the training data")
     eval_every: int | None = setting(None, "steps between evaluations; null: only at the end")
     save_every: int | None = setting(None, "steps between checkpoints; null: only at the end")
-    save_background: bool = setting(
-        True, "write checkpoints in the background while training continues, from a copy in host memory; false: training waits"
-    )
     checkpoint_dir: str | None = setting(
         None,
         "folder for this run's checkpoints, or a URL (s3://, gs:// or anything else that fsspec opens); null: checkpoints/ in output_dir",
@@ -29,7 +26,6 @@ class TrainerConfig:
     keep_every: int | None = setting(
         None, "also keep a checkpoint whenever its step is a multiple of this; null: no extra checkpoints"
     )
-    verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
     resume: str = setting(
         "auto",
         "auto: from the run's last complete checkpoint, if any; none: start from scratch; or a path or URL of a checkpoint or a run's folder",
@@ -43,13 +39,9 @@ class TrainerConfig:
         None, "early stopping: stop after this many evaluations without an improvement of best_metric; null: never"
     )
     generate: int = setting(0, "number of held-out samples for which each evaluation generates and logs an answer")
-    generate_tokens: int = setting(64, "maximum number of tokens in a generated answer")
     log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
     loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
     wandb_project: str = setting("drivetrain", "Weights & Biases project of the run")
-    peak_tflops: float | None = setting(
-        None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
-    )
     export_hf: bool = setting(True, "write the trained model in Hugging Face format at the end")
     export_hf_every: int | None = setting(None, "steps between additional exports to exports/ in output_dir; null: none")
     push_to_hub: str | None = setting(
@@ -71,12 +63,9 @@ class TrainerConfig:
         for name in ("max_steps", "eval_every", "save_every", "keep_last", "keep_every", "export_hf_every", "patience"):
             check_least(f"trainer.{name}", getattr(self, name), 1)
         check_least("trainer.generate", self.generate, 0)
-        check_least("trainer.generate_tokens", self.generate_tokens, 1)
         check_least("trainer.log_every", self.log_every, 1)
         if not self.timeout_minutes > 0:
             raise ConfigError(f"trainer.timeout_minutes={self.timeout_minutes}; it must be more than 0")
-        if self.peak_tflops is not None and not self.peak_tflops > 0:
-            raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
         if self.patience is not None and self.eval_every is None:
             raise ConfigError(
                 f"trainer.patience={self.patience} counts evaluations, but the only evaluation is at the end; set trainer.eval_every"
@@ -94,3 +83,53 @@ class TrainerConfig:
                     raise ConfigError(f"{name}: {e}") from e
         if self.resume not in ("auto", "none") and "://" not in self.resume and not Path(self.resume).is_dir():
             raise ConfigError(f"trainer.resume={self.resume} is not a folder; give auto, none or a checkpoint folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(LoopConfig):
+    """The training loop and its outputs."""
+
+    save_background: bool = setting(
+        True, "write checkpoints in the background while training continues, from a copy in host memory; false: training waits"
+    )
+    verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
+    generate_tokens: int = setting(64, "maximum number of tokens in a generated answer")
+    peak_tflops: float | None = setting(
+        None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
+    )
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        super().check()
+        check_least("trainer.generate_tokens", self.generate_tokens, 1)
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTrainerConfig(LoopConfig):
+    """The training loop of reinforcement learning and its outputs."""
+
+    max_steps: int | None = setting(
+        None, "number of steps, each from prompts to new weights; null: determined by trainer.epochs"
+    )
+    best_metric: str | None = setting(
+        None, "evaluation metric that selects the checkpoint to keep and export: reward or accuracy; null: the last checkpoint"
+    )
+    generate: int = setting(3, "number of prompts whose answers every evaluation logs, with their rewards")
+    bundle_every: int | None = setting(
+        None, "steps between replay bundles, each with everything that repeats its step; null: none"
+    )
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        super().check()
+        check_least("trainer.bundle_every", self.bundle_every, 1)

@@ -47,10 +47,10 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
         DataError: A message is malformed, or there is nothing to learn.
     """
     if row.get("messages") is not None:
-        messages = _messages(row["messages"], "messages", name)
+        messages = read_messages(row["messages"], "messages", name)
         learned = [m.pop("train", m["role"] == "assistant") for m in messages]
     else:
-        prompt, completion = (_messages(row[c], c, name) for c in ("prompt", "completion"))
+        prompt, completion = (read_messages(row[c], c, name) for c in ("prompt", "completion"))
         messages = [*prompt, *completion]
         flags = [m.pop("train", m["role"] == "assistant") for m in messages]
         learned = [i >= len(prompt) and flag for i, flag in enumerate(flags)]
@@ -72,6 +72,20 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
             f"{name}: every assistant message is excluded from learning (train=false, or part of the prompt); leave the row "
             "out"
         )
+    return Chat(name=name, messages=messages, learned=learned, variables=template_variables(row, name, variables))
+
+
+def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a row's chat template: `tools` and `chat_template_kwargs` of the row, and those of the settings.
+
+    Args:
+        row: The row's columns.
+        name: The row's name, for error messages.
+        variables: The variables from the settings; the row's own take precedence.
+
+    Raises:
+        DataError: A column cannot be used.
+    """
     merged = dict(variables)
     for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = _json(row.get(column), column, name)
@@ -82,7 +96,7 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
         if column == "chat_template_kwargs" and (reserved := sorted({*value} & {*RESERVED_VARIABLES})):
             raise DataError(f"{name}: chat_template_kwargs has {', '.join(reserved)}, which cannot be a template variable")
         merged |= value if column == "chat_template_kwargs" else {"tools": value}
-    return Chat(name=name, messages=messages, learned=learned, variables=merged)
+    return merged
 
 
 def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
@@ -226,7 +240,12 @@ def _sample(name: str, ids: Sequence[int], supervised: Sequence[bool]) -> Sample
     return Sample(name, ids, supervised)
 
 
-def _messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+    """Return the checked messages of a column.
+
+    Raises:
+        DataError: A message is malformed, or there is none.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(
             f"{name}: {column} is {'empty' if value == [] else json_kind(value)}; it must be a list of {{role, content}}"

@@ -52,11 +52,13 @@ class Source:
         name: The entry as given in the settings.
         files: The source's files in the order in which they are read; empty for a Hub dataset.
         table: The Hub dataset that `open_source` has loaded, or None for files.
+        every_column: Whether all columns are read, and not only those that trainers on answers know.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     table: Any = None
+    every_column: bool = False
 
     def identity(self) -> str:
         """Return a string that changes with the rows, as far as the files' paths, sizes and modification times show it."""
@@ -72,7 +74,7 @@ class Source:
             DataError: A file cannot be read, or no file has any rows.
         """
         count = 0
-        for chunk in _table(self.table, self.name) if self.table is not None else self._files():
+        for chunk in _table(self.table, self.name, self.every_column) if self.table is not None else self._files():
             count += len(chunk.rows)
             yield chunk
         if not count:
@@ -82,18 +84,19 @@ class Source:
         fraction = 1 / len(self.files)
         for file in self.files:
             try:
-                yield from _read(file, fraction)
+                yield from _read(file, fraction, self.every_column)
             except OSError as e:
                 raise DataError(f"data file {file} cannot be read: {e.strerror or e}") from e
 
 
-def open_source(name: str, *, training: bool) -> Source:
+def open_source(name: str, *, training: bool, every_column: bool = False) -> Source:
     """Open an entry of `data.train` or `data.eval`.
 
     Args:
         name: A file, a folder, or a Hub dataset: `org/name[/config][:split]`.
         training: Whether the entry is in `data.train`. If it names no split of a Hub dataset that has several, training uses
             `train`; evaluation requires a split.
+        every_column: Whether all columns are read.
 
     Raises:
         DataError: The entry does not exist, is of an unknown type, or contains no data.
@@ -103,11 +106,11 @@ def open_source(name: str, *, training: bool) -> Source:
         files = tuple(f for f in sorted(path.rglob("*")) if f.suffix in ENDINGS and f.is_file() and not _hidden(f, path))
         if not files:
             raise DataError(f"data folder {name} has no {', '.join(ENDINGS)} files")
-        return Source(name, files)
+        return Source(name, files, every_column=every_column)
     if path.is_file():
         if path.suffix not in ENDINGS:
             raise DataError(f"data file {name} is a {path.suffix or 'file without an extension'}; use {', '.join(ENDINGS)}")
-        return Source(name, (path,))
+        return Source(name, (path,), every_column=every_column)
     match = _HUB_NAME.fullmatch(name)
     if match is None or path.suffix in ENDINGS:
         hint = ""
@@ -116,7 +119,8 @@ def open_source(name: str, *, training: bool) -> Source:
         elif any(c in name for c in "*?"):
             hint = "; patterns are not expanded: give the folder"
         raise DataError(f"data file {name} does not exist{hint}")
-    return Source(name, table=_load_hub(name, match["name"], match["config"], match["split"], training))
+    table = _load_hub(name, match["name"], match["config"], match["split"], training)
+    return Source(name, table=table, every_column=every_column)
 
 
 def _hidden(file: Path, folder: Path) -> bool:
@@ -142,9 +146,9 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     return loaded
 
 
-def _read(file: Path, fraction: float) -> Iterator[Chunk]:
+def _read(file: Path, fraction: float, every_column: bool) -> Iterator[Chunk]:
     if file.suffix == ".parquet":
-        yield from _parquet(file, fraction)
+        yield from _parquet(file, fraction, every_column)
     elif file.suffix == ".json":
         yield from _array(file, fraction)
     else:
@@ -195,20 +199,21 @@ def _array(file: Path, fraction: float) -> Iterator[Chunk]:
         yield Chunk(str(file), list(enumerate(part, start + 1)), fraction * len(part) / len(rows))
 
 
-def _parquet(file: Path, fraction: float) -> Iterator[Chunk]:
+def _parquet(file: Path, fraction: float, every_column: bool) -> Iterator[Chunk]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
-            batches = table.iter_batches(CHUNK_ROWS, columns=_columns(table.schema_arrow.names, str(file)))
+            columns = None if every_column else _columns(table.schema_arrow.names, str(file))
+            batches = table.iter_batches(CHUNK_ROWS, columns=columns)
             yield from _chunks((batch.to_pylist() for batch in batches), str(file), fraction / max(1, table.metadata.num_rows))
     except ArrowException as e:
         raise DataError(f"data file {file} cannot be read: {e}") from e
 
 
-def _table(table: Any, name: str) -> Iterator[Chunk]:
-    chosen = table.select_columns(_columns(table.column_names, name))
+def _table(table: Any, name: str, every_column: bool) -> Iterator[Chunk]:
+    chosen = table if every_column else table.select_columns(_columns(table.column_names, name))
     rows = (
         [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         for columns in chosen.iter(batch_size=CHUNK_ROWS)

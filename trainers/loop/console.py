@@ -16,6 +16,19 @@ SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
 
 
+class Lines:
+    """What records look like as lines."""
+
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> str:
+        """Return the line of a step; see `progress_line`."""
+        return progress_line(record, total, left)
+
+    def evaluation(self, record: Mapping[str, Any]) -> str:
+        """Return the line of an evaluation."""
+        measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
+        return f"step {record['step']}  {measured}  {record['tokens']} tokens  {record['seconds']:.1f} s"
+
+
 class Console:
     """The progress display of a run.
 
@@ -23,10 +36,12 @@ class Console:
         total_steps: The number of steps in the run.
         every: The number of steps between lines when the output is not a terminal.
         out: The console to write to; standard output by default.
+        lines: What the lines look like; those of trainers on given answers by default.
     """
 
-    def __init__(self, total_steps: int, every: int, out: RichConsole | None = None) -> None:
+    def __init__(self, total_steps: int, every: int, out: RichConsole | None = None, lines: "Lines | None" = None) -> None:
         self._out = out or RichConsole(highlight=False)
+        self._lines = lines or Lines()
         self._total, self._every, self._start = total_steps, every, time.monotonic()
         self._steps_done = 0
         self._live: Live | None = None
@@ -38,15 +53,11 @@ class Console:
     def log(self, record: Mapping[str, Any]) -> None:
         """Show a record as a progress line or as the result of an evaluation."""
         if record.get("split") == "eval":
-            measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
-            self._out.print(
-                f"[bold]eval[/bold]  step {record['step']}  {measured}  {record['tokens']} tokens  {record['seconds']:.1f} s",
-                soft_wrap=True,
-            )
+            self._out.print(f"[bold]eval[/bold]  {self._lines.evaluation(record)}", soft_wrap=True)
             return
         self._steps_done, step = self._steps_done + 1, record["step"]
         seconds_left = (time.monotonic() - self._start) / self._steps_done * (self._total - step)
-        line = progress_line(record, self._total, seconds_left)
+        line = self._lines.progress(record, self._total, seconds_left)
         if self._live is not None:
             self._live.update(Text(line, style="red" if record["skipped"] else ""))
         elif step % self._every == 0 or step == self._total:
@@ -55,11 +66,8 @@ class Console:
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Print the answers to held-out samples."""
         for answer in given:
-            self._out.print(
-                f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    expected {answer.wanted!r}",
-                markup=False,
-                soft_wrap=True,
-            )
+            last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
+            self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the live line."""

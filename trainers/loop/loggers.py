@@ -6,13 +6,13 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...engine.errors import ConfigError
-from ..config.trainer import TrainerConfig
-from .console import Console
+from ..config.trainer import LoopConfig
+from .console import Console, Lines
 from .samples import Answer
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -49,7 +49,7 @@ class JSONL:
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
         for answer in given:
-            self._answers.write(json.dumps({"step": step, **asdict(answer)}, ensure_ascii=False) + "\n")
+            self._answers.write(json.dumps({"step": step, **answer.record()}, ensure_ascii=False) + "\n")
         self._answers.flush()
 
     def close(self) -> None:
@@ -75,7 +75,9 @@ class TensorBoard:
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Write the answers as text."""
         for i, answer in enumerate(given):
-            self._writer.add_text(f"answers/{i}", f"{answer.prompt}\n\n**{answer.answer}**\n\n({answer.wanted})", step)
+            self._writer.add_text(
+                f"answers/{i}", f"{answer.prompt}\n\n**{answer.answer}**\n\n({answer.wanted or answer.shown_rewards})", step
+            )
 
     def close(self) -> None:
         """Flush and close."""
@@ -108,8 +110,9 @@ class WandB:
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Write the answers as a table."""
-        columns = ["name", "prompt", "answer", "wanted"]
-        self._run.log({"answers": self._table(columns=columns, data=[list(asdict(a).values()) for a in given])}, step=step)
+        rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in given]
+        columns = list(rows[0]) if rows else []
+        self._run.log({"answers": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)
 
     def close(self) -> None:
         """Send all pending data and finish the run."""
@@ -117,7 +120,12 @@ class WandB:
 
 
 def make_loggers(
-    config: TrainerConfig, folder: Path, total_steps: int, resumed_step: int, settings: Mapping[str, Any]
+    config: LoopConfig,
+    folder: Path,
+    total_steps: int,
+    resumed_step: int,
+    settings: Mapping[str, Any],
+    lines: Lines | None = None,
 ) -> list[Logger]:
     """Create the loggers of a run, on its first rank.
 
@@ -127,9 +135,10 @@ def make_loggers(
         total_steps: The number of steps in the run.
         resumed_step: The step that the run resumes from; records of later steps are dropped.
         settings: All settings of the run, for loggers that store them.
+        lines: What the lines of the console look like.
     """
     makers: dict[str, Callable[[], Logger]] = {
-        "console": lambda: Console(total_steps, config.log_every),
+        "console": lambda: Console(total_steps, config.log_every, lines=lines),
         "jsonl": lambda: JSONL(folder, resumed_step),
         "tensorboard": lambda: TensorBoard(folder / "tensorboard", resumed_step),
         "wandb": lambda: WandB(folder, config.wandb_project, settings),
@@ -152,23 +161,53 @@ def check_loggers(names: Sequence[str]) -> None:
         )
 
 
-def plot_loss(metrics: Path, picture: Path, title: str) -> None:
-    """Plot the losses in a `metrics.jsonl` as a PNG."""
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One set of axes of a plot.
+
+    Args:
+        ylabel: What is plotted, with its unit.
+        curves: The label of each curve, with the split and the name of its numbers.
+    """
+
+    ylabel: str
+    curves: Mapping[str, tuple[str, str]]
+
+
+LOSS = (
+    Panel(
+        ylabel="loss (nats per supervised token)",
+        curves={"train loss": ("train", "loss"), "eval loss": ("eval", "loss")},
+    ),
+)
+
+
+def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel] = LOSS) -> None:
+    """Plot numbers of a `metrics.jsonl` as a PNG.
+
+    Args:
+        metrics: The file.
+        picture: The picture to write.
+        title: Its title.
+        panels: What is plotted, from top to bottom.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = [r for line in metrics.read_text().splitlines() if (r := _parsed(line)) is not None and r["loss"] is not None]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    records = [r for line in metrics.read_text().splitlines() if (r := _parsed(line)) is not None]
+    figure = Figure(figsize=(7, 1 + 3 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for split, style in (("train", {"lw": 1.2}), ("eval", {"lw": 0, "marker": "o"})):
-        points = [(r["step"], r["loss"]) for r in records if r.get("split", "train") == split]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=f"{split} loss", **style)
-    axes.set(xlabel="step", ylabel="loss (nats per supervised token)", title=title)
-    axes.grid(alpha=0.3)
-    if records:
-        axes.legend()
+    for panel, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
+        for label, (split, name) in panel.curves.items():
+            style: dict[str, Any] = {"lw": 1.2} if split == "train" else {"lw": 0, "marker": "o"}
+            points = [(r["step"], r[name]) for r in records if r.get("split", "train") == split and r.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.set(xlabel="step", ylabel=panel.ylabel)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.suptitle(title)
     figure.savefig(picture, dpi=120)
 
 

@@ -12,7 +12,8 @@ from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.errors import disk_error
 from ...engine.loss import StepResult
 from ..config.trainer import TrainerConfig
-from ..data.loader import Cursor, Loader
+from ..data.loader import Loader
+from ..data.order import Cursor
 from ..methods.base import Method
 from .early_stopping import EarlyStopping
 from .loggers import Logger

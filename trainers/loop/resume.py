@@ -13,7 +13,8 @@ from ...engine.checkpoint.retention import step_of
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.parallel.collectives import call_on_first
 from ..config.runs import RunConfig
-from ..data.loader import Cursor, Loader
+from ..data.loader import Loader
+from ..data.order import Cursor
 from .early_stopping import EarlyStopping
 
 log = logging.getLogger(__name__)

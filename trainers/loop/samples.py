@@ -4,7 +4,7 @@ The full text goes through the model for every token, so a model that is sharded
 for a handful of short answers, on any engine and layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,25 @@ class Answer:
         name: The name of the sample.
         prompt: The text up to the first supervised token.
         answer: The model's answer.
-        wanted: The expected answer, which is the text of the supervised tokens.
+        wanted: The expected answer, which is the text of the supervised tokens; empty if there is none.
+        rewards: What each reward made of the answer, by name, if it was judged.
     """
 
     name: str
     prompt: str
     answer: str
-    wanted: str
+    wanted: str = ""
+    rewards: Mapping[str, float] | None = None
+
+    @property
+    def shown_rewards(self) -> str:
+        """The rewards as text."""
+        return ", ".join(f"{name} {value:.3g}" for name, value in (self.rewards or {}).items()) or "none"
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields that there are, for a file or a table."""
+        fields = {"name": self.name, "prompt": self.prompt, "answer": self.answer}
+        return fields | ({"wanted": self.wanted} if self.rewards is None else {"rewards": dict(self.rewards)})
 
 
 def answers(

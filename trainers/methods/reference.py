@@ -20,17 +20,17 @@ from torch import Tensor
 from ...engine.base import BaseEngine
 from ...engine.config import LoraConfig, OffloadConfig
 from ...engine.errors import ConfigError, DrivetrainError
-from ...engine.hf.config import read_config
 from ...engine.hf.model_path import fingerprint, resolve_folder
-from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.loss import OutputRequest
 from ...engine.parallel.collectives import all_gather_object, call_on_first, collective_errors
 from ...engine.registry import engine_class, options_class
 from ...workers.losses.sequences import sequence_sums
 from ..config.runs import DPOConfig
 from ..data.dataset import Dataset
-from ..data.loader import GlobalBatch, Loader, Sampler
+from ..data.loader import GlobalBatch, Loader
+from ..data.order import Sampler
 from ..data.tokenize import Bar, cache_folder
+from ..data.vocabulary import check_same_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -177,35 +177,7 @@ def check_reference(config: DPOConfig) -> None:
         )
         raise ConfigError(f"the reference cannot be built{hint}: {e}") from e
     if settings.path is not None and settings.path != config.model.path:
-        _check_vocabulary(config)
-
-
-def _check_vocabulary(config: DPOConfig) -> None:
-    model = replace(config.model, path=config.reference.path or "")
-    try:
-        reference_tokenizer = load_tokenizer(model)
-    except DrivetrainError as e:
-        raise ConfigError(f"reference.path={model.path}: {e}") from e
-    policy_tokenizer = load_tokenizer(config.model)
-    policy_vocab, reference_vocab = policy_tokenizer.get_vocab(), reference_tokenizer.get_vocab()
-    if policy_vocab != reference_vocab:
-        differing = sorted(
-            token
-            for token in policy_vocab.keys() | reference_vocab.keys()
-            if policy_vocab.get(token) != reference_vocab.get(token)
-        )
-        raise ConfigError(
-            f"reference.path={model.path} has a different tokenizer ({len(reference_tokenizer)} tokens) than "
-            f"model.path={config.model.path} ({len(policy_tokenizer)}; {len(differing)} differ, "
-            f"for example {differing[0]!r}): the same text would become different tokens; use a reference with "
-            "the policy's tokenizer"
-        )
-    vocab_size = read_config(model).vocab_size
-    if vocab_size < len(policy_tokenizer):
-        raise ConfigError(
-            f"reference.path={model.path} has embeddings for {vocab_size} tokens, but the tokenizer has "
-            f"{len(policy_tokenizer)}; use a reference that covers them all"
-        )
+        check_same_vocabulary(config.model, replace(config.model, path=settings.path), "reference.path")
 
 
 def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Dataset]) -> Reference:

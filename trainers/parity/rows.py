@@ -24,7 +24,8 @@ from ..config.data import DataConfig
 from ..config.runs import SFTConfig
 from ..data.dataset import Dataset
 from ..data.load import load_data
-from ..data.loader import Cursor, Loader, Sampler
+from ..data.loader import Loader
+from ..data.order import Cursor, Sampler
 from ..methods.sft import SFTMethod
 from ..tasks.addition import DIGITS, make_tokenizer
 from ..validate import sample_budget

@@ -1,0 +1,388 @@
+"""The settings of the trainers of reinforcement learning. This module does not import torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ...engine.config import EngineConfig, ModelConfig, OptimConfig, check_least, setting
+from ...engine.errors import ConfigError
+from ...workers.rewards.config import RewardsConfig
+from .data import PromptsConfig
+from .methods import PreferenceConfig
+from .trainer import RLTrainerConfig
+
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "ppo",
+    "online_dpo",
+]
+EstimatorName = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+RewardNorm = Literal["none", "batch", "running"]
+OldLogProbs = Literal["actor", "rollout"]
+GroupKind = Literal["process", "ray", "local"]
+Offload = Literal["none", "host", "disk"]
+REWARD_MODEL = "model"
+"""The name of the reward model in `rewards.use`."""
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+"""The roles of a run, except those that have no model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """The loss of the policy; see `workers.losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
+
+    objective: Literal["clipped", "cispo"] | None = setting(
+        None, "clipped: PPO's; cispo: clipped weights of the log-probability"
+    )
+    clip_low: float | None = setting(None, "distance below 1 at which the ratio is clipped")
+    clip_high: float | None = setting(None, "distance above 1 at which the ratio is clipped")
+    dual_clip: float | None = setting(None, "bound on the ratio where the advantage is negative; 0: none")
+    ratio: Literal["token", "sequence", "sequence-token"] | None = setting(None, "what the ratio is taken over")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = (
+        setting(None, "how the losses of tokens are averaged")
+    )
+    length_norm: int | None = setting(
+        None, "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: rollout.max_tokens"
+    )
+    entropy_coef: float | None = setting(None, "weight of the entropy bonus")
+    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = setting(None, "estimator of that KL divergence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorConfig:
+    """How advantages are computed. Null takes the value of rl.algorithm."""
+
+    estimator: EstimatorName | None = setting(None, "estimator of the advantages")
+    scale: bool | None = setting(None, "grpo: divide by the standard deviation of the group")
+    whiten: bool | None = setting(
+        None, "gae, reinforce_plus_plus: shift and scale the advantages to mean 0 and variance 1 over the tokens of a step"
+    )
+    gamma: float | None = setting(None, "discount per token")
+    lam: float | None = setting(None, "lambda of gae")
+    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the rewards; 0: none")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = setting(None, "estimator of that KL divergence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSettings:
+    """The algorithm."""
+
+    algorithm: AlgorithmName = setting("grpo", "algorithm, which sets rl.loss and rl.advantage where these are null")
+    loss: PolicyLossConfig = setting(factory=PolicyLossConfig, help="loss of the policy")
+    advantage: EstimatorConfig = setting(factory=EstimatorConfig, help="advantages")
+    group_size: int = setting(8, "answers to each prompt")
+    mini_batch_size: int | None = setting(None, "answers per optimizer step; null: all answers of the step")
+    epochs: int = setting(1, "passes over the answers of a step")
+    critic_warmup: int = setting(0, "steps at the beginning in which only the critic is trained")
+    critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
+    kl_target: float | None = setting(
+        None, "KL divergence per answer, in nats, that rl.advantage.kl_coef is adapted to; null: the weight is constant"
+    )
+    kl_horizon: int = setting(10000, "answers over which an adapted weight changes by at most a fifth")
+    reward_clip: float | None = setting(None, "largest absolute value of an answer's reward; null: no clipping")
+    reward_norm: RewardNorm = setting(
+        "none", "shift and scale rewards to mean 0 and variance 1; batch: of the step; running: of all steps so far"
+    )
+    dynamic_sampling: bool | None = setting(
+        None,
+        "replace groups whose rewards are all equal, which teach nothing, by those of further prompts; null: as in rl.algorithm",
+    )
+    max_resamples: int = setting(10, "with dynamic sampling: how often further prompts are taken for one step")
+    old_log_probs: OldLogProbs = setting(
+        "actor",
+        "log-probabilities that ratios compare with; actor: computed again by the actor; rollout: those of the generator",
+    )
+    importance: Literal["none", "truncate", "mask"] = setting(
+        "none",
+        "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds",
+    )
+    importance_level: Literal["token", "sequence"] = setting("token", "whether a weight belongs to a token or to an answer")
+    importance_bounds: tuple[float, float] = setting((0.5, 2.0), "bounds of the weights; truncate uses the upper one")
+    max_log_prob_gap: float | None = setting(
+        0.1,
+        "the run stops if the log-probabilities of actor and generator differ by more than this on average, in nats per token; null: never",
+    )
+    allow_biased_sampling: bool = setting(
+        False,
+        "accept rollout.top_p and top_k that leave out a part of the vocabulary, for which the log-probabilities of the actor are wrong",
+    )
+    log_entropy: bool = setting(True, "compute the entropy of the policy, for the metrics")
+    eval_before_train: bool = setting(True, "evaluate before the first step")
+    eval_samples: int = setting(
+        1, "answers to each held-out prompt; 1: the most likely tokens; more: sampled, for avg@k and pass@k"
+    )
+    eval_reward: str | None = setting(
+        None, "reward that decides whether an answer counts as right (a value of 1 or more); null: the first of rewards.use"
+    )
+    warn_equal_steps: int = setting(10, "steps without any group of different rewards after which a warning is logged")
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        for name in (
+            "group_size",
+            "mini_batch_size",
+            "epochs",
+            "kl_horizon",
+            "max_resamples",
+            "eval_samples",
+            "warn_equal_steps",
+        ):
+            check_least(f"rl.{name}", getattr(self, name), 1)
+        for name in ("critic_warmup", "critic_clip"):
+            check_least(f"rl.{name}", getattr(self, name), 0)
+        for name in ("kl_target", "reward_clip", "max_log_prob_gap"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"rl.{name}={value}; it must be more than 0, or null")
+        low, high = self.importance_bounds
+        if not (0 <= low < 1 < high < math.inf):
+            raise ConfigError(
+                f"rl.importance_bounds={[low, high]}; the lower bound must be from 0 to below 1, the upper one above 1 and finite"
+            )
+        if self.importance != "none" and self.old_log_probs == "rollout":
+            raise ConfigError(
+                f"rl.importance={self.importance} with rl.old_log_probs=rollout: a correction compares the generator's "
+                "log-probabilities with the actor's; set rl.old_log_probs=actor"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """The generation of answers."""
+
+    generator: str = setting("static", "generator; `drivetrain generators` lists them")
+    temperature: float = setting(1.0, "temperature at which answers are sampled and log-probabilities are computed")
+    top_p: float = setting(1.0, "probability mass to sample from")
+    top_k: int = setting(0, "number of most likely tokens to sample from; 0: all")
+    max_tokens: int = setting(256, "maximum number of tokens in an answer")
+    prompts_per_call: int | None = setting(
+        None,
+        "prompts that are answered together, whose answers are judged while the next ones are generated; null: all of a step",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "number format of the generator's weights; null: bfloat16 if engine.precision.compute is, otherwise float32"
+    )
+    max_batch_size: int = setting(256, "number of answers that a process generates at the same time")
+    max_batch_total_tokens: int = setting(32768, "number of tokens of these answers and their prompts, which bounds the cache")
+    target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
+    options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        for name in ("max_tokens", "prompts_per_call", "max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"):
+            check_least(f"rollout.{name}", getattr(self, name), 1)
+        check_least("rollout.top_k", self.top_k, 0)
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(
+                f"rollout.temperature={self.temperature}; it must be more than 0, since answers are learned from"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p={self.top_p}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRoleConfig:
+    """The model and the engine of a role that is not trained. What is not set is that of the top level."""
+
+    model: ModelConfig | None = setting(None, "settings as of `model`, where they differ from those")
+    engine: EngineConfig | None = setting(None, "settings as of `engine`, where they differ from those")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRoleConfig(FrozenRoleConfig):
+    """The model, the engine and the optimizer of a role that is trained. What is not set is that of the top level."""
+
+    optim: OptimConfig | None = setting(None, "settings as of `optim`, where they differ from those")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """The processes that run the roles."""
+
+    kind: GroupKind = setting(
+        "process", "process: started on this machine; ray: on a Ray cluster; local: this program, under torchrun"
+    )
+    nproc: int = setting(1, "processes of the pool that all roles share; for local torchrun says how many")
+    pools: dict[str, int] = setting(
+        factory=dict,
+        help="roles with processes of their own, and how many: group.pools.rollout=2 (critic, reference, reward too)",
+    )
+    offload: Offload = setting(
+        "none", "where the state of roles on shared processes is kept while others work; the generator's is dropped meanwhile"
+    )
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        check_least("group.nproc", self.nproc, 1)
+        for role, size in self.pools.items():
+            if role not in ROLES[1:]:
+                raise ConfigError(
+                    f"group.pools.{role}={size}: roles that can have processes of their own are {', '.join(ROLES[1:])}"
+                )
+            check_least(f"group.pools.{role}", size, 1)
+        if self.pools and self.kind == "local":
+            raise ConfigError(
+                f"group.pools.{next(iter(self.pools))} with group.kind=local, where all roles share the processes of torchrun; use "
+                "process or ray"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """The settings that all trainers of reinforcement learning share."""
+
+    recipe_prefix: ClassVar[str] = ""
+    """What the names of the command's recipes begin with."""
+
+    model: ModelConfig = setting(factory=ModelConfig, help="the policy")
+    data: PromptsConfig = setting(factory=PromptsConfig, help="the prompts")
+    rewards: RewardsConfig = setting(factory=RewardsConfig, help="the rewards")
+    rl: RLSettings = setting(factory=RLSettings, help="the algorithm")
+    dpo: PreferenceConfig = setting(factory=PreferenceConfig, help="the loss of rl.algorithm=online_dpo")
+    rollout: RolloutSettings = setting(factory=RolloutSettings, help="generation")
+    engine: EngineConfig = setting(factory=EngineConfig, help="the engine")
+    optim: OptimConfig = setting(factory=OptimConfig, help="the optimizer")
+    actor: TrainedRoleConfig = setting(factory=TrainedRoleConfig, help="the policy that is trained")
+    critic: TrainedRoleConfig = setting(factory=TrainedRoleConfig, help="the critic")
+    reference: FrozenRoleConfig = setting(factory=FrozenRoleConfig, help="the reference")
+    reward: FrozenRoleConfig = setting(factory=FrozenRoleConfig, help="the reward model")
+    group: GroupConfig = setting(factory=GroupConfig, help="the processes")
+    trainer: RLTrainerConfig = setting(factory=RLTrainerConfig, help="the training loop")
+
+    def check(self) -> None:
+        """Check every section, then the settings that depend on another section.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        sections = (self.data, self.engine, self.rl, self.dpo, self.rollout, self.group, self.trainer)
+        for section in sections:
+            section.check()
+        self.optim.check(self.trainer.max_steps or 1)
+        self._check_group_size()
+        self._check_used()
+        if REWARD_MODEL in self.rewards.use and (self.reward.model is None or not self.reward.model.path):
+            raise ConfigError(
+                f"rewards.use has {REWARD_MODEL}, but reward.model.path is not set; give the reward model's folder"
+            )
+        if self.reward.model is not None and self.reward.model.path and REWARD_MODEL not in self.rewards.use:
+            raise ConfigError(
+                f"reward.model.path={self.reward.model.path} is not used; add {REWARD_MODEL} to rewards.use, or remove it"
+            )
+        biased = {"top_p": self.rollout.top_p} if self.rollout.top_p < 1 else {}
+        biased |= {"top_k": self.rollout.top_k} if self.rollout.top_k else {}
+        for name, value in biased.items():
+            if not self.rl.allow_biased_sampling:
+                raise ConfigError(
+                    f"rollout.{name}={value}: answers would be drawn from a part of the vocabulary, but the actor's log-probabilities "
+                    f"are of all of it, so every ratio would be wrong; remove rollout.{name}, or accept that with "
+                    "rl.allow_biased_sampling=true"
+                )
+        for name in ("best_metric", "eval_every"):
+            value = getattr(self.trainer, name)
+            if value and not self.data.eval:
+                raise ConfigError(f"trainer.{name}={value} needs data.eval, which is not set")
+
+    def _check_used(self) -> None:
+        """Refuse settings that the algorithm would not read."""
+        rl = self.rl
+        has_critic = (
+            rl.advantage.estimator or ("gae" if rl.algorithm == "ppo" else "")
+        ) == "gae" and rl.algorithm != "online_dpo"
+        defaults = RLSettings()
+        unused: list[str] = []
+        if rl.algorithm == "online_dpo":
+            unused += ["rl.loss"] * (rl.loss != defaults.loss) + ["rl.advantage"] * (rl.advantage != defaults.advantage)
+            names = ("importance", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
+            unused += [f"rl.{name}" for name in names if getattr(rl, name) != getattr(defaults, name)]
+        elif self.dpo != PreferenceConfig():
+            unused.append("dpo")
+        if not has_critic:
+            unused += [
+                f"rl.{name}" for name in ("critic_warmup", "critic_clip") if getattr(rl, name) != getattr(defaults, name)
+            ]
+            unused += ["critic"] * (self.critic != TrainedRoleConfig())
+        if unused:
+            raise ConfigError(
+                f"rl.algorithm={rl.algorithm} does not use {', '.join(unused)}; remove it, or choose another algorithm"
+            )
+        if self.group.kind == "local" and self.group.nproc != 1:
+            raise ConfigError(
+                f"group.nproc={self.group.nproc} with group.kind=local, where torchrun says how many processes there are; use its "
+                "--nproc-per-node"
+            )
+        if self.trainer.max_steps is not None and rl.critic_warmup >= self.trainer.max_steps:
+            raise ConfigError(
+                f"rl.critic_warmup={rl.critic_warmup} is as many steps as trainer.max_steps={self.trainer.max_steps}, so the policy would "
+                "never be trained"
+            )
+        for name in ("actor", "critic"):
+            optim = getattr(self, name).optim
+            if optim is not None:
+                try:
+                    optim.check(self.trainer.max_steps or 1)
+                except ConfigError as e:
+                    raise ConfigError(f"{name}.{e}") from e
+
+    def _check_group_size(self) -> None:
+        rl = self.rl
+        if rl.group_size < 2 and (rl.dynamic_sampling or (rl.dynamic_sampling is None and rl.algorithm == "dapo")):
+            raise ConfigError(
+                f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as those of a "
+                "single answer always are; use at least 2, or rl.dynamic_sampling=false"
+            )
+        compares = rl.advantage.estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") or (
+            rl.advantage.estimator is None and rl.algorithm not in ("ppo", "reinforce_plus_plus", "remax")
+        )
+        if compares and rl.group_size < 2:
+            raise ConfigError(
+                f"rl.group_size={rl.group_size} with rl.algorithm={rl.algorithm}, which compares the answers to one prompt; use at "
+                "least 2, or reinforce_plus_plus, remax or ppo"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(RLConfig):
+    """The configuration of `python -m drivetrain.trainers.grpo`."""
+
+    recipe_prefix: ClassVar[str] = "grpo"
+    trainer: RLTrainerConfig = setting(factory=lambda: RLTrainerConfig(output_dir="runs/grpo"), help="the training loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(RLConfig):
+    """The configuration of `python -m drivetrain.trainers.ppo`."""
+
+    recipe_prefix: ClassVar[str] = "ppo"
+    rl: RLSettings = setting(factory=lambda: RLSettings(algorithm="ppo", group_size=1), help="the algorithm")
+    trainer: RLTrainerConfig = setting(factory=lambda: RLTrainerConfig(output_dir="runs/ppo"), help="the training loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(RLConfig):
+    """The configuration of `python -m drivetrain.trainers.online_dpo`."""
+
+    recipe_prefix: ClassVar[str] = "online_dpo"
+    rl: RLSettings = setting(factory=lambda: RLSettings(algorithm="online_dpo"), help="the algorithm")
+    trainer: RLTrainerConfig = setting(factory=lambda: RLTrainerConfig(output_dir="runs/online-dpo"), help="the training loop")

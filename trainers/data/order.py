@@ -1,0 +1,171 @@
+"""The order of samples, which depends only on the seed and the epoch.
+
+A single cursor therefore resumes the order anywhere, on any number of ranks.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """The position in the data at which the next batch begins.
+
+    Args:
+        epoch: The epoch, counted from 0.
+        position: The number of samples of this epoch that have been used.
+    """
+
+    epoch: int = 0
+    position: int = 0
+
+
+class Sampler:
+    """The order of the samples, a pure function of the sources' sizes, their weights and the seed.
+
+    Without weights, an epoch contains every sample once. With weights, an epoch is just as long, but each source fills its
+    weighted fraction of it: a source that is too small for its fraction repeats, and one that is too large continues in the
+    next epoch where it stopped, so that over time all samples of a source are used equally often.
+
+    Args:
+        sizes: The number of samples in each source.
+        weights: The relative weights of the sources, or None for weights proportional to the sizes.
+        seed: The seed for shuffling.
+        shuffle: Whether to shuffle; False keeps the order of the files and spreads weighted sources evenly.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
+        self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
+        self._starts = np.cumsum([0, *sizes])
+        self.epoch_sizes = list(sizes) if weights is None else apportion(sum(sizes), weights)
+        """The number of samples that an epoch takes from each source."""
+        self._cached: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def epoch(self, epoch: int) -> NDArray[Any]:
+        """Return the indices of an epoch's samples, in order."""
+        if self._cached[0] != epoch:
+            self._cached = (epoch, self._plain(epoch) if self.weights is None else self._mixed(epoch))
+        return self._cached[1]
+
+    def _plain(self, epoch: int) -> NDArray[Any]:
+        return self._permutation(len(self), epoch) if self.shuffle else np.arange(len(self))
+
+    def _mixed(self, epoch: int) -> NDArray[Any]:
+        draws = [start + self._draws(i, epoch) for i, start in enumerate(self._starts[:-1])]
+        indices = np.concatenate(draws)
+        if self.shuffle:
+            return indices[self._permutation(len(indices), epoch)]
+        # The k-th of n draws is placed at (k + 1/2) / n of the epoch.
+        return indices[
+            np.argsort(np.concatenate([(np.arange(len(draw)) + 0.5) / max(1, len(draw)) for draw in draws]), kind="stable")
+        ]
+
+    def _draws(self, source: int, epoch: int) -> NDArray[Any]:
+        """Return the samples that an epoch takes from a source: a slice of the infinite sequence of passes over the source."""
+        size, count = self.sizes[source], self.epoch_sizes[source]
+        begin, end = epoch * count, (epoch + 1) * count
+        passes = range(begin // size, -(-end // size))
+        permutations = [self._permutation(size, number, source + 1) if self.shuffle else np.arange(size) for number in passes]
+        offset = begin // size * size
+        return np.concatenate(permutations)[begin - offset : end - offset] if permutations else np.empty(0, np.int64)
+
+    def _permutation(self, count: int, *key: int) -> NDArray[Any]:
+        return np.random.default_rng([self.seed, *key]).permutation(count)
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that the order depends on, for a checkpoint."""
+        return {
+            "samples": self.sizes,
+            "weights": None if self.weights is None else list(self.weights),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Return integers proportional to the weights that add up to `total` (largest-remainder method)."""
+    exact = [total * w / sum(weights) for w in weights]
+    counts = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+class BatchOrder:
+    """Batches of samples, and the state by which a checkpoint resumes them.
+
+    Args:
+        order: The sampler, which determines the order.
+        batch_size: The number of samples of a batch; the last one of an epoch may be smaller.
+        digest: Returns a digest of all samples.
+    """
+
+    def __init__(self, order: Sampler, *, batch_size: int, digest: Callable[[], str]) -> None:
+        self._sampler, self.batch_size, self._digest = order, batch_size, digest
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def indices(self, cursor: Cursor) -> Iterator[tuple[list[int], Cursor]]:
+        """Yield the samples of batches forever, starting at a cursor, each with the cursor that follows it."""
+        epoch, position = cursor.epoch, cursor.position
+        while True:
+            order = self._sampler.epoch(epoch)
+            chosen = order[position : position + self.batch_size]
+            position += len(chosen)
+            if position >= len(order):
+                epoch, position = epoch + 1, 0
+            yield chosen.tolist(), Cursor(epoch=epoch, position=position)
+
+    def state(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the data to save in a checkpoint: the cursor, and everything that gives it its meaning."""
+        progress = {"epoch": cursor.epoch, "position": cursor.position}
+        return {**progress, "batch_size": self.batch_size, **self._sampler.describe(), "digest": self._digest()}
+
+    def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
+        """Return the cursor at which a checkpoint resumes.
+
+        Args:
+            state: The checkpoint's data, from `state`.
+            epochs: Whether the run ends after its epochs, whose steps are counted in batches of one size.
+
+        Raises:
+            CheckpointError: The checkpoint was saved with another order or batch size, so the next sample or the last step is
+                unknown.
+        """
+        try:
+            cursor = Cursor(epoch=int(state["epoch"]), position=int(state["position"]))
+            saved, digest = {name: state[name] for name in self._sampler.describe()}, state["digest"]
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"it does not say where in the data to resume ({e!r}); it was not saved by this trainer"
+            ) from e
+        for name, new in self._sampler.describe().items():
+            old = saved[name]
+            if old != new:
+                label = "the number of samples" if name == "samples" else f"data.{name}"
+                old, new = (v[0] if isinstance(v, list) and len(v) == 1 else v for v in (old, new))
+                raise CheckpointError(
+                    f"it was saved with {label} = {old}, now it is {new}, so the next sample is unknown; use the same data "
+                    "and settings, or start over from the exported model in another trainer.output_dir"
+                )
+        if epochs and state.get("batch_size") != self.batch_size:
+            raise CheckpointError(
+                f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self.batch_size}, so the "
+                "steps of trainer.epochs cannot be counted; set trainer.max_steps, or keep the batch size"
+            )
+        if digest != self._digest():
+            log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")
+        return cursor

@@ -1,0 +1,173 @@
+"""Prompts to be answered: rows with a `prompt`, a text or a chat, and other columns for the rewards.
+
+They are few and short compared with texts to learn from, so they are read and tokenized when a run begins and kept in memory.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from ...engine.errors import DataError
+from ..config.data import PromptsConfig
+from .chat import json_kind, read_messages, template_variables
+from .dataset import Budget
+from .sources import open_source
+
+log = logging.getLogger(__name__)
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt.
+
+    Args:
+        name: The file and row that it comes from, for messages.
+        ids: The token ids.
+        content: The text, or the messages of the chat, as a reward sees it.
+        columns: The other columns of the row.
+    """
+
+    name: str
+    ids: list[int]
+    content: str | list[dict[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PromptSet:
+    """The prompts of all sources.
+
+    Args:
+        sources: The prompts of each source.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Prompt]]) -> None:
+        self.sizes = [len(prompts) for prompts in sources]
+        """The number of prompts in each source."""
+        self._prompts = [prompt for prompts in sources for prompt in prompts]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all prompts and their columns."""
+        hasher = xxhash.xxh3_128()
+        for prompt in self._prompts:
+            hasher.update(json.dumps([prompt.ids, dict(prompt.columns)], sort_keys=True, default=str).encode())
+        return hasher.hexdigest()
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return max(len(prompt.ids) for prompt in self._prompts)
+
+
+def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budget: Budget, *, training: bool) -> PromptSet:
+    """Read and tokenize prompts.
+
+    Args:
+        names: The entries of `data.train` or `data.eval`.
+        tokenizer: The model's tokenizer.
+        data: The data settings.
+        budget: The token limit of a prompt.
+        training: Whether the entries are those of `data.train`.
+
+    Raises:
+        DataError: A source or a row cannot be used, or a source has no prompt left; the message names it.
+    """
+    return PromptSet([_load_source(name, tokenizer, data, budget, training) for name in names])
+
+
+def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget, training: bool) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    skipped = cut = 0
+    limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
+    setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
+    for chunk in open_source(name, training=training, every_column=True).chunks():
+        for number, row in chunk.parsed():
+            prompt = encode_prompt(tokenizer, row, f"{chunk.file}:{number}", data)
+            excess = len(prompt.ids) - limit
+            if excess > 0 and data.too_long == "error":
+                raise DataError(
+                    f"{prompt.name} has a prompt of {len(prompt.ids)} tokens, more than {setting}; raise it, or set data.too_long to "
+                    "skip, truncate_left or truncate_right"
+                )
+            if excess > 0 and data.too_long == "skip":
+                skipped += 1
+                continue
+            if excess > 0:
+                cut += 1
+                ids = prompt.ids[excess:] if data.too_long == "truncate_left" else prompt.ids[:limit]
+                prompt = Prompt(name=prompt.name, ids=ids, content=prompt.content, columns=prompt.columns)
+            prompts.append(prompt)
+    if skipped:
+        log.warning("left out of %s (data.too_long=skip): %d prompts longer than %s", name, skipped, setting)
+    if cut:
+        log.warning("cut to %s (data.too_long=%s) in %s: %d prompts", setting, data.too_long, name, cut)
+    if not prompts:
+        raise DataError(f"no prompt of {name} is left to answer")
+    return prompts
+
+
+def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig) -> Prompt:
+    """Tokenize the prompt of a row.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        row: The row's columns.
+        name: The row's file and number, for error messages.
+        data: The data settings; the template's variables are used.
+
+    Raises:
+        DataError: The row has no prompt, or one that cannot be used.
+    """
+    content = row.get("prompt")
+    if content is None:
+        present = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
+        hint = "; leave out the answer and call the rest prompt" if "messages" in row else ""
+        raise DataError(f"{name} has the columns {present}; it needs prompt, a text or a list of messages{hint}")
+    columns = {column: value for column, value in row.items() if column not in ("prompt", *TEMPLATE_COLUMNS)}
+    if isinstance(content, str):
+        if not content.strip():
+            raise DataError(f"{name}: the prompt is empty; there is nothing to answer")
+        ids = _text_ids(tokenizer, content, name)
+    elif isinstance(content, Sequence):
+        messages = read_messages(content, "prompt", name)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(f"{name}: the prompt ends with an answer (role assistant); leave it out")
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use a text"
+            )
+        variables = template_variables(row, name, data.chat_template_kwargs)
+        try:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        except Exception as e:  # a template may raise any exception
+            raise DataError(f"{name}: the chat template rejects this prompt: {e}") from e
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        content = messages
+    else:
+        raise DataError(f"{name}: prompt is {json_kind(content)}; it must be a text or a list of messages")
+    if not ids:
+        raise DataError(f"{name}: the prompt has no tokens")
+    return Prompt(name=name, ids=list(ids), content=content, columns=columns)
+
+
+def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+    except Exception as e:  # half of a character, for example
+        raise DataError(f"{name}: the prompt cannot be tokenized: {type(e).__name__}: {e}") from e
+    # Some tokenizers end every text.
+    ends = tokenizer.eos_token is not None and not text.endswith(tokenizer.eos_token)
+    return ids[:-1] if ends and ids[-1:] == [tokenizer.eos_token_id] else ids
