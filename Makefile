@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak docs clean
 
 SHELL := bash
 
@@ -22,6 +22,13 @@ setup: .types/drivetrain
 
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
+
+# GRPO, PPO, Megatron-core, and rewards that teach nothing; about a quarter of an hour.
+demo-rl: $(SETUP)
+	$(PY) -m drivetrain.cli demo grpo
+	$(PY) -m drivetrain.cli demo grpo --algorithm ppo --output runs/demo-ppo
+	$(PY) -m drivetrain.cli demo grpo --engine mcore --output runs/demo-grpo-mcore
+	$(PY) -m drivetrain.cli demo grpo --shuffled --output runs/demo-grpo-shuffled
 
 # Files side by side, one more than there are cores: much of a test's time is a process waiting for another one.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
@@ -90,6 +97,11 @@ check: $(SETUP) .types/drivetrain
 
 bench: $(SETUP)
 	$(PY) -m benchmarks
+
+# In turns with TRL, which has an environment of its own.
+bench-trl: $(SETUP)
+	.ci/setup-trl
+	$(PY) -m benchmarks --only rl
 
 soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)

@@ -11,6 +11,10 @@ COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for more than one process",
     "dpo": "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft",
     "rm": "reward model training; same arguments as sft",
+    "grpo": "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
+    "ppo": "reinforcement learning with a critic; same arguments as grpo",
+    "online_dpo": "preference learning on the policy's own answers; same arguments as grpo",
+    "rl": "the phases of a step by themselves: rl rollout, rl score, rl train",
     "demo": "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
     "merge": "convert a checkpoint from any engine and layout into a Hugging Face folder",
@@ -25,8 +29,10 @@ COMMANDS = {
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
 }
+RL = ("grpo", "ppo", "online_dpo")
+"""Trainers that start their workers themselves, unless group.kind=local."""
 MODULES = {
-    **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm")},
+    **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm", "grpo", "ppo", "online_dpo")},
     "conformance": f"{PACKAGE}.engine.conformance",
 }
 
@@ -53,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .workers.rollout.conformance.__main__ import main as conformance_rollout
 
         return conformance_rollout(rest)
+    if command == "rl":
+        from .trainers.rl.cli import main as phases
+
+        return phases(rest)
     if command in ("serve", "chat"):
         return _serve(command, rest)
     if command in ("demo", "parity"):
@@ -94,6 +104,8 @@ def _module(module: str, arguments: list[str]) -> int:
             return 2
         nproc = arguments[index + 1]
         del arguments[index : index + 2]
+    if module.rpartition(".")[2] in RL and "group.kind=local" not in arguments:
+        arguments, nproc = [*arguments, *([f"group.nproc={nproc}"] if nproc != "1" else [])], "1"
     launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc] if nproc != "1" else []
     # Replace this process, so that a signal or Ctrl-C sent to the command reaches the process that trains.
     sys.stdout.flush()

@@ -1,5 +1,5 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
-dpo` and `demo rm` do the same for preference learning, in about a minute.
+dpo` and `demo rm` do the same for preference learning, in about a minute, and `demo grpo` for reinforcement learning.
 
 The demo creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
 merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. A
@@ -18,6 +18,7 @@ from ...engine.registry import is_installed
 from ..parity.cli import SHORT
 from .preferences import run_preference_demo
 from .processes import measured, python
+from .reinforcement import run_rl_demo
 from .serving import missing, served_accuracy
 
 ENOUGH = 0.9
@@ -30,15 +31,24 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; return 0 if the trained model is accurate enough and the engines agree with plain Hugging Face."""
     parser = argparse.ArgumentParser(prog="drivetrain demo", description=(__doc__ or "").strip())
     parser.add_argument(
-        "task", nargs="?", choices=("sft", "dpo", "rm"), default="sft", help="the training method; default: sft"
+        "task", nargs="?", choices=("sft", "dpo", "rm", "grpo"), default="sft", help="the training method; default: sft"
     )
-    parser.add_argument("--output", default=None, help="output folder; default: runs/demo, runs/demo-dpo or runs/demo-rm")
+    parser.add_argument("--output", default=None, help="output folder; default: runs/demo, or runs/demo-TASK")
     parser.add_argument(
         "--nproc", type=int, default=None, help="number of processes; default: 2, or 1 on a machine with a single GPU"
     )
     parser.add_argument("--steps", type=int, default=None, help="number of optimizer steps; default: as set by the recipe")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="grpo only: ppo trains a critic as well")
+    parser.add_argument("--engine", default="fsdp", help="grpo only: the engine; default: fsdp")
+    parser.add_argument(
+        "--shuffled",
+        action="store_true",
+        help="grpo only: the control, with answers of other questions, which must learn nothing",
+    )
     args = parser.parse_args(argv)
     root, start = Path(args.output or ("runs/demo" if args.task == "sft" else f"runs/demo-{args.task}")), time.monotonic()
+    if args.task == "grpo":
+        return run_rl_demo(root, args.algorithm, args.engine, nproc=args.nproc, steps=args.steps, shuffled=args.shuffled)
     if args.task != "sft":
         return run_preference_demo(args.task, root, args.nproc, args.steps)
 

@@ -1,13 +1,13 @@
 """The steps of the demos that need torch, each of which runs in a fresh process.
 
-They are `processes`, `make ROOT`, `make-pairs ROOT`, `answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and
+They are `processes`, `make ROOT`, `make-prompts ROOT`, `make-shuffled-prompts ROOT`, `make-pairs ROOT`, `answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and
 `judge-rm MODEL DATA SHOWN`.
 """
 
 import sys
 from pathlib import Path
 
-from ..tasks.addition import accuracy, write_data, write_model
+from ..tasks.addition import accuracy, write_data, write_model, write_prompts
 from ..tasks.rising_digits import preference_accuracy, write_pairs
 
 SEED = 0
@@ -23,6 +23,10 @@ def main(argv: list[str]) -> None:
         write_model(Path(argv[1]) / "model", SEED)
     elif argv[0] == "make-pairs":
         write_pairs(Path(argv[1]) / "data", SEED)
+        write_model(Path(argv[1]) / "model", SEED)
+    elif argv[0] in ("make-prompts", "make-shuffled-prompts"):
+        write_data(Path(argv[1]) / "data", SEED)
+        write_prompts(Path(argv[1]) / "data", SEED, shuffled=argv[0] == "make-shuffled-prompts")
         write_model(Path(argv[1]) / "model", SEED)
     elif argv[0].startswith("judge-"):
         logging.set_verbosity_error()

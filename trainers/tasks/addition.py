@@ -49,6 +49,24 @@ def write_data(folder: Path, seed: int) -> None:
                 file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def write_prompts(folder: Path, seed: int, *, shuffled: bool = False) -> None:
+    """Write the questions of `write_data` as `prompts.jsonl` and `held-out.jsonl`, each with its answer as a column.
+
+    Args:
+        folder: The folder.
+        seed: The seed of the split.
+        shuffled: Whether the answers of `prompts.jsonl` are those of other questions, from which nothing can be learned.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(("prompts", "held-out"), pairs(seed), strict=True):
+        answers = [str(a + b) for a, b in part]
+        if shuffled and name == "prompts":
+            random.Random(seed).shuffle(answers)
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for (a, b), answer in zip(part, answers, strict=True):
+                file.write(json.dumps({"prompt": question(a, b), "answer": answer}) + "\n")
+
+
 def make_tokenizer() -> Any:
     """Build a tokenizer with one token per character and a chat template."""
     from tokenizers import Regex, Tokenizer

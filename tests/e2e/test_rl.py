@@ -1,0 +1,384 @@
+"""Reinforcement learning from one command: runs, resumed runs, replayed steps, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
+from drivetrain.trainers.config.rl import OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.rl.cli import main as phases
+from drivetrain.workers.rewards.sample import RewardSample
+from helpers.rl_runs import make_task, records, train, words
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+def test_a_run_evaluates_trains_saves_and_exports(task: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = train(task, run, f"data.eval=[{task / 'held-out.jsonl'}]", "trainer.max_steps=3", "rl.eval_samples=2")
+    assert outcome.step == 3
+    steps, evaluations = records(run), records(run, "eval")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["step"] for record in evaluations] == [0, 3]
+    first = steps[0]
+    assert first["answers"] == 16
+    assert first["groups"] == 4
+    assert 0 < first["reward"] == first["reward/format"] <= 1
+    # On policy: before the first update of a step the ratio is 1, and the generator agrees with the actor.
+    assert first["log_prob_gap_max"] < 1e-4
+    assert first["staleness"] == 0
+    assert {"kl", "entropy", "clip_fraction", "truncated", "equal_groups", "length", "grad_norm", "lr"} <= first.keys()
+    assert {"accuracy", "avg@2", "pass@2", "reward"} <= evaluations[0].keys()
+    assert evaluations[0]["pass@2"] >= evaluations[0]["avg@2"]
+    written = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in written} == {0, 3}
+    assert set(written[0]["rewards"]) == {"reward", "format"}
+    assert (run / "rewards.png").stat().st_size > 1000
+    trained = AutoModelForCausalLM.from_pretrained(outcome.outputs["model"])
+    start = AutoModelForCausalLM.from_pretrained(task / "model")
+    assert not torch.equal(next(trained.parameters()), next(start.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "more"), [(PPOConfig, ["rl.group_size=2", "rl.reward_norm=running"]), (OnlineDPOConfig, [])]
+)
+def test_a_resumed_run_makes_the_same_steps(task: Path, tmp_path: Path, config_class: Any, more: list[str]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = [*more, "trainer.export_hf=false"]
+    train(task, whole, "trainer.max_steps=4", *more, config_class=config_class)
+    train(task, parts, "trainer.max_steps=2", *more, config_class=config_class)
+    train(task, parts, "trainer.max_steps=4", *more, config_class=config_class)
+    assert records(parts) == records(whole)
+
+
+def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    train(
+        task,
+        run,
+        "trainer.max_steps=2",
+        "trainer.bundle_every=2",
+        "trainer.export_hf=false",
+        "rl.epochs=2",
+        config_class=PPOConfig,
+    )
+    bundle = run / "bundles" / "step-00000002.safetensors"
+    capfd.readouterr()
+    assert phases(["train", str(bundle), "engine.micro_batch.max_tokens=40"]) == 0
+    printed = capfd.readouterr().out
+    assert "critic/grad_norm" in printed
+    # The comparison can fail.
+    assert phases(["train", str(bundle), "rl.critic_clip=0.001", "rl.loss.clip_low=0.0001", "rl.loss.clip_high=0.0001"]) == 1
+    assert "(differs)" in capfd.readouterr().out
+
+
+def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
+    settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04")
+    assert phases(["rollout", answers, *settings]) == 0
+    assert phases(["train", answers]) == 1
+    assert "run drivetrain rl score on it first" in capfd.readouterr().err
+    assert phases(["score", answers, scored, "rewards.settings.format.regex=.*"]) == 0
+    assert "96 answers, mean reward" in capfd.readouterr().out
+    assert phases(["train", scored, model]) == 0
+    assert Path(model, "config.json").is_file()
+    assert phases(["train", str(task / "prompts.jsonl")]) == 1
+    assert "is not a bundle, or is damaged" in capfd.readouterr().err
+
+
+def polite(samples: list[RewardSample]) -> list[float]:
+    """A reward of the test's own."""
+    return [0.5 for _ in samples]
+
+
+def too_few(samples: list[RewardSample]) -> list[float]:
+    """A reward that returns too few values."""
+    return [1.0 for _ in samples][1:]
+
+
+def never(completion: str) -> float:
+    """A reward that never judges anything."""
+    raise ValueError("nothing is good enough")
+
+
+def test_rewards_of_ones_own_add_up(task: Path, tmp_path: Path) -> None:
+    train(task, tmp_path, "trainer.max_steps=1", "trainer.export_hf=false", "rewards.weights.polite=2", rewards=[polite])
+    (record,) = records(tmp_path)
+    assert record["reward/polite"] == 0.5
+    assert record["reward"] == pytest.approx(1.0 + record["reward/format"])
+
+
+@pytest.mark.parametrize("reward", [too_few, never])
+def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path, reward: Any) -> None:
+    with pytest.raises(RewardError, match=rf"none of 16 answers could be judged \(error/{reward.__name__} 16\)"):
+        train(task, tmp_path, "trainer.max_steps=1", rewards=[reward])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rl.group_size=1"], r"rl\.group_size=1 with rl\.algorithm=grpo, .* use at least 2"),
+        (["rollout.top_p=0.9"], r"rollout\.top_p=0\.9: .* rl\.allow_biased_sampling=true"),
+        (["rewards.use=[]", "rewards.settings={}"], r"rewards\.use is not set"),
+        (["rewards.use=[format,model]"], r"reward\.model\.path is not set"),
+        (["rollout.max_tokens=128"], r"rollout\.max_tokens=128 leaves no room for a prompt"),
+        (["rl.kl_target=1", "rl.loss.kl_coef=0"], r"rl\.kl_target=1\.0 adapts the weight of one KL penalty"),
+        (["rl.importance=mask", "rl.old_log_probs=rollout"], r"set rl\.old_log_probs=actor"),
+        (["rl.eval_reward=beauty"], r"rl\.eval_reward=beauty is no reward; they are format"),
+        (["group.kind=process", "group.pools.critic=1"], r"this run has no critic"),
+        (["group.pools.rollout=1"], r"all roles share the processes of torchrun"),
+        (["trainer.best_metric=reward"], r"needs data\.eval"),
+        (["actor.engine.backend=fsdp", "actor.engine.parallel.tp=2"], r"the role actor: .*tp"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(task: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(task, tmp_path, *more)
+
+
+def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> None:
+    for text, message in (
+        ('{"prompt": ""}', r"bad\.jsonl:1: the prompt is empty"),
+        ('{"question": "1+1="}', r"bad\.jsonl:1 has the columns question; it needs prompt"),
+        ('{"prompt": 3}', r"prompt is int; it must be a text"),
+        ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an answer"),
+        (json.dumps({"prompt": "1" * 200}), r"has a prompt of 200 tokens, more than engine\.micro_batch\.max_tokens=128 less"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(text + "\n")
+        with pytest.raises(DataError, match=message):
+            train(task, tmp_path / "run", f"data.train=[{tmp_path / 'bad.jsonl'}]")
+
+
+def test_a_generator_that_disagrees_with_the_actor_ends_the_run(task: Path, tmp_path: Path) -> None:
+    # Rounded weights are another policy.
+    with pytest.raises(ConfigError, match=r"more than rl\.max_log_prob_gap=1e-06: .* rollout\.dtype"):
+        train(task, tmp_path, "trainer.max_steps=1", "rollout.dtype=bfloat16", "rl.max_log_prob_gap=1e-6")
+
+
+def test_a_checkpoint_of_another_method_is_not_resumed(task: Path, tmp_path: Path) -> None:
+    from drivetrain.trainers.sft import main as sft
+    from helpers.runs import make_task as make_sft_task
+    from helpers.runs import words as sft_words
+
+    make_sft_task(tmp_path)
+    assert sft(sft_words(tmp_path, "trainer.max_steps=1", "trainer.loggers=[]", "trainer.export_hf=false")) == 0
+    with pytest.raises(CheckpointError, match="is from a SFT run, and this run of reinforcement learning cannot resume"):
+        train(task, tmp_path / "run", "trainer.max_steps=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "remax"])
+def test_every_algorithm_trains(task: Path, tmp_path: Path, algorithm: str) -> None:
+    train(task, tmp_path, f"rl.algorithm={algorithm}", "trainer.max_steps=2", "trainer.export_hf=false")
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_with_sampling_is_the_same_in_all_groups(task: Path, tmp_path: Path) -> None:
+    more = ["trainer.max_steps=3", "trainer.export_hf=false", "group.nproc=2"]
+    found = {}
+    for kind in ("process", "ray"):
+        train(task, tmp_path / kind, *more, f"group.kind={kind}")
+        found[kind] = records(tmp_path / kind)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain.trainers.grpo"]
+    subprocess.run([sys.executable, *command, *words(task, tmp_path / "local", *more[:2])], check=True, timeout=240)
+    found["local"] = records(tmp_path / "local")
+    assert found["process"] == found["ray"] == found["local"]
+    assert len(found["local"]) == 3
+
+
+@pytest.mark.slow
+def test_the_page_can_be_typed(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+    blocks = [part.split("```")[0] for part in page.split("```bash\n")[1:]]
+    typed = "".join(block for block in blocks if "pip install" not in block)
+    assert typed.count("drivetrain rl ") == 3
+    command = f'drivetrain() {{ {sys.executable} -m drivetrain.cli "$@"; }}; python() {{ {sys.executable} "$@"; }}; set -e\n'
+    done = subprocess.run(["bash", "-c", command + typed], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '"answer": "' in done.stdout
+    for name in ("hf", "checkpoints", "metrics.jsonl", "answers.jsonl", "rewards.png", "tensorboard", "config.yaml"):
+        assert (tmp_path / "runs" / "first" / "grpo" / name).exists(), name
+    assert "memory of a process, as estimated:\n  all the time: device: actor parameters" in done.stderr
+    assert "step 3/3  reward" in done.stdout
+    assert (tmp_path / "runs" / "first" / "updated" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from drivetrain.trainers.demo.cli import main as demo
+
+    assert demo(["grpo", "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] >= 0.9
+    assert Path(summary["export"], "config.json").is_file()
+
+
+def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from drivetrain.trainers.demo.reinforcement import _verdict
+
+    assert [_verdict(*case) for case in ((0.3, 0.93, False), (0.3, 0.39, True))] == [0, 0]
+    assert [_verdict(*case) for case in ((0.3, 0.89, False), (0.5, 0.95, False), (0.3, 0.41, True))] == [1, 1, 1]
+    assert "accuracy 0.410 after training on rewards that say nothing" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["rollout.prompts_per_call=1"], ["rl.dynamic_sampling=true", "rl.max_resamples=2"]])
+def test_answers_in_parts_are_trained_on_and_repeated_alike(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    settings = ["trainer.max_steps=1", "trainer.bundle_every=1", "trainer.export_hf=false", "rl.mini_batch_size=2", *more]
+    train(task, tmp_path, *settings)
+    (record,) = records(tmp_path)
+    # Not a group at a time: with mini-batches of answers the parts make no difference.
+    assert record["updates"] == record["answers"] / 2
+    assert phases(["train", str(tmp_path / "bundles" / "step-00000001.safetensors")]) == 0
+
+
+def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
+    task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    train(task, run, "trainer.max_steps=2", "trainer.save_every=1", "trainer.export_hf=false", config_class=PPOConfig)
+    whole = records(run)
+    (shard,) = (run / "checkpoints" / "critic" / "step-00000002").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 255
+    shard.write_bytes(data)
+    train(task, run, "trainer.max_steps=2", "trainer.export_hf=false", config_class=PPOConfig)
+    assert "checkpoint skipped" in caplog.text
+    assert records(run) == whole
+    other = tmp_path / "other"
+    make_task(other)
+    model = AutoModelForCausalLM.from_pretrained(other / "model")
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+    model.save_pretrained(other / "model")
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match="a different model; choose another"):
+        train(task, run, "trainer.max_steps=3", f"model.path={other / 'model'}", config_class=PPOConfig)
+    with pytest.raises(CheckpointError, match=r"step-00000001: it was saved with data\.seed = 0, now it is 7"):
+        train(
+            task,
+            tmp_path / "new",
+            f"trainer.resume={run / 'checkpoints' / 'step-00000001'}",
+            "data.seed=7",
+            config_class=PPOConfig,
+        )
+    assert (run / "config.yaml").read_text() == before
+
+
+def test_the_best_step_of_another_folder_is_forgotten(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = [f"data.eval=[{task / 'held-out.jsonl'}]", "trainer.best_metric=reward", "trainer.eval_every=1"]
+    train(task, tmp_path / "first", "trainer.max_steps=2", "trainer.export_hf=false", *more)
+    outcome = train(task, tmp_path / "second", "trainer.max_steps=3", f"trainer.resume={tmp_path / 'first'}", *more)
+    assert "the search for the best starts over" in caplog.text
+    assert Path(outcome.outputs["model"], "config.json").is_file()
+
+
+def test_a_row_without_its_column_is_named_before_the_first_step(task: Path, tmp_path: Path) -> None:
+    rows = (task / "prompts.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:3], '{"prompt": "1+1="}']) + "\n")
+    with pytest.raises(ConfigError, match=r"the reward answer needs a column answer, which .*rows\.jsonl:4 has not"):
+        train(task, tmp_path / "run", f"data.train=[{tmp_path / 'rows.jsonl'}]", "rewards.use=[format,answer]")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "config_class", "message"),
+    [
+        (["rl.loss.clip_low=0.1", "rl.importance=mask"], OnlineDPOConfig, r"does not use rl\.loss, rl\.importance"),
+        (["dpo.beta=0.5"], PPOConfig, r"rl\.algorithm=ppo does not use dpo"),
+        (["critic.optim.lr=1"], OnlineDPOConfig, r"does not use critic"),
+        (["rl.critic_warmup=4", "trainer.max_steps=4"], PPOConfig, "the policy would never be trained"),
+        (["critic.optim.lr=-1"], PPOConfig, r"critic\.optim\.lr=-1"),
+        (["rl.group_size=1", "rl.dynamic_sampling=true"], PPOConfig, r"rl\.group_size=1 with dynamic sampling"),
+        (["group.nproc=3"], PPOConfig, r"group\.nproc=3 with group\.kind=local"),
+    ],
+)
+def test_settings_that_nothing_would_read_are_refused(
+    task: Path, tmp_path: Path, more: list[str], config_class: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(task, tmp_path, *more, config_class=config_class)
+
+
+def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    from drivetrain.trainers.rl.bundle import Bundle
+
+    answers = tmp_path / "answers.safetensors"
+    regex = "rewards.settings.format.regex='[0-4].*|(${a})?'"
+    assert phases(["rollout", str(answers), *words(task, tmp_path / "unused", "rewards.settings.format.regex='x'")]) == 0
+    assert phases(["score", str(answers), str(tmp_path / "scored"), "rollout.temperature=0.5"]) == 1
+    assert "were sampled at 1.0" in capfd.readouterr().err
+    bundle = Bundle.read(answers)
+    monkeypatch.setenv("SECRET_TOKEN", "tok123")
+    for path in ("attacker/$SECRET_TOKEN", "attacker/${oc.env:SECRET_TOKEN}", "~/model"):
+        config: Any = {**bundle.config, "model": {**bundle.config["model"], "path": path}}
+        dataclasses.replace(bundle, config=config).write(answers)
+        assert phases(["score", str(answers), str(tmp_path / "scored")]) == 1
+        printed = capfd.readouterr().err
+        assert "refers to a variable or a home folder" in printed
+        assert "tok123" not in printed
+    settings: Any = {**bundle.config["rewards"], "settings": {"format": {"regex": regex.partition("=")[2].strip("'")}}}
+    dataclasses.replace(bundle, config={**bundle.config, "rewards": settings}).write(answers)
+    assert phases(["score", str(answers), str(tmp_path / "scored")]) == 0
+    assert phases(["train", str(answers), "--verbose"]) == 2
+
+
+def test_functions_of_a_bundle_are_not_run_unless_repeated(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from drivetrain.trainers.rl.bundle import Bundle, settings_of
+
+    answers = str(tmp_path / "answers.safetensors")
+    own = "rewards.use=[format,helpers.reward_functions:equal]"
+    assert phases(["rollout", answers, *words(task, tmp_path / "unused", own)]) == 0
+    settings, ignored = settings_of(Bundle.read(Path(answers)))
+    assert settings["rewards"]["use"] == ["format"]
+    assert ignored == ["rewards.use (helpers.reward_functions:equal)"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["process", "local"])
+def test_a_signal_to_everything_saves_whole_steps(task: Path, tmp_path: Path, kind: str) -> None:
+    # As a scheduler ends a job: also the processes of rewards and workers get it.
+    more = ["trainer.max_steps=30", "trainer.export_hf=false", f"group.kind={kind}", "rl.eval_before_train=false"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(task, whole, *more)
+    command = [sys.executable, "-m", "drivetrain.trainers.grpo", *words(task, parts, *more)]
+    run = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    metrics = parts / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGTERM)
+    _, printed = run.communicate(timeout=60)
+    assert run.returncode == 0, printed
+    assert "stopped by a signal after step" in printed
+    saved = len(records(parts))
+    assert 3 <= saved < 30
+    assert records(parts) == records(whole)[:saved]
+    train(task, parts, *more)
+    assert records(parts) == records(whole)

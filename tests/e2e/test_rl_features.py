@@ -1,0 +1,232 @@
+"""What a run of reinforcement learning can do beside the plain step: offload, adapters, pools, corrections, reward models."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.config.rl import OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.rl.phases import Phases
+from helpers.rl_runs import make_task, records, train
+
+SHORT = ("trainer.max_steps=2", "trainer.export_hf=false")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    make_task(folder)
+    return folder
+
+
+def numbers(run: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in records(run)]
+
+
+def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) -> None:
+    more = [*SHORT, "rl.group_size=2", "rl.dynamic_sampling=true", "rl.max_resamples=1"]
+    train(task, tmp_path / "here", *more, config_class=PPOConfig)
+    train(task, tmp_path / "away", *more, "group.offload=disk", config_class=PPOConfig)
+    assert records(tmp_path / "away") == records(tmp_path / "here")
+
+
+def slow(completion: str, note: str) -> float:
+    """A reward that takes its time, and says when."""
+    began = time.monotonic()
+    time.sleep(0.4)
+    with open(note, "a") as file:
+        file.write(f"{began} {time.monotonic()}\n")
+    return float(len(completion))
+
+
+def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(name: str) -> None:
+        method = getattr(Phases, name)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            began = time.monotonic()
+            found = method(self, *args, **options)
+            events.setdefault(name, []).append((began, time.monotonic()))
+            return found
+
+        monkeypatch.setattr(Phases, name, call)
+
+    for name in ("generate", "score", "old_log_probs", "train"):
+        timed(name)
+    note = tmp_path / "note"
+    train(
+        task,
+        tmp_path / "run",
+        "trainer.max_steps=1",
+        "trainer.export_hf=false",
+        "data.batch_size=2",
+        "rl.group_size=2",
+        "rollout.prompts_per_call=1",
+        "rl.loss.kl_coef=0.04",
+        f"rewards.settings.slow.note={note}",
+        rewards=[slow],
+    )
+    rewards = [tuple(map(float, line.split())) for line in note.read_text().splitlines()]
+    first, last = min(began for began, _ in rewards), max(ended for _, ended in rewards)
+    # The answers to the first prompt are judged while the second one is answered ...
+    assert first < events["generate"][1][1]
+    # ... and all of them while reference and actor compute.
+    assert first < events["score"][0][0]
+    assert last > events["old_log_probs"][0][1]
+    assert last < events["train"][0][0]
+
+
+def test_a_policy_with_adapters_is_its_own_reference(task: Path, tmp_path: Path) -> None:
+    outcome = train(task, tmp_path, "trainer.max_steps=2", "model.lora.rank=4", "optim.lr=1e-2", "rl.loss.kl_coef=0.1")
+    first, second = records(tmp_path)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] > 1e-6
+    # What was generated with are the merged weights.
+    assert second["log_prob_gap_max"] < 1e-4
+    adapter = load_file(Path(outcome.outputs["adapter"]) / "adapter_model.safetensors")
+    assert any("lora_B" in name and bool(tensor.any()) for name, tensor in adapter.items())
+    merged = AutoModelForCausalLM.from_pretrained(outcome.outputs["model"]).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(task / "model").state_dict()
+    changed = [name for name in start if not torch.equal(start[name], merged[name])]
+    assert changed
+    assert not any("embed" in name or "norm" in name for name in changed)
+
+
+@pytest.fixture(scope="module")
+def reward_model(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    config: Any = AutoModelForCausalLM.from_pretrained(task / "model").config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for file in (task / "model").glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_reward_model_is_one_of_the_rewards(task: Path, tmp_path: Path, reward_model: Path) -> None:
+    more = [*SHORT, "rewards.use=[format,model]", "rewards.weights.model=0.5", f"reward.model.path={reward_model}"]
+    train(task, tmp_path, *more, config_class=OnlineDPOConfig)
+    for record in records(tmp_path):
+        assert record["reward"] == pytest.approx(record["reward/format"] + 0.5 * record["reward/model"], rel=1e-5)
+        assert record["pairs"] > 0
+
+
+def test_rows_are_routed_to_their_rewards(task: Path, tmp_path: Path, reward_model: Path) -> None:
+    rows = [f'{{"prompt": "{i}+1=", "kind": "{"model" if i % 2 else "format"}"}}\n' for i in range(8)]
+    (tmp_path / "mixed.jsonl").write_text("".join(rows))
+    train(
+        task,
+        tmp_path / "run",
+        "trainer.max_steps=1",
+        "trainer.export_hf=false",
+        f"data.train=[{tmp_path / 'mixed.jsonl'}]",
+        "data.batch_size=8",
+        "rewards.use=[format,model]",
+        "rewards.route=kind",
+        f"reward.model.path={reward_model}",
+    )
+    (record,) = records(tmp_path / "run")
+    assert record["dropped"] == 0
+    assert record["reward"] == pytest.approx((record["reward/format"] + record["reward/model"]) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["rl.importance=truncate", "rl.importance_level=sequence"],
+        ["rl.importance=mask", "rl.importance_bounds=[0.9,1.1]"],
+        ["rl.old_log_probs=rollout"],
+    ],
+)
+def test_corrections_do_nothing_where_there_is_nothing_to_correct(task: Path, tmp_path: Path, more: list[str]) -> None:
+    train(task, tmp_path / "plain", *SHORT)
+    train(task, tmp_path / "corrected", *SHORT, *more)
+    for one, other in zip(numbers(tmp_path / "corrected"), numbers(tmp_path / "plain"), strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    for record in records(tmp_path / "corrected"):
+        assert record["log_prob_gap_max"] < 1e-4
+        assert record.get("importance_weight", 1.0) == pytest.approx(1.0, abs=1e-4)
+        assert record.get("importance_masked", 0.0) == 0
+
+
+def test_rounded_weights_are_corrected_and_reported(task: Path, tmp_path: Path) -> None:
+    train(task, tmp_path, *SHORT, "rollout.dtype=bfloat16", "rl.importance=mask", "rl.importance_bounds=[0.9999,1.0001]")
+    for record in records(tmp_path):
+        assert 0 < record["importance_masked"] <= 1
+        assert record["log_prob_gap"] > 1e-5
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(task: Path, tmp_path: Path) -> None:
+    train(task, tmp_path, *SHORT, "rl.algorithm=dapo", "rl.group_size=3")
+    for record in records(tmp_path):
+        assert (record["groups"], record["equal_groups"]) == (4, 0)
+    assert sum(record["replaced_groups"] for record in records(tmp_path)) > 0
+
+
+def test_a_task_without_differences_is_warned_of(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = ["rewards.settings.format.regex=x", "rl.warn_equal_steps=2"]
+    train(task, tmp_path / "plain", *SHORT, *more)
+    assert "in the last 2 steps all answers to each prompt had equal rewards (reward/format 0)" in caplog.text
+    train(task, tmp_path / "dapo", *SHORT, *more, "rl.algorithm=dapo", "rl.max_resamples=1")
+    assert "has 0 groups of different rewards instead of 4 after 2 times" in caplog.text
+    assert "all answers of a step reached rollout.max_tokens=6 without an end" in caplog.text
+
+
+def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
+    outcome = train(
+        task,
+        tmp_path,
+        f"data.eval=[{task / 'held-out.jsonl'}]",
+        "trainer.max_steps=3",
+        "trainer.eval_every=1",
+        "trainer.best_metric=reward",
+        "trainer.keep_last=1",
+        # So wild that the first steps are not improved on.
+        "optim.lr=0.5",
+    )
+    evaluations = {record["step"]: record["reward"] for record in records(tmp_path, "eval")}
+    best = max(range(4), key=lambda step: (evaluations[step], -step))
+    folders = {folder.name for folder in (tmp_path / "checkpoints").iterdir()}
+    assert f"step-{best:08d}" in folders
+    assert outcome.outputs["model"]
+
+
+@pytest.mark.slow
+def test_rollout_apart_from_training_makes_the_same_steps(task: Path, tmp_path: Path) -> None:
+    more = [*SHORT, "group.kind=process"]
+    train(task, tmp_path / "shared", *more)
+    train(task, tmp_path / "apart", *more, "group.pools.rollout=1", "group.pools.reference=1", "rl.loss.kl_coef=0.04")
+    assert [(r["loss"], r["reward"]) for r in records(tmp_path / "apart")] == [
+        (r["loss"], r["reward"]) for r in records(tmp_path / "shared")
+    ]
+
+
+def test_a_reference_of_another_vocabulary_is_refused(task: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(task / "model", other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"+"', '"-"'))
+    with pytest.raises(ConfigError, match=r"reference\.model\.path=.* has a different tokenizer"):
+        train(task, tmp_path / "run", f"reference.model.path={other}")
+
+
+def test_a_tokenizer_needs_no_pad_token_and_sources_are_mixed(task: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(task / "model", bare)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings["pad_token"] = None
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    sources = f"data.train=[{task / 'prompts.jsonl'},{task / 'held-out.jsonl'}]"
+    train(task, tmp_path / "run", *SHORT, f"model.path={bare}", sources, "data.weights=[3,1]")
+    # An epoch has 48 prompts, of which a step takes 4.
+    assert [record["epoch"] for record in records(tmp_path / "run")] == pytest.approx([4 / 48, 8 / 48])

@@ -1,0 +1,145 @@
+"""The memory ledger: what is where in each phase, in which order it moves, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, Part
+
+GIB = 2**30
+TRAINED = ("parameters", "gradients", "optimizer")
+
+
+def ledger(away: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryLedger, list[str]]:
+    """A ledger of four roles, and what it does."""
+    done: list[str] = []
+    holdings: dict[tuple[str, Part], Holding] = {("actor", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    holdings |= {("critic", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    holdings["reference", "parameters"] = Holding(bytes=GIB)
+    holdings["rollout", "parameters"] = Holding(bytes=GIB, shared=not apart)
+    holdings["rollout", "cache"] = Holding(bytes=4 * GIB, shared=not apart)
+
+    def copy(version: int) -> None:
+        done.append(f"sync {version}")
+        if sync is not None:
+            sync(found)
+
+    found = MemoryLedger(holdings, away=away, move=lambda role, place, part: done.append(f"{role} {part} {place}"), sync=copy)
+    return found, done
+
+
+def test_the_order_of_a_step_never_holds_two_large_things() -> None:
+    found, done = ledger()
+    found.sync(0)
+    assert done == [
+        "rollout cache absent",
+        "actor optimizer host",
+        "actor gradients host",
+        *(f"critic {part} host" for part in reversed(TRAINED)),
+        "reference parameters host",
+        "sync 0",
+        "actor parameters host",
+        "rollout cache device",
+    ]
+    done.clear()
+    found.enter("rollout")
+    assert done == []
+    found.enter("score")
+    assert done == ["rollout cache absent", "rollout parameters absent"]
+    done.clear()
+    found.enter("train")
+    assert done == [f"actor {part} device" for part in TRAINED]
+    done.clear()
+    found.sync(1)
+    assert done == [
+        "actor optimizer host",
+        "actor gradients host",
+        "rollout parameters device",
+        "sync 1",
+        "actor parameters host",
+        "rollout cache device",
+    ]
+
+
+def test_the_large_things_are_elsewhere_while_weights_are_copied() -> None:
+    on_device: list[set[tuple[str, str]]] = []
+
+    def note(found: MemoryLedger) -> None:
+        on_device.append({key for key, holding in found._holdings.items() if holding.place == "device"})
+
+    found, _ = ledger(sync=note)
+    found.sync(0)
+    found.enter("train")
+    found.sync(1)
+    assert on_device == [{("actor", "parameters"), ("rollout", "parameters")}] * 2
+
+
+def test_the_generator_comes_back_with_the_same_weights_unless_they_were_trained() -> None:
+    found, done = ledger()
+    found.sync(3)
+    found.enter("score")
+    done.clear()
+    found.enter("rollout")
+    assert "sync 3" in done
+    found.enter("train")
+    with pytest.raises(ConfigError, match="the actor has been trained since; sync the weights first"):
+        found.enter("rollout")
+
+
+def test_illegal_moves_are_refused() -> None:
+    found, _ = ledger()
+    found.sync(0)
+    with pytest.raises(ConfigError, match="optimizer of actor cannot be brought to the device while parameters of rollout"):
+        found.move("actor", "device", "optimizer")
+    found.enter("train")
+    with pytest.raises(ConfigError, match="cache of rollout cannot be brought to the device while parameters of actor"):
+        found.move("rollout", "device", "cache")
+    with pytest.raises(ConfigError, match="the ledger has no cache of actor"):
+        found.move("actor", "host", "cache")
+    with pytest.raises(ConfigError, match="the places are device, host, disk, absent"):
+        found.move("actor", "moon", "optimizer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_nothing_moves_where_there_is_room(apart: bool) -> None:
+    found, done = ledger("none", apart=apart)
+    found.sync(0)
+    for phase in ("rollout", "score", "train", "rollout"):
+        found.enter(phase)  # type: ignore[arg-type]
+    assert done == ["sync 0"]
+    assert len(found.plan()) == 1
+
+
+def test_a_generator_with_processes_of_its_own_stays_and_the_others_take_turns() -> None:
+    found, done = ledger(apart=True)
+    found.sync(0)
+    assert not any(step.startswith("rollout") for step in done)
+    assert done[-1] == "actor parameters host"
+    done.clear()
+    found.enter("rollout")
+    found.enter("score")
+    assert done == []
+    found.enter("train")
+    assert done == [f"actor {part} device" for part in TRAINED]
+    done.clear()
+    # An update of the critic, and back.
+    found.enter("score")
+    assert done == [f"actor {part} host" for part in reversed(TRAINED)]
+    # Of a process that roles share: neither the generator's parameters nor its cache.
+    assert found.metrics()["memory/device_bytes"] == 0
+
+
+def test_bytes_and_plan_are_those_of_the_moves() -> None:
+    found, _ = ledger("disk")
+    found.sync(0)
+    assert found.metrics() == {"memory/device_bytes": 5.0 * GIB, "memory/host_bytes": 0.0, "memory/disk_bytes": 7.0 * GIB}
+    found.enter("train")
+    assert found.metrics()["memory/device_bytes"] == 3.0 * GIB
+    plan = {line.partition(":")[0]: line for line in found.plan()}
+    assert list(plan) == ["rollout", "score", "train", "sync"]
+    assert "device: rollout parameters 1.00 GiB, rollout cache 4.00 GiB; disk: actor" in plan["rollout"]
+    assert (
+        "device: actor parameters 1.00 GiB, actor gradients 1.00 GiB, actor optimizer 1.00 GiB; disk: critic" in plan["train"]
+    )
+    assert "device: actor parameters 1.00 GiB, rollout parameters 1.00 GiB; disk:" in plan["sync"]

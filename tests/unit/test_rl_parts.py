@@ -1,0 +1,205 @@
+"""The pure parts of reinforcement learning: algorithms, what a run adapts, numbers of answers."""
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.rl import AlgorithmName, GRPOConfig, RLConfig, RLSettings
+from drivetrain.trainers.data.prompts import Prompt
+from drivetrain.trainers.demo.reinforcement import curve
+from drivetrain.trainers.rl.adaptive import Adaptive
+from drivetrain.trainers.rl.algorithms import ALGORITHMS, resolve
+from drivetrain.trainers.rl.answers import Answer
+from drivetrain.trainers.rl.evaluation import accuracy
+from drivetrain.trainers.rl.metrics import answer_metrics, staleness
+from drivetrain.trainers.rl.phases import best_and_worst, equal_groups
+from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
+from drivetrain.workers.losses.preference import PreferenceLoss
+
+
+def config(*words: str) -> RLConfig:
+    return parse(GRPOConfig, ["model.path=/tmp", "data.train=[x.jsonl]", "rewards.use=[answer]", *words], "")
+
+
+def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True, **rewards: float) -> Answer:
+    prompt = Prompt(name=f"p:{group}", ids=[1], content="?")
+    return Answer(
+        prompt=prompt,
+        group=group,
+        tokens=[5] * tokens,
+        text="",
+        finished=finished,
+        versions=(2,),
+        rewards=rewards,
+        reward=reward,
+    )
+
+
+# ---- algorithms ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_is_there_and_can_be_resolved() -> None:
+    assert set(ALGORITHMS) == set(get_args(AlgorithmName))
+    for name, known in ALGORITHMS.items():
+        found = resolve(config(f"rl.algorithm={name}"))
+        if name != "dr_grpo":
+            assert found == known, name
+    assert resolve(config("rl.algorithm=dr_grpo", "rollout.max_tokens=77")).loss == replace(
+        POLICY_LOSSES["dr_grpo"], aggregation="seq-mean-token-sum-norm", length_norm=77
+    )
+
+
+def test_settings_change_the_algorithm() -> None:
+    found = resolve(
+        config(
+            "rl.algorithm=ppo",
+            "rl.loss.dual_clip=0",
+            "rl.loss.clip_high=0.3",
+            "rl.loss.aggregation=seq-mean-token-sum-norm",
+            "rl.loss.length_norm=9",
+            "rl.advantage.lam=1",
+            "rl.advantage.kl_estimator=k3",
+            "rl.dynamic_sampling=true",
+            "rollout.temperature=0.7",
+        )
+    )
+    assert found.loss == PolicyLoss(
+        dual_clip=None, clip_high=0.3, aggregation="seq-mean-token-sum-norm", length_norm=9, temperature=0.7
+    )
+    assert found.advantage is not None
+    assert (found.advantage.lam, found.advantage.kl, found.advantage.kl_coef) == (1.0, "k3", 0.05)
+    assert found.dynamic_sampling
+    assert found.needs_critic
+    assert found.needs_reference
+    online = resolve(config("rl.algorithm=online_dpo", "dpo.loss=ipo", "dpo.beta=0.3", "rollout.temperature=0.7"))
+    assert online.loss == PreferenceLoss(kind="ipo", beta=0.3, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rl.loss.clip_low=1.5"], r"clip_low=1\.5"),
+        (["rl.loss.length_norm=5"], r"length_norm=5 with aggregation=seq-mean-token-mean"),
+        (["rl.algorithm=cispo", "rl.loss.dual_clip=3"], r"objective=cispo with dual_clip=3"),
+        (["rl.algorithm=online_dpo", "dpo.loss=kto"], r"dpo\.loss=kto .* use sigmoid"),
+    ],
+)
+def test_settings_that_do_not_apply_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(*words))
+
+
+def test_a_role_inherits_what_is_not_set_for_it() -> None:
+    found = config("engine.micro_batch.max_tokens=99", "critic.engine.parallel.cp=2", "critic.optim.lr=1e-4", "optim.eps=1e-6")
+    assert found.actor.engine is None
+    assert found.critic.engine is not None
+    assert (found.critic.engine.micro_batch.max_tokens, found.critic.engine.parallel.cp) == (99, 2)
+    assert found.critic.optim is not None
+    assert (found.critic.optim.lr, found.critic.optim.eps) == (1e-4, 1e-6)
+
+
+# ---- what a run adapts ---------------------------------------------------------------------------------------------------
+
+
+def test_the_weight_of_the_kl_penalty_follows_its_target() -> None:
+    algorithm = resolve(config("rl.algorithm=ppo"))
+    adaptive = Adaptive(RLSettings(kl_target=2.0, kl_horizon=100), algorithm)
+    adaptive.adapt_kl(2.2, 50)
+    assert adaptive.kl_coef == pytest.approx(0.05 * (1 + 0.1 * 0.5))
+    before = adaptive.kl_coef
+    for wild, factor in ((1e9, 1.2), (-5.0, 0.8)):
+        adaptive.adapt_kl(wild, 10**6)
+        assert adaptive.kl_coef == pytest.approx(before * factor)
+        before = adaptive.kl_coef
+    for unknown in (None, math.nan, math.inf):
+        adaptive.adapt_kl(unknown, 10)
+    assert adaptive.kl_coef == before
+    other = Adaptive(RLSettings(kl_target=2.0), algorithm)
+    other.restore(adaptive.state())
+    assert other.kl_coef == before
+    in_loss = Adaptive(RLSettings(kl_target=1.0), resolve(config()))
+    in_loss.adapt_kl(0.5, 10000)
+    assert in_loss.loss is not None
+    assert in_loss.loss.kl_coef == pytest.approx(0.04 * 0.8)
+    assert in_loss.kl_coef == 0
+
+
+def test_rewards_are_scaled_and_clipped() -> None:
+    algorithm = resolve(config())
+    assert Adaptive(RLSettings(), algorithm).shape_rewards([1.0, -7.0]) == [1.0, -7.0]
+    assert Adaptive(RLSettings(reward_clip=2.0), algorithm).shape_rewards([1.0, -7.0, 3.0]) == [1.0, -2.0, 2.0]
+    batch = Adaptive(RLSettings(reward_norm="batch"), algorithm)
+    assert batch.shape_rewards([1.0, 3.0]) == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert batch.shape_others([2.0]) == pytest.approx([0.0])
+    # Equal rewards, and a single one, have no scale.
+    assert batch.shape_rewards([4.0, 4.0, 4.0]) == [0.0, 0.0, 0.0]
+    assert batch.shape_rewards([4.0]) == [0.0]
+    running = Adaptive(RLSettings(reward_norm="running"), algorithm)
+    running.shape_rewards([1e8 + 1, 1e8 + 2])
+    second = running.shape_rewards([1e8 + 3, 1e8 + 6])
+    deviation = math.sqrt(sum((x - 3) ** 2 for x in (1, 2, 3, 6)) / 3)
+    assert second == pytest.approx([0.0, 3 / deviation], abs=1e-6)
+    resumed = Adaptive(RLSettings(reward_norm="running"), algorithm)
+    resumed.restore(running.state())
+    assert resumed.shape_rewards([1.0]) == running.shape_rewards([1.0])
+
+
+# ---- numbers of answers --------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_answers() -> None:
+    answers = [
+        answer(0, 1.0, answer=1.0, tokens=2),
+        answer(0, 0.0, answer=0.0, format=1.0, finished=False, tokens=8),
+        answer(1, 0.5),
+        answer(1, 0.5),
+    ]
+    numbers = answer_metrics(answers)
+    assert numbers["reward"] == 0.5
+    assert numbers["reward/answer"] == 0.5
+    assert numbers["reward/format"] == 1.0
+    assert (numbers["length"], numbers["length_max"], numbers["truncated"]) == (4.0, 8.0, 0.25)
+    assert (numbers["groups"], numbers["equal_groups"]) == (2, 0.5)
+    assert math.isnan(answer_metrics([])["reward"])
+    assert staleness(answers, 5) == 3
+    assert staleness([], 5) == 0
+
+
+def test_groups_and_pairs() -> None:
+    assert equal_groups([answer(0, 1.0), answer(0, 1.0), answer(1, 0.0), answer(1, 1.0), answer(2, 3.0)]) == {0, 2}
+    assert best_and_worst([0, 0, 1, 1, 1, 2, 2], [1.0, 1.0, 0.0, 2.0, 2.0, -1.0, -3.0]) == [(3, 2), (5, 6)]
+    assert best_and_worst([], []) == []
+
+
+def test_accuracy_and_its_estimates() -> None:
+    answers = [answer(0, 0.0, answer=1.0), answer(0, 0.0, answer=0.0), answer(1, 0.0, answer=0.5), answer(1, 0.0)]
+    assert accuracy(answers, "answer", 2) == pytest.approx({"accuracy": 1 / 3, "avg@2": 1 / 3, "pass@2": 0.5})
+    assert accuracy(answers[:1], "answer", 1) == {"accuracy": 1.0}
+    assert all(math.isnan(value) for value in accuracy([], "answer", 2).values())
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0, 2.0], "▁▁▁"), ([0, 0.5, 1.0], "▁▄█")]
+)
+def test_a_curve_in_a_line(values: list[float], shown: str) -> None:
+    assert curve(values) == shown
+    assert len(curve(list(map(float, range(1000))))) == 40
+
+
+def test_the_recipes_can_be_read() -> None:
+    from drivetrain.trainers.config.parse import recipes_of
+    from drivetrain.trainers.config.rl import OnlineDPOConfig, PPOConfig
+
+    seen: list[Any] = []
+    for cls in (GRPOConfig, PPOConfig, OnlineDPOConfig):
+        for name in recipes_of(cls):
+            more = ["rewards.use=[answer]"] if "demo" not in name and "dapo" not in name else []
+            found = parse(cls, [f"recipe={name}", "model.path=/tmp", "data.train=[x]", *more], "")
+            found.check()
+            resolve(found)
+            seen.append(name)
+    assert {"grpo", "grpo_dapo", "grpo_8gpu", "ppo", "online_dpo"} <= set(seen)

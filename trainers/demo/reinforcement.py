@@ -1,0 +1,115 @@
+"""The command `drivetrain demo grpo`: a tiny model that has seen too few sums is trained further by rewards for right answers.
+
+It writes `summary.json`. The accuracy is that of the exported model in plain transformers, on held-out questions.
+"""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from .processes import measured, python
+
+START_STEPS = 195
+"""The steps of supervised fine-tuning before, after which about a third of the answers is right."""
+ENOUGH, LOW = 0.9, 0.4
+"""The accuracy that the demo must reach, and the one that it must begin below."""
+NOTHING = 0.1
+"""By how much the accuracy may rise in the control."""
+
+
+def run_rl_demo(root: Path, algorithm: str, engine: str, *, nproc: int | None, steps: int | None, shuffled: bool) -> int:
+    """Run the demo; return 0 if the model has learned, or in the control has not.
+
+    Args:
+        root: The folder of the demo.
+        algorithm: `grpo` or `ppo`.
+        engine: The engine that trains.
+        nproc: The number of processes; None for two, or one on a machine with a single GPU.
+        steps: The number of steps; None for the number in the recipe.
+        shuffled: Whether this is the control, in which the rewards are those for answers to other questions.
+    """
+    began = time.monotonic()
+    run = ["-m", "drivetrain.trainers.demo.steps"]
+    nproc = nproc or int(measured(*run, "processes"))
+    data, held_out = root / "data", str(root / "data" / "eval.jsonl")
+    for name in ("start", "run"):
+        if (root / name).is_dir():
+            # Left over from an earlier demo; this one starts from scratch.
+            shutil.rmtree(root / name)
+    print("1/4  creating data and an untrained model, and showing it a few right answers", flush=True)
+    python(*run, "make-shuffled-prompts" if shuffled else "make-prompts", str(root))
+    supervised = [
+        "recipe=sft_demo",
+        f"model.path={root / 'model'}",
+        f"data.train=[{data / 'train.jsonl'}]",
+        f"data.eval=[{held_out}]",
+        f"trainer.output_dir={root / 'start'}",
+        f"trainer.max_steps={START_STEPS}",
+        "trainer.save_every=null",
+        "optim.schedule=constant",
+        "trainer.log_every=100",
+    ]
+    # One process everywhere, so that the demo begins with the same model on every machine.
+    python("-m", "drivetrain.trainers.sft", *supervised)
+    print("2/4  asking it held-out questions in plain transformers", flush=True)
+    start = str(root / "start" / "hf")
+    before = measured(*run, "answer", start, held_out, "3")
+    print(f"     held-out accuracy before: {before:.3f}")
+    print(f"3/4  training on rewards: {algorithm} on {engine} with {nproc} processes", flush=True)
+    python(
+        *("-m", f"drivetrain.trainers.{algorithm}", f"recipe={algorithm}_demo", f"engine.backend={engine}"),
+        f"model.path={start}",
+        f"data.train=[{data / 'prompts.jsonl'}]",
+        f"data.eval=[{data / 'held-out.jsonl'}]",
+        f"trainer.output_dir={root / 'run'}",
+        f"group.nproc={nproc}",
+        *([f"trainer.max_steps={steps}"] if steps else []),
+    )
+    print("4/4  asking the exported model held-out questions in plain transformers", flush=True)
+    after = measured(*run, "answer", str(root / "run" / "hf"), held_out, "3")
+    records = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["reward"] for record in records if record.get("split") != "eval"]
+    summary = {
+        "algorithm": algorithm,
+        "engine": engine,
+        "shuffled": shuffled,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "rewards": rewards,
+        "seconds": round(time.monotonic() - began, 1),
+        "export": str(root / "run" / "hf"),
+    }
+    (root / "summary.json").write_text(json.dumps(summary) + "\n")
+    print(f"     reward    {curve(rewards)}  {rewards[0]:.2f} at the first step, {rewards[-1]:.2f} at the last")
+    print(f"     held-out accuracy {before:.3f} before, {after:.3f} after")
+    print(f"     model     {summary['export']}")
+    print(f"     plot      {root / 'run' / 'rewards.png'}")
+    print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
+    return _verdict(before, after, shuffled)
+
+
+def _verdict(before: float, after: float, shuffled: bool) -> int:
+    problem = ""
+    if before >= LOW:
+        problem = f"accuracy {before:.3f} before training on rewards; less than {LOW} was expected"
+    elif shuffled and after > before + NOTHING:
+        problem = (
+            f"accuracy {after:.3f} after training on rewards that say nothing; at most {before + NOTHING:.3f} was expected"
+        )
+    elif not shuffled and after < ENOUGH:
+        problem = f"accuracy {after:.3f} after training; at least {ENOUGH} was expected"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    return int(bool(problem))
+
+
+def curve(values: list[float], width: int = 40) -> str:
+    """Return numbers as a line of bars, each the mean of some of them."""
+    bars = "▁▂▃▄▅▆▇█"
+    count = min(width, len(values))
+    parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    return "".join(bars[int((mean - low) / (high - low) * (len(bars) - 1)) if high > low else 0] for mean in means)

@@ -1,0 +1,24 @@
+"""GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and ReMax (rl.algorithm).
+
+python -m drivetrain.trainers.grpo recipe=grpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...     starts its workers itself
+torchrun --nproc-per-node N -m drivetrain.trainers.grpo group.kind=local ...                              runs in torchrun's processes
+"""
+
+from collections.abc import Sequence
+
+from ..engine.parallel.process import exit_process
+from .config.rl import GRPOConfig
+from .rl.launch import launch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trainer and return its exit code.
+
+    Args:
+        argv: The command-line arguments, or None for those of this process.
+    """
+    return launch(GRPOConfig, "GRPOTrainer", argv, __doc__)
+
+
+if __name__ == "__main__":
+    exit_process(main())

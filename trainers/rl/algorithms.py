@@ -1,0 +1,129 @@
+"""Algorithms: each is the settings of one loss and one estimator of advantages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ...engine.errors import ConfigError
+from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
+from ...workers.losses.preference import PreferenceLoss
+from ...workers.roles.advantage import AdvantageConfig
+from ..config.rl import AlgorithmName, EstimatorConfig, PolicyLossConfig, RLConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """An algorithm.
+
+    Args:
+        loss: The loss of the policy.
+        advantage: How advantages are computed; None for a loss that compares pairs of answers.
+        dynamic_sampling: Whether groups of equal rewards are replaced.
+    """
+
+    loss: PolicyLoss | PreferenceLoss
+    advantage: AdvantageConfig | None = field(default_factory=AdvantageConfig)
+    dynamic_sampling: bool = False
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether it uses the values of a critic."""
+        return self.advantage is not None and self.advantage.estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it uses the log-probabilities of a reference."""
+        if isinstance(self.loss, PreferenceLoss):
+            return self.loss.needs_reference
+        return bool(self.loss.kl_coef) or bool(self.advantage is not None and self.advantage.kl_coef)
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether it compares each answer with the most likely one."""
+        return self.advantage is not None and self.advantage.estimator == "remax"
+
+
+_PLAIN = PolicyLoss(dual_clip=None)
+ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
+    "grpo": Algorithm(loss=POLICY_LOSSES["grpo"], advantage=AdvantageConfig(estimator="grpo")),
+    "dr_grpo": Algorithm(
+        # The constant that sums are divided by is the limit of an answer's length, which `resolve` fills in.
+        loss=replace(POLICY_LOSSES["dr_grpo"], aggregation="seq-mean-token-sum-norm", length_norm=1),
+        advantage=AdvantageConfig(estimator="grpo", scale=False),
+    ),
+    "dapo": Algorithm(loss=POLICY_LOSSES["dapo"], advantage=AdvantageConfig(estimator="grpo"), dynamic_sampling=True),
+    "gspo": Algorithm(loss=POLICY_LOSSES["gspo"], advantage=AdvantageConfig(estimator="grpo")),
+    "cispo": Algorithm(loss=POLICY_LOSSES["cispo"], advantage=AdvantageConfig(estimator="grpo")),
+    "rloo": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="rloo", kl_coef=0.05)),
+    "reinforce_plus_plus": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="reinforce_plus_plus", kl_coef=0.01)),
+    "reinforce_plus_plus_baseline": Algorithm(
+        loss=replace(_PLAIN, kl_coef=1e-3, kl_estimator="k2"),
+        advantage=AdvantageConfig(estimator="reinforce_plus_plus_baseline"),
+    ),
+    "remax": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="remax", kl_coef=0.05)),
+    "ppo": Algorithm(loss=POLICY_LOSSES["ppo"], advantage=AdvantageConfig(estimator="gae", kl_coef=0.05)),
+    "online_dpo": Algorithm(loss=PreferenceLoss(), advantage=None),
+}
+"""The algorithms, with the settings of their papers or, where these say nothing, of common implementations.
+
+Source: grpo, dr_grpo, dapo, gspo, cispo: see `workers.losses.policy.POLICY_LOSSES`; DAPO's dynamic sampling Yu et al. 2025,
+arXiv:2503.14476, section 3.2. RLOO Ahmadian et al. 2024, arXiv:2402.14740; REINFORCE++ and its form with a group baseline Hu 2025,
+arXiv:2501.03262; ReMax Li et al. 2024, arXiv:2310.10505; PPO Schulman et al. 2017, arXiv:1707.06347; online DPO Guo et al. 2024,
+arXiv:2402.04792, with the best and the worst answer of a group as a pair.
+"""
+
+
+def resolve(config: RLConfig) -> Algorithm:
+    """Return the algorithm of a run: that of `rl.algorithm`, with what the settings change.
+
+    Args:
+        config: The run's settings.
+
+    Raises:
+        ConfigError: A setting is out of range, or does not apply to the algorithm.
+    """
+    rl = config.rl
+    known = ALGORITHMS[rl.algorithm]
+    if isinstance(known.loss, PreferenceLoss):
+        return replace(known, loss=_preference_loss(config))
+    assert known.advantage is not None
+    changes = _given(rl.loss)
+    if changes.get("dual_clip") == 0:
+        changes["dual_clip"] = None
+    loss = replace(known.loss, length_norm=None, aggregation="token-mean")
+    aggregation = changes.pop("aggregation", known.loss.aggregation)
+    norm = changes.pop("length_norm", config.rollout.max_tokens)
+    by_norm = aggregation == "seq-mean-token-sum-norm"
+    loss = replace(
+        loss,
+        aggregation=aggregation,
+        length_norm=norm if by_norm or rl.loss.length_norm is not None else None,
+        temperature=config.rollout.temperature,
+        **changes,
+    )
+    estimator = _given(rl.advantage)
+    if "kl_estimator" in estimator:
+        estimator["kl"] = estimator.pop("kl_estimator")
+    dynamic = known.dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
+    return Algorithm(loss=loss, advantage=replace(known.advantage, **estimator), dynamic_sampling=dynamic)
+
+
+def _given(settings: PolicyLossConfig | EstimatorConfig) -> dict[str, Any]:
+    return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) is not None}
+
+
+def _preference_loss(config: RLConfig) -> PreferenceLoss:
+    dpo = config.dpo
+    if dpo.loss == "kto":
+        raise ConfigError(
+            "dpo.loss=kto with rl.algorithm=online_dpo, which compares pairs of answers; use sigmoid, ipo or hinge"
+        )
+    return PreferenceLoss(
+        kind=dpo.loss,
+        beta=dpo.beta,
+        label_smoothing=dpo.label_smoothing,
+        gamma=dpo.gamma,
+        length_normalize=dpo.length_normalize,
+        sft_weight=dpo.sft_weight,
+        temperature=config.rollout.temperature,
+    )

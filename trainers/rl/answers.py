@@ -1,0 +1,111 @@
+"""Answers to prompts, as the controller sees them: their text here, their tensors with the workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from ...workers.data_plane.data_ref import DataRef
+from ...workers.rewards.sample import RewardSample
+from ...workers.rewards.scorer import PendingScores
+from ..data.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to a prompt.
+
+    Args:
+        prompt: The prompt.
+        group: The number of the prompt in the step.
+        tokens: The token ids of the answer.
+        text: The answer without special tokens.
+        finished: Whether it was ended by the model, and not by the length limit.
+        versions: The versions of the weights that made its tokens, each once.
+        rewards: What each reward made of it, by name; without those that had no value.
+        reward: The weighted sum; NaN if it has none.
+        baseline: The reward of the most likely answer to the same prompt, if the algorithm compares with it.
+    """
+
+    prompt: Prompt
+    group: int
+    tokens: list[int]
+    text: str
+    finished: bool
+    versions: tuple[int, ...] = ()
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = float("nan")
+    baseline: float | None = None
+
+    def sample(self) -> RewardSample:
+        """Return what a reward function is given."""
+        return RewardSample(
+            prompt=self.prompt.content,
+            completion=self.text,
+            completion_ids=self.tokens,
+            truncated=not self.finished,
+            columns=self.prompt.columns,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """Answers, and where their tensors are.
+
+    Args:
+        ref: The samples, each a prompt with its answer.
+        rows: The answers, in the same order.
+        pending: The rewards that are being computed, for each part of the rows in turn; None in it in a process that computes none.
+        model_scores: What the reward model made of each answer, if it was asked.
+        baselines: The most likely answer to each prompt, if the algorithm needs it.
+    """
+
+    ref: DataRef
+    rows: tuple[Answer, ...]
+    pending: tuple[PendingScores | None, ...] = ()
+    model_scores: tuple[float, ...] | None = None
+    baselines: "Answers | None" = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def groups(self) -> list[int]:
+        """The number of each answer's prompt."""
+        return [row.group for row in self.rows]
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """Return some of the answers."""
+        scores = None if self.model_scores is None else tuple(self.model_scores[i] for i in indices)
+        return replace(self, ref=self.ref.select(indices), rows=tuple(self.rows[i] for i in indices), model_scores=scores)
+
+    def with_columns(self, ref: DataRef) -> Self:
+        """Return the answers with further columns."""
+        return replace(self, ref=self.ref | ref)
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of an answer, without special tokens."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def join(parts: Sequence[Answers]) -> Answers:
+    """Return several batches of answers that nothing has been computed for yet as one.
+
+    Args:
+        parts: The batches, at least one; the answers of different ones are to different prompts.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    ids = [sample for part in parts for sample in part.ref.ids]
+    ref = DataRef.of(first.ref.buffer, ids)
+    # As for a single part: an update may distribute the answers to a prompt.
+    ref = replace(ref, passengers=first.ref.passengers).without_groups()
+    baselines = [part.baselines for part in parts if part.baselines is not None]
+    return Answers(
+        ref=ref,
+        rows=tuple(row for part in parts for row in part.rows),
+        pending=tuple(pending for part in parts for pending in part.pending),
+        baselines=join(baselines) if baselines else None,
+    )

@@ -1,0 +1,232 @@
+"""Replay bundles: answers with all of their tensors in a file, from which a phase goes on, or a step is repeated elsewhere.
+
+A bundle is a safetensors file. Its metadata is JSON: what the answers are, and the settings that made them. Nothing in it is code: names
+of code and `trust_remote_code` in its settings are ignored.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ...engine.errors import CheckpointError, disk_error
+from ...engine.packing.batch import PackedBatch
+from ..config.rl import RLConfig
+from ..data.prompts import Prompt
+from .answers import Answer
+
+FORMAT = 1
+KEY = "drivetrain.bundle"
+_STRUCTURE = ("input_ids", "position_ids", "labels", "cu_seqlens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Answers, and everything that is known of them.
+
+    Args:
+        batch: The documents, each a prompt with its answer, and their fields.
+        rows: The answers.
+        config: The settings of the run, as plain data.
+        step: The number of the step; 0 if there is none.
+        adaptive: The state of what the run adapts, before the step.
+        checkpoints: The checkpoint of each role before the step, relative to the bundle.
+        expected: The metrics of the step.
+    """
+
+    batch: PackedBatch
+    rows: tuple[Answer, ...]
+    config: Mapping[str, Any]
+    step: int = 0
+    adaptive: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, float] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the bundle, whole or not at all.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
+        rollout = self.config["rollout"]
+        about = {
+            "format": FORMAT,
+            "step": self.step,
+            "config": self.config,
+            "log_probs": {name: rollout[name] for name in ("temperature", "top_p", "top_k")},
+            "adaptive": dict(self.adaptive),
+            "checkpoints": dict(self.checkpoints),
+            "expected": {name: value if math.isfinite(value) else None for name, value in self.expected.items()},
+            "passengers": sorted(self.batch.passengers),
+            "answers": [_answer_record(row) for row in self.rows],
+        }
+        batch = self.batch
+        tensors = {name: getattr(batch, name) for name in _STRUCTURE}
+        tensors |= {f"token/{name}": values for name, values in batch.token_fields.items()}
+        tensors |= {f"sequence/{name}": values for name, values in batch.sequence_fields.items()}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(
+                {name: values.contiguous() for name, values in tensors.items()},
+                temporary,
+                metadata={KEY: json.dumps(about, default=str)},
+            )
+            os.replace(temporary, path)
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise disk_error(f"the bundle {path}", e) from e
+
+    @classmethod
+    def read(cls, path: Path) -> "Bundle":
+        """Read a bundle.
+
+        Raises:
+            CheckpointError: The file is not a bundle, or is damaged.
+        """
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is not a file; give a bundle that drivetrain rl, or trainer.bundle_every, has written"
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                text = (file.metadata() or {}).get(KEY)
+                if text is None:
+                    raise CheckpointError(f"{path} is a safetensors file, but no bundle of drivetrain rl")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is no mapping
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path} is not a bundle, or is damaged: {e}") from e
+        try:
+            about = json.loads(text)
+            sampled = {name: about["config"]["rollout"][name] for name in ("temperature", "top_p", "top_k")}
+            if about["log_probs"] != sampled:
+                raise ValueError(f"its log-probabilities are of {about['log_probs']}, but its settings say {sampled}")
+            if about["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
+            batch = PackedBatch(
+                **{name: tensors.pop(name) for name in _STRUCTURE},
+                token_fields={n.removeprefix("token/"): t for n, t in tensors.items() if n.startswith("token/")},
+                sequence_fields={n.removeprefix("sequence/"): t for n, t in tensors.items() if n.startswith("sequence/")},
+                passengers=frozenset(about["passengers"]),
+            )
+            rows = tuple(_answer(record, batch, i) for i, record in enumerate(about["answers"]))
+            if len(rows) != batch.num_sequences:
+                raise ValueError(f"it has {len(rows)} answers and {batch.num_sequences} documents")
+            return cls(
+                batch=batch,
+                rows=rows,
+                config=about["config"],
+                step=int(about["step"]),
+                adaptive=about["adaptive"],
+                checkpoints=about["checkpoints"],
+                expected={n: math.nan if v is None else float(v) for n, v in about["expected"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise CheckpointError(f"{path} is malformed: {type(e).__name__}: {e}") from e
+
+
+def bundle_of(config: RLConfig, batch: PackedBatch, rows: Sequence[Answer], **more: Any) -> Bundle:
+    """Return a bundle of answers.
+
+    Args:
+        config: The run's settings.
+        batch: The documents with their fields.
+        rows: The answers.
+        more: Other arguments of `Bundle`.
+    """
+    return Bundle(batch=batch, rows=tuple(rows), config=asdict(config), **more)
+
+
+def _answer_record(row: Answer) -> dict[str, Any]:
+    return {
+        "name": row.prompt.name,
+        "prompt": row.prompt.content,
+        "prompt_tokens": len(row.prompt.ids),
+        "columns": dict(row.prompt.columns),
+        "group": row.group,
+        "answer": row.text,
+        "finished": row.finished,
+        "versions": list(row.versions),
+        "rewards": row.rewards,
+        "reward": None if math.isnan(row.reward) else row.reward,
+        "baseline": row.baseline,
+    }
+
+
+def _answer(record: Mapping[str, Any], batch: PackedBatch, row: int) -> Answer:
+    begin, end = batch.bounds[row], batch.bounds[row + 1]
+    ids: list[int] = batch.input_ids[begin:end].tolist()
+    first = int(record["prompt_tokens"])
+    if not 0 < first <= len(ids):
+        raise ValueError(f"answer {row} has a prompt of {first} tokens in a document of {len(ids)}")
+    prompt = Prompt(name=str(record["name"]), ids=ids[:first], content=record["prompt"], columns=dict(record["columns"]))
+    return Answer(
+        prompt=prompt,
+        group=int(record["group"]),
+        tokens=ids[first:],
+        text=str(record["answer"]),
+        finished=bool(record["finished"]),
+        versions=tuple(int(version) for version in record["versions"]),
+        rewards={str(name): float(value) for name, value in record["rewards"].items()},
+        reward=math.nan if record["reward"] is None else float(record["reward"]),
+        baseline=None if record["baseline"] is None else float(record["baseline"]),
+    )
+
+
+_PATHS = ("path", "chat_template", "train", "eval", "output_dir", "checkpoint_dir", "resume")
+"""Names of settings in which variables of the environment are expanded."""
+
+
+def _check_literal(section: Mapping[str, Any], prefix: str) -> None:
+    """Check that no path refers to the environment, which the path would carry elsewhere.
+
+    Raises:
+        CheckpointError: One does.
+    """
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            _check_literal(value, f"{prefix}{name}.")
+        elif name in _PATHS:
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, str) and ("$" in path or path.startswith("~")):
+                    raise CheckpointError(
+                        f"the bundle's {prefix}{name}={path} refers to a variable or a home folder, which it may not"
+                    )
+
+
+def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a bundle without those that would run code, and the names of these.
+
+    Args:
+        bundle: The bundle, which may be anybody's.
+    """
+    settings: dict[str, Any] = json.loads(json.dumps(bundle.config))
+    ignored: list[str] = []
+
+    def clean(section: dict[str, Any], prefix: str) -> None:
+        for name, value in list(section.items()):
+            if name == "trust_remote_code" and value:
+                section[name] = False
+                ignored.append(f"{prefix}{name}")
+            elif isinstance(value, dict):
+                clean(value, f"{prefix}{name}.")
+
+    clean(settings, "")
+    _check_literal(settings, "")
+    functions = [name for name in settings["rewards"]["use"] if ":" in name]
+    if functions:
+        settings["rewards"]["use"] = [name for name in settings["rewards"]["use"] if name not in functions]
+        for part in ("weights", "settings"):
+            for name in functions:
+                settings["rewards"][part].pop(name, None)
+        ignored.append(f"rewards.use ({', '.join(functions)})")
+    if ":" in settings["rollout"]["generator"]:
+        ignored.append(f"rollout.generator ({settings['rollout']['generator']})")
+        settings["rollout"]["generator"] = RLConfig().rollout.generator
+    return settings, ignored

@@ -1,0 +1,210 @@
+"""Checkpoints of a run: those of the actor and of the critic, of which the actor's, written last, counts."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...engine.checkpoint.manifest import Manifest
+from ...engine.checkpoint.retention import find_checkpoint, folder_name, newest_first, recover, rotate, step_of, steps
+from ...engine.checkpoint.storage import Store, open_store
+from ...engine.errors import CheckpointError, ConfigError, DrivetrainError
+from ...engine.hf.model_path import fingerprint
+from ...workers.groups.base import WorkerGroup
+from ..config.rl import RLConfig
+from .controllers import Controllers
+
+log = logging.getLogger(__name__)
+
+METHOD = "rl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A checkpoint that was loaded.
+
+    Args:
+        folder: Its folder.
+        step: The last completed step.
+        extra: The state of the trainer.
+    """
+
+    folder: str
+    step: int
+    extra: Mapping[str, Any]
+
+
+class RunCheckpoints:
+    """The checkpoints of a run.
+
+    Args:
+        config: The run's settings.
+        group: The group of workers.
+        controllers: The processes of the controller.
+    """
+
+    def __init__(self, config: RLConfig, group: WorkerGroup, controllers: Controllers) -> None:
+        self._config, self._group, self._controllers = config, group, controllers
+        where = config.trainer.checkpoint_dir or str(Path(config.trainer.output_dir) / "checkpoints")
+        # Workers of a cluster may run in another folder.
+        self.root = where if "://" in where else str(Path(where).absolute())
+
+    @property
+    def _has_critic(self) -> bool:
+        return "critic" in self._group.roles
+
+    @staticmethod
+    def _critic_root(root: str) -> str:
+        return f"{root.rstrip('/')}/critic"
+
+    def save(self, step: int, extra: Mapping[str, Any], *, best: int | None) -> None:
+        """Write a checkpoint, and delete old ones.
+
+        Args:
+            step: The last completed step.
+            extra: The state of the trainer.
+            best: The step of the best evaluation so far, whose checkpoint is kept.
+        """
+        trainer = self._config.trainer
+        roots = [self.root]
+        if self._has_critic:
+            # First: what is found later is the actor's, and it is complete only with the critic.
+            roots.insert(0, self._critic_root(self.root))
+            self._group["critic"].save_checkpoint(roots[0], step, {})
+        self._group["actor"].save_checkpoint(self.root, step, {"method": METHOD, "config": asdict(self._config), **extra})
+
+        def delete_old() -> None:
+            for root in reversed(roots):
+                rotate(
+                    open_store(root),
+                    trainer.keep_last,
+                    newest=step,
+                    keep_every=trainer.keep_every,
+                    keep=() if best is None else (best,),
+                )
+
+        self._controllers.once(delete_old)
+
+    def resume(self) -> Restored | None:
+        """Load the checkpoint that `trainer.resume` names; None if the run starts from the beginning.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be used, or all of them are damaged.
+            ConfigError: The folder has later checkpoints than the one that the run starts from.
+        """
+        setting = self._config.trainer.resume
+        damaged: list[str] = []
+        while True:
+            found = self._controllers.once(lambda: self._find(setting, damaged))
+            if found is None:
+                return None
+            folder, root, step, extra = found
+            try:
+                self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
+            except DrivetrainError as e:
+                # Damage shows only when the bytes are read. All processes of a controller have this error.
+                if setting != "auto" or "DamagedError" not in f"{type(e).__name__} {e} {e.__cause__!r}":
+                    raise
+                log.warning("checkpoint skipped: %s", e)
+                damaged.append(Path(folder).name)
+                continue
+            log.info("resumed from %s, after step %d", folder, step)
+            return Restored(folder=folder, step=step, extra=extra)
+
+    def has(self, step: int) -> bool:
+        """Return whether there is a checkpoint of a step in the folder of this run."""
+        return self._controllers.once(lambda: folder_name(step) in steps(open_store(self.root)))
+
+    def load(self, actor: str, critic: str) -> None:
+        """Load checkpoints of the actor and, if there is one, of the critic."""
+        self._group["actor"].load_checkpoint(actor)
+        if self._has_critic:
+            self._group["critic"].load_checkpoint(critic)
+
+    def load_step(self, step: int) -> None:
+        """Load the actor's checkpoint of a step.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        self._group["actor"].load_checkpoint(f"{self.root.rstrip('/')}/{folder_name(step)}")
+
+    def _find(self, setting: str, damaged: Collection[str] = ()) -> tuple[str, str, int, Mapping[str, Any]] | None:
+        """Return the folder of the checkpoint to start from, the folder it is in, its step and the trainer's state."""
+        root = open_store(self.root)
+        for store in (root, open_store(self._critic_root(self.root))):
+            recover(store)
+            store.sweep()
+        present = steps(root)
+        manifest: Manifest | None = None
+        if setting == "auto":
+            manifest = self._newest(root, damaged)
+        elif setting != "none":
+            manifest = find_checkpoint(setting)
+        step = 0 if manifest is None else int(manifest.data["step"])
+        latest = (step_of(present[-1]) or (0, 0))[0] if present else 0
+        if setting != "auto" and present and latest > step:
+            raise ConfigError(
+                f"{root} contains {present[-1]} of an earlier run, but trainer.resume={setting} starts at step {step + 1}; choose "
+                "another trainer.output_dir, delete it, or set trainer.resume=auto to resume from it"
+            )
+        if manifest is None:
+            return None
+        folder, method = str(manifest.store), manifest.data["extra"].get("method", METHOD)
+        if method != METHOD:
+            raise CheckpointError(
+                f"{folder} is from a {method} run, and this run of reinforcement learning cannot resume from it; choose another "
+                "trainer.output_dir, and set model.path to the model that the other run exported"
+            )
+        extra = manifest.data["extra"]
+        if "data" not in extra:
+            raise CheckpointError(
+                f"{folder} does not say where in the prompts to go on, so it was not saved by a run; give the folder of a run, or one of "
+                "its checkpoints"
+            )
+        self._check_model(manifest, folder)
+        root_of = folder.rpartition("/")[0]
+        if self._has_critic and not self._is_complete(f"{self._critic_root(root_of)}/{Path(folder).name}"):
+            raise CheckpointError(
+                f"{folder} has no checkpoint of a critic beside it ({self._critic_root(root_of)}), which this run trains; it is of a run "
+                "without one: set model.path to the model that it exported"
+            )
+        return folder, folder.rpartition("/")[0], step, manifest.data["extra"]
+
+    def _check_model(self, manifest: Manifest, folder: str) -> None:
+        """Check that the checkpoint is of this run's model: adapters, for example, belong to one."""
+        actor = self._config.actor.model or self._config.model
+        saved = manifest.data.get("fingerprint")
+        if saved is not None and saved != fingerprint(actor.path):
+            raise CheckpointError(
+                f"{folder} was trained from model.path={manifest.data['model'].get('path')}, but it is now {actor.path}, a different "
+                "model; choose another trainer.output_dir"
+            )
+
+    def _newest(self, root: Store, damaged: Collection[str]) -> Manifest | None:
+        skipped = []
+        for name, candidate in newest_first(root):
+            if name in damaged:
+                skipped.append(f"{root}/{name} is damaged")
+            elif not isinstance(candidate, Manifest):
+                skipped.append(str(candidate))
+            elif self._has_critic and not self._is_complete(f"{self._critic_root(str(root))}/{name}"):
+                skipped.append(f"{root}/{name} has no checkpoint of the critic")
+            else:
+                for reason in skipped:
+                    log.warning("checkpoint skipped: %s", reason)
+                return candidate
+        if skipped:
+            raise CheckpointError(
+                f"{root} has no undamaged checkpoint ({'; '.join(skipped)}); restore one from a backup, or start over in another folder"
+            )
+        return None
+
+    @staticmethod
+    def _is_complete(folder: str) -> bool:
+        try:
+            Manifest.read(open_store(folder))
+        except CheckpointError:
+            return False
+        return True

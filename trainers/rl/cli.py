@@ -1,0 +1,218 @@
+"""`drivetrain rl rollout|score|train`: the phases of a step, each by itself, with a replay bundle between them.
+
+drivetrain rl rollout OUT key=value ...             answers to all prompts of data.train, with log-probabilities and versions
+drivetrain rl score BUNDLE OUT key=value ...        adds rewards, and what reference, critic and reward model make of the answers
+drivetrain rl train BUNDLE [OUT] key=value ...      updates the policy; OUT is a folder for the updated model
+
+`rollout` takes the settings of drivetrain grpo. The others take those of the bundle, changed by key=value, and run in this process unless
+group.* says otherwise. `train` on a bundle that trainer.bundle_every has written repeats its step and compares loss and gradient norm.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ...engine.config import ParallelConfig
+from ...engine.errors import CheckpointError, ConfigError
+from ...engine.parallel.process import report_failure
+from ...engine.registry import is_installed
+from ..config.parse import parse, parse_over
+from ..config.rl import GroupConfig, GRPOConfig, RLConfig
+from ..data.order import Cursor
+from .algorithms import Algorithm, resolve
+from .answers import Answers, join
+from .bundle import Bundle, bundle_of, settings_of
+from .collect import load_data
+from .phases import Phases
+from .roles import Roles, build_roles, check_roles
+from .session import open_phases
+from .trainer import configure_logging
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"loss": 1e-6, "grad_norm": 1e-5}
+"""The relative difference up to which a repeated step counts as equal, in float32 and float64."""
+SCORERS = ("reference", "critic", "reward")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a phase and return the exit code."""
+    words = list(argv)
+    if not words or any(word in ("-h", "--help") for word in words):
+        print((__doc__ or "").strip())
+        return 0
+    phases = {"rollout": (_rollout, 1, 1), "score": (_score, 2, 2), "train": (_train, 1, 2)}
+    if words[0] not in phases:
+        print(f"error: unknown phase {words[0]!r}; the phases are {', '.join(phases)}", file=sys.stderr)
+        return 2
+    run, least, most = phases[words[0]]
+    if unknown := [word for word in words[1:] if word.startswith("-")]:
+        print(f"error: drivetrain rl has no option {unknown[0]}; settings are key=value, see --help", file=sys.stderr)
+        return 2
+    paths = [Path(word) for word in words[1:] if not _is_setting(word)]
+    if not least <= len(paths) <= most:
+        print(
+            f"error: drivetrain rl {words[0]} takes {least if least == most else f'{least} or {most}'} paths; see --help",
+            file=sys.stderr,
+        )
+        return 2
+    configure_logging()
+    try:
+        return run(paths, [word for word in words[1:] if _is_setting(word)])
+    except Exception as e:  # reported as one line, like those of the trainers
+        return report_failure(e)
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word is key=value; a path may have a = after a slash, or as ./a=b."""
+    key = word.partition("=")[0]
+    return "=" in word and "/" not in key
+
+
+def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
+    config = parse(GRPOConfig, settings, __doc__ or "")
+    config.check()
+    prompts = load_data(config)
+    algorithm = resolve(config)
+    if algorithm.needs_baselines:
+        raise ConfigError(
+            f"rl.algorithm={config.rl.algorithm} compares with the most likely answer to each prompt, for which a bundle has no place; "
+            "use drivetrain grpo"
+        )
+    roles = build_roles(config, algorithm, total_steps=1)
+    check_roles(roles)
+    with open_phases(config, algorithm, roles, only=("rollout",), judges=False) as (phases, _):
+        parts = []
+        cursor = Cursor()
+        batches = prompts.order.indices(cursor)
+        first = 0
+        while cursor.epoch == 0:
+            chosen, cursor = next(batches)
+            some = [prompts.train[i] for i in chosen]
+            parts.append(phases.rollout(some, version=None, seed=phases.seed(0, first), first=first))
+            first += len(chosen)
+        answers = join(parts)
+        _write(phases, answers, paths[0], step=0)
+    print(f"{len(answers)} answers to {first} prompts: {paths[0]}")
+    return 0
+
+
+def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
+    bundle = Bundle.read(paths[0])
+    config, algorithm, roles = _opened(bundle, settings)
+    needed = {name for name in SCORERS if name in roles.specs} | ({"actor"} if roles.has_own_reference else set())
+    # Something has to hold the answers.
+    needed = needed or {"advantage"}
+    with open_phases(config, algorithm, roles, only=needed) as (phases, _):
+        ref = phases.group.put(bundle.batch.with_passengers(*bundle.batch.token_fields))
+        answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
+        answers, counts = phases.judge(phases.score(answers))
+        _write(phases, answers, paths[1], step=bundle.step)
+        mean = sum(row.reward for row in answers.rows) / max(1, len(answers))
+    dropped = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)
+    print(f"{len(answers)} answers, mean reward {mean:.4g}{f'; {dropped}' if dropped else ''}: {paths[1]}")
+    return 0
+
+
+def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
+    bundle = Bundle.read(paths[0])
+    if any(math.isnan(row.reward) for row in bundle.rows):
+        raise ConfigError(f"{paths[0]} has answers without rewards; run drivetrain rl score on it first")
+    config, algorithm, roles = _opened(bundle, settings)
+    with open_phases(config, algorithm, roles, only=("actor", "critic", "advantage"), judges=False) as (phases, _):
+        for role, folder in bundle.checkpoints.items():
+            phases.group[role].load_checkpoint(str(_inside(paths[0].parent, folder)))
+        phases.adaptive.restore(bundle.adaptive)
+        ref = phases.group.put(bundle.batch, role="actor")
+        answers = phases.old_log_probs(Answers(ref=ref, rows=bundle.rows))
+        metrics = phases.train(answers, bundle.step)
+        exported = phases.group["actor"].export(str(paths[1].absolute())) if len(paths) > 1 else None
+    shown = {
+        name: value for name, value in metrics.items() if name.rpartition("/")[2] in ("loss", "grad_norm", "lr", "updates")
+    }
+    print(json.dumps(shown))
+    if exported:
+        print(f"updated model: {exported}")
+    return _compare(bundle.expected, metrics, config) if bundle.expected else 0
+
+
+def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config: RLConfig) -> int:
+    """Print how a repeated step differs from the recorded one; return 1 if it should not."""
+    exact = config.engine.precision.compute in ("float32", "float64")
+    worst = 0
+    for name, value in expected.items():
+        kind = name.rpartition("/")[2]
+        if name not in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
+            continue
+        # Losses of advantages with a mean of zero are differences of larger numbers, so small ones are compared on the scale of 1.
+        found = metrics.get(name, math.nan)
+        difference = abs(found - value) / max(abs(value), 1.0 if kind == "loss" else 1e-12)
+        equal = difference <= TOLERANCE[kind]
+        worst = max(worst, int(not equal and exact))
+        print(f"{name:16} {value:.9g} recorded, {found:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}")
+    if worst:
+        print("error: the repeated step is not the recorded one", file=sys.stderr)
+    return worst
+
+
+def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorithm, Roles]:
+    """Return the settings of a bundle, changed by those of the command line, for a single process."""
+    try:
+        saved, ignored = settings_of(bundle)
+        engines = _engines(saved)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"the settings of the bundle are malformed: {type(e).__name__}: {e}") from e
+    for name in ignored:
+        log.warning(
+            "ignored in the bundle, because it would run code: %s; repeat it on the command line if you trust it", name
+        )
+    alone = OmegaConf.to_container(OmegaConf.structured(GroupConfig(kind="local")))
+    parallel = OmegaConf.to_container(OmegaConf.structured(ParallelConfig()))
+    saved["group"] = alone
+    for section in engines:
+        section["parallel"] = parallel
+        if not is_installed(str(section["backend"])):
+            section["backend"], section["options"] = "fsdp", None
+    config: RLConfig = parse_over(RLConfig, saved, settings)
+    config.check()
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(config.rollout, name)
+        if value != saved["rollout"][name]:
+            raise ConfigError(
+                f"rollout.{name}={value}, but the answers of the bundle were sampled at {saved['rollout'][name]}, and their "
+                "log-probabilities are of that distribution; leave the setting out"
+            )
+    log.info("model.path=%s", config.model.path)
+    algorithm = resolve(config)
+    roles = build_roles(replace(config, trainer=replace(config.trainer, max_steps=None)), algorithm, total_steps=1)
+    check_roles(roles)
+    return config, algorithm, roles
+
+
+def _engines(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    sections = [saved["engine"], *(saved[role]["engine"] for role in ("actor", "critic", "reference", "reward"))]
+    return [section for section in sections if section is not None]
+
+
+def _inside(folder: Path, relative: str) -> Path:
+    """Return a path of a bundle, which must not leave the bundle's folder.
+
+    Raises:
+        ConfigError: It does.
+    """
+    path = (folder / relative).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ConfigError(f"the bundle names the checkpoint {relative}, which is outside of {folder}")
+    return path
+
+
+def _write(phases: Phases, answers: Answers, path: Path, *, step: int) -> None:
+    batch = phases.group.get_batch(answers.ref)
+    bundle_of(phases.config, batch, answers.rows, step=step).write(path)

@@ -1,0 +1,187 @@
+"""The prompts of a run, and the collection of a step's answers."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...engine.errors import ConfigError
+from ...engine.hf.tokenizer import load_tokenizer
+from ..config.rl import REWARD_MODEL, RLConfig
+from ..data.dataset import Budget
+from ..data.order import BatchOrder, Cursor, Sampler
+from ..data.prompts import Prompt, PromptSet, load_prompts
+from ..data.vocabulary import check_same_vocabulary
+from .answers import Answers, join
+from .phases import Phases, equal_groups
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a run.
+
+    Args:
+        train: Those to train on.
+        order: Their order.
+        held_out: Those to evaluate on, or None.
+    """
+
+    train: PromptSet
+    order: BatchOrder
+    held_out: PromptSet | None
+
+
+def load_data(config: RLConfig) -> Prompts:
+    """Load the prompts, and check that all models have the same tokenizer. Reads no weights.
+
+    Raises:
+        DataError: A source or a row cannot be used.
+        ConfigError: A model has another tokenizer.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(config.model)
+    models = {"reference": config.reference.model}
+    if REWARD_MODEL in config.rewards.use:
+        models["reward"] = config.reward.model
+    models |= {"critic": config.critic.model, "actor": config.actor.model}
+    for role, model in models.items():
+        if model is not None and model.path != config.model.path:
+            check_same_vocabulary(config.model, model, f"{role}.model.path")
+    budget = prompt_budget(config)
+    train = load_prompts(data.train, tokenizer, data, budget, training=True)
+    sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
+    return Prompts(
+        train=train,
+        order=BatchOrder(sampler, batch_size=data.batch_size, digest=lambda: train.digest),
+        held_out=load_prompts(data.eval, tokenizer, data, budget, training=False) if data.eval else None,
+    )
+
+
+def prompt_budget(config: RLConfig) -> Budget:
+    """Return the largest number of tokens of a prompt, with which its longest answer still fits into a micro-batch.
+
+    Raises:
+        ConfigError: No prompt would fit.
+    """
+    sizes, answer = config.engine.micro_batch, config.rollout.max_tokens
+    most, name = sizes.max_tokens, "engine.micro_batch.max_tokens"
+    if sizes.infer_max_tokens is not None and sizes.infer_max_tokens < most:
+        most, name = sizes.infer_max_tokens, "engine.micro_batch.infer_max_tokens"
+    multiple = config.engine.parallel.token_multiple
+    room = most // multiple * multiple - answer
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_tokens={answer} leaves no room for a prompt in {name}={most}, which a prompt and its answer have to fit "
+            "into together; raise the latter"
+        )
+    return Budget(tokens=room, setting=f"{name}={most} less rollout.max_tokens={answer}")
+
+
+class Collector:
+    """Collects the answers of steps.
+
+    Args:
+        config: The run's settings.
+        phases: The phases.
+        prompts: The prompts.
+    """
+
+    def __init__(self, config: RLConfig, phases: Phases, prompts: Prompts) -> None:
+        self._config, self._phases, self._prompts = config, phases, prompts
+        self._equal_steps = 0
+        self._warned: set[str] = set()
+
+    def collect(self, cursor: Cursor, *, step: int, version: int) -> tuple[Answers, dict[str, float], Cursor]:
+        """Generate the answers of a step, whose rewards are then being computed, or known if groups are chosen by them.
+
+        Args:
+            cursor: The position of the first prompt.
+            step: The number of the step.
+            version: The version of the weights.
+
+        Returns:
+            The answers, numbers of what happened to others, and the position of the next prompt.
+        """
+        self._phases.step = step
+        batches = self._prompts.order.indices(cursor)
+        if not self._phases.algorithm.dynamic_sampling:
+            chosen, cursor = next(batches)
+            return self._answer(chosen, step, version, first=0), {}, cursor
+        return self._collect_different(batches, step, version)
+
+    def _collect_different(
+        self, batches: Iterator[tuple[list[int], Cursor]], step: int, version: int
+    ) -> tuple[Answers, dict[str, float], Cursor]:
+        """Collect as many groups as a step has, each with answers of different rewards."""
+        wanted = self._config.data.batch_size
+        kept: list[Answers] = []
+        totals: dict[str, float] = {}
+        groups = different = first = replaced = 0
+        cursor = Cursor()
+        for attempt in range(1 + self._config.rl.max_resamples):
+            chosen, cursor = next(batches)
+            answers, counts = self._phases.judge(self._answer(chosen, step, version, first=first))
+            first += len(chosen)
+            for name, count in counts.items():
+                totals[name] = totals.get(name, 0.0) + count
+            equal = equal_groups(answers.rows)
+            last_resort = attempt == self._config.rl.max_resamples and not kept and len(equal) == len({*answers.groups})
+            others = [group for group in dict.fromkeys(answers.groups) if group not in equal or last_resort][: wanted - groups]
+            rows = [i for i, row in enumerate(answers.rows) if row.group in set(others)]
+            self._phases.discard(answers.ref.select([i for i in range(len(answers)) if i not in set(rows)]))
+            replaced += len(equal)
+            different += sum(group not in equal for group in others)
+            if rows:
+                kept.append(answers.select(rows))
+                groups += len(others)
+            if groups >= wanted:
+                break
+        if different < wanted:
+            self._warn_once(
+                "resamples",
+                "step %d has %d groups of different rewards instead of %d after %d times the prompts of a step "
+                "(rl.max_resamples); the task may be too hard or too easy for the policy",
+                step,
+                different,
+                wanted,
+                1 + self._config.rl.max_resamples,
+            )
+        return join(kept), {**totals, "replaced_groups": float(replaced)}, cursor
+
+    def _answer(self, chosen: Sequence[int], step: int, version: int, *, first: int) -> Answers:
+        """Answer prompts, in parts whose answers are judged while the next part is answered."""
+        prompts: list[Prompt] = [self._prompts.train[i] for i in chosen]
+        size = self._config.rollout.prompts_per_call or len(prompts)
+        parts = []
+        for begin in range(0, len(prompts), size):
+            seed = self._phases.seed(step, first + begin)
+            parts.append(self._phases.rollout(prompts[begin : begin + size], version=version, seed=seed, first=first + begin))
+        return join(parts)
+
+    def warn(self, metrics: dict[str, float]) -> None:
+        """Warn about a run that cannot learn.
+
+        Args:
+            metrics: The numbers of a step.
+        """
+        self._equal_steps = self._equal_steps + 1 if metrics.get("equal_groups", 0.0) >= 1 else 0
+        if self._equal_steps == self._config.rl.warn_equal_steps and self._config.rl.group_size > 1:
+            log.warning(
+                "in the last %d steps all answers to each prompt had equal rewards (%s), so nothing was learned from them; check the "
+                "rewards on the sample answers, use easier prompts, or raise rl.group_size or rollout.temperature",
+                self._equal_steps,
+                ", ".join(f"{name} {value:.3g}" for name, value in metrics.items() if name.startswith("reward/")),
+            )
+        if metrics.get("truncated", 0.0) >= 1:
+            self._warn_once(
+                "truncated",
+                "all answers of a step reached rollout.max_tokens=%d without an end; raise it, or check that the model's "
+                "eos_token_id (generation_config.json) is the token that ends its answers",
+                self._config.rollout.max_tokens,
+            )
+
+    def _warn_once(self, what: str, message: str, *values: object) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning(message, *values)

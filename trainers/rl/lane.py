@@ -1,0 +1,142 @@
+"""The lane of rewards: functions run in processes of their own while the workers go on."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...engine.errors import RewardError
+from ...workers.rewards.pool import Target
+from ...workers.rewards.sample import OUTCOME_KINDS, RewardSample
+from ...workers.rewards.scorer import PendingScores, RewardScorer, Scores
+from ..config.rl import REWARD_MODEL, RLConfig
+from ..data.prompts import PromptSet
+from .answers import Answer
+from .controllers import Controllers
+
+log = logging.getLogger(__name__)
+
+
+class RewardLane:
+    """The reward functions of a run, which one process of the controller asks.
+
+    Args:
+        config: The run's settings.
+        functions: Reward functions of the program, beside those of `rewards.use`.
+        controllers: The processes of the controller.
+
+    Raises:
+        ConfigError: There is no reward, or one cannot be used.
+    """
+
+    def __init__(self, config: RLConfig, functions: Sequence[Target], controllers: Controllers) -> None:
+        self._controllers = controllers
+        self._scorer: RewardScorer | None = None
+        self._shown: set[str] = set()
+
+        def start() -> list[str]:
+            self._scorer = RewardScorer(config.rewards, functions, models=(REWARD_MODEL,))
+            return self._scorer.names
+
+        self.names: list[str] = controllers.once(start)
+        """The names of the rewards."""
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the reward model is one of the rewards."""
+        return REWARD_MODEL in self.names
+
+    def check(self, sets: Sequence[PromptSet]) -> None:
+        """Check that all prompts have the columns that their rewards need. Called by the process that computes rewards.
+
+        Raises:
+            ConfigError: One has not; the message names its file and row.
+        """
+        assert self._scorer is not None
+        for prompts in sets:
+            some = [prompts[i] for i in range(len(prompts))]
+            samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
+            self._scorer.check(samples, [prompt.name for prompt in some])
+
+    def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
+        """Begin to judge answers, and return at once; None in a process that computes no rewards.
+
+        Raises:
+            ConfigError: An answer lacks a column that a reward needs.
+        """
+        if self._scorer is None:
+            return None
+        return self._scorer.submit([answer.sample() for answer in answers])
+
+    def result(
+        self, rows: Sequence[Answer], pending: Sequence[PendingScores | None], model: Sequence[float] | None
+    ) -> tuple[list[Answer], dict[str, float]]:
+        """Wait for the rewards of answers.
+
+        Args:
+            rows: The answers.
+            pending: What `submit` returned for each part of them.
+            model: What the reward model made of each answer, if there is one.
+
+        Returns:
+            The answers with their rewards, and the number of outcomes of each kind, by the name of the reward.
+
+        Raises:
+            RewardError: A function failed, and `rewards.on_failure` is `raise`.
+        """
+
+        def wait() -> list[Scores]:
+            found, first = [], 0
+            for part in pending:
+                assert part is not None
+                values = None if model is None else {REWARD_MODEL: model[first : first + len(part)]}
+                found.append(part.result(models=values))
+                first += len(part)
+            return found
+
+        scores = self._controllers.once(wait)
+        judged: list[Answer] = []
+        counts: dict[str, float] = {}
+        messages: dict[str, str] = {}
+        for part in scores:
+            for i, reward in enumerate(part.rewards):
+                values = {}
+                for name, outcomes in part.outcomes.items():
+                    outcome = outcomes[i]
+                    if outcome is not None and outcome.value is not None:
+                        values[name] = outcome.value
+                    elif outcome is not None and outcome.message:
+                        messages.setdefault(name, f"{outcome.kind}: {outcome.message}")
+                judged.append(replace(rows[len(judged)], reward=reward, rewards=values))
+            for name in part.outcomes:
+                for kind, count in part.counts(name).items():
+                    counts[f"{kind}/{name}"] = counts.get(f"{kind}/{name}", 0) + count
+        self._warn(messages)
+        return judged, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
+
+    def _warn(self, messages: Mapping[str, str]) -> None:
+        for name, message in messages.items():
+            if name not in self._shown:
+                self._shown.add(name)
+                log.warning(
+                    "the reward %s could not judge an answer (%s); further ones are counted in the metrics", name, message
+                )
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+def check_judged(answers: Sequence[Answer], counts: Mapping[str, float]) -> None:
+    """Check that at least one answer has a reward.
+
+    Raises:
+        RewardError: None has; the message says what the rewards made of them.
+    """
+    if answers and all(math.isnan(answer.reward) for answer in answers):
+        shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items()) or "no reward was responsible"
+        raise RewardError(
+            f"none of {len(answers)} answers could be judged ({shown}), so there is nothing to learn from; see the first warning of "
+            "each reward"
+        )

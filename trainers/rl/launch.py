@@ -1,0 +1,37 @@
+"""The shared command of the trainers of reinforcement learning: parse, train, and turn an error into one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ...engine.parallel.process import report_failure
+from ..config.parse import parse
+from ..config.rl import RLConfig
+
+
+def launch(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
+    """Parse the command line, then train.
+
+    Args:
+        config_class: The trainer's configuration.
+        trainer: The name of the trainer's class in `trainers.rl.trainer`, which is imported after parsing, so that `--help` and typos
+            do not wait seconds for torch.
+        argv: The command-line arguments; None for those of this process.
+        usage: The first lines of `--help`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        config = parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip())
+        module = import_module(".trainer", __package__)
+        module.configure_logging()
+        getattr(module, trainer)(config).train()
+    except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
+        return report_failure(e)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted; the same command resumes from the last checkpoint, if one was saved", file=sys.stderr)
+        return 130
+    return 0

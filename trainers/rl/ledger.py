@@ -1,0 +1,221 @@
+"""The memory ledger: where the state of every role is, and the only one that moves it.
+
+Roles that share processes take turns on their devices: a generator's parameters and cache, and the state of what is trained, are
+never there together, except the parameters of both while new weights are copied.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...engine.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Part = Literal["parameters", "gradients", "optimizer", "cache"]
+Place = Literal["device", "host", "disk", "absent"]
+Phase = Literal["rollout", "score", "train"]
+Move = Callable[[str, Place, Part], None]
+"""Moves a part of a role."""
+PLACES: tuple[Place, ...] = ("device", "host", "disk", "absent")
+_TRAINED: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """A part of a role's state.
+
+    Args:
+        bytes: Its size in one process.
+        place: Where it is.
+        shared: Whether its processes have other roles as well.
+    """
+
+    bytes: int
+    place: Place = "device"
+    shared: bool = True
+
+
+class MemoryLedger:
+    """The places of all state.
+
+    Args:
+        holdings: What there is, by role and part: of `rollout` the parameters and the cache, of others the parameters and, if they are
+            trained, gradients and optimizer.
+        away: Where the state of a role is while others use the devices: `host`, `disk`, or `none` to move nothing.
+        move: Moves a part of a role.
+        sync: Copies the actor's weights to the generator, which then have a version.
+        verify: Compares what the generator's processes have loaded, when they can generate.
+    """
+
+    def __init__(
+        self,
+        holdings: Mapping[tuple[str, Part], Holding],
+        *,
+        away: Literal["none", "host", "disk"],
+        move: Move,
+        sync: Callable[[int], None],
+        verify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._holdings = dict(holdings)
+        self._away, self._move, self._sync, self._verify = away, move, sync, verify
+        self._phase: Phase | None = None
+        self._version: int | None = None
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._away != "none" and sum(holding.shared for holding in self._holdings.values()) > 1
+
+    def place(self, role: str, part: Part) -> Place:
+        """Return where a part of a role is."""
+        return self._holdings[role, part].place
+
+    def enter(self, phase: Phase) -> None:
+        """Move everything to where a phase needs it.
+
+        Args:
+            phase: `rollout` needs the generator. `score` needs other roles, each of whose methods loads what it needs and puts it away
+                again; so does an update of the critic. `train` needs the actor with all of its state.
+
+        Raises:
+            ConfigError: The generator was put away, and the actor has been trained since; see `sync`.
+        """
+        if self._takes_turns and phase != self._phase:
+            if phase == "rollout":
+                self._bring_generator()
+            else:
+                self._move_generator("absent", "cache")
+                self._move_generator("absent", "parameters")
+            if phase == "train":
+                self._version = None
+                self._move_all("actor", "device")
+            elif phase == "score":
+                self._move_all("actor", self._place_away())
+        self._phase = phase
+
+    def sync(self, version: int) -> None:
+        """Copy the actor's weights to the generator, and get it ready to generate.
+
+        Args:
+            version: The version of the weights.
+        """
+        if not self._takes_turns:
+            self._sync(version)
+            self._verify()
+            return
+        away = self._place_away()
+        self._move_generator("absent", "cache")
+        for role in self._others():
+            self._move_all(role, away, but="parameters" if role == "actor" else None)
+        self.move("actor", "device", "parameters")
+        self._move_generator("device", "parameters")
+        self._sync(version)
+        self.move("actor", away, "parameters")
+        self._move_generator("device", "cache")
+        self._phase, self._version = "rollout", version
+        self._verify()
+
+    def _bring_generator(self) -> None:
+        if self.place("rollout", "parameters") == "absent" or self._version is None:
+            if self._version is None:
+                raise ConfigError("the generator was put away, and the actor has been trained since; sync the weights first")
+            self.sync(self._version)
+        else:
+            for role in self._others():
+                self._move_all(role, self._place_away())
+            self._move_generator("device", "cache")
+
+    def _move_generator(self, place: Place, part: Part) -> None:
+        # One with processes of its own stays where it is.
+        holding = self._holdings.get(("rollout", part))
+        if holding is not None and holding.shared:
+            self.move("rollout", place, part)
+
+    def _move_all(self, role: str, place: Place, but: Part | None = None) -> None:
+        # Parameters go last and come first: what else there is belongs to them.
+        parts = [part for part in _TRAINED if (role, part) in self._holdings and part != but]
+        for part in parts if place == "device" else reversed(parts):
+            self.move(role, place, part)
+
+    def _others(self) -> list[str]:
+        return list(
+            dict.fromkeys(role for (role, _), holding in self._holdings.items() if role != "rollout" and holding.shared)
+        )
+
+    def _place_away(self) -> Place:
+        assert self._away != "none"
+        return self._away
+
+    def move(self, role: str, place: Place, part: Part) -> None:
+        """Move a part of a role, unless it is there.
+
+        Raises:
+            ConfigError: There is no such part or place, or the move would bring two large things to the same devices.
+        """
+        holding = self._holdings.get((role, part))
+        if holding is None:
+            raise ConfigError(f"the ledger has no {part} of {role}")
+        if place not in PLACES:
+            raise ConfigError(f"the ledger cannot move {part} of {role} to {place!r}; the places are {', '.join(PLACES)}")
+        if holding.place == place:
+            return
+        if place == "device":
+            self._check_room(role, part)
+        self._move(role, place, part)
+        self._holdings[role, part] = replace(holding, place=place)
+
+    def _check_room(self, role: str, part: Part) -> None:
+        """Refuse to bring a part to devices that hold what must not be there at the same time."""
+        if not self._takes_turns or not self._holdings[role, part].shared:
+            return
+        for (other, kind), holding in self._holdings.items():
+            if holding.place != "device" or not holding.shared or not holding.bytes:
+                continue
+            mine, theirs = (role == "rollout", part), (other == "rollout", kind)
+            if mine[0] != theirs[0] and not (part == kind == "parameters" and {role, other} == {"actor", "rollout"}):
+                raise ConfigError(
+                    f"{part} of {role} cannot be brought to the device while {kind} of {other} are there: the generator and the other "
+                    f"roles take turns (group.offload={self._away})"
+                )
+
+    # ---- for people --------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes of every place in a process that all roles share."""
+        totals = dict.fromkeys(PLACES, 0)
+        for holding in self._holdings.values():
+            if not holding.shared:
+                continue
+            totals[holding.place] += holding.bytes
+        return {f"memory/{place}_bytes": float(totals[place]) for place in PLACES if place != "absent"}
+
+    def plan(self) -> list[str]:
+        """Return what will be where in every phase, for people."""
+        lines = []
+        for phase in ("rollout", "score", "train", "sync"):
+            parts: dict[Place, list[str]] = {}
+            for (role, part), holding in self._holdings.items():
+                parts.setdefault(self._planned(role, part, holding, phase), []).append(f"{role} {part} {_size(holding.bytes)}")
+            shown = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
+            lines.append(f"{phase}: {shown}")
+            if not self._takes_turns:
+                return [f"all the time: {shown}"]
+        return lines
+
+    def _planned(self, role: str, part: Part, holding: Holding, phase: str) -> Place:
+        if not self._takes_turns or not holding.shared:
+            return "device"
+        if role == "rollout":
+            return "absent" if phase in ("score", "train") or (phase == "sync" and part == "cache") else "device"
+        here = role == "actor" and (phase == "train" or (phase == "sync" and part == "parameters"))
+        return "device" if here else self._place_away()
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def describe(lines: Sequence[str]) -> None:
+    """Log where the state of roles will be."""
+    log.info("memory of a process, as estimated:\n  %s", "\n  ".join(lines))

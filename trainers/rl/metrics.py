@@ -1,0 +1,158 @@
+"""Numbers of a step's answers, and how they are shown."""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..loop.console import Lines, duration
+from ..loop.loggers import Panel
+from ..loop.samples import Answer as ShownAnswer
+from .answers import Answer
+from .phases import equal_groups
+
+PANELS = (
+    Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),
+    Panel(ylabel="tokens per answer", curves={"train": ("train", "length"), "eval": ("eval", "length")}),
+)
+"""What is plotted at the end of a run."""
+
+
+def answer_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the numbers of judged answers.
+
+    Returns:
+        The mean and the standard deviation of the `reward`; the mean of each reward, `reward/NAME`, over the answers that have it; mean
+        and largest `length` in tokens; the share of answers that are `truncated`; the number of `answers` and of `groups`; and the
+        share of groups in which all rewards are equal, `equal_groups`.
+    """
+    count = max(1, len(answers))
+    rewards = [answer.reward for answer in answers]
+    mean = sum(rewards) / count
+    numbers = {
+        "reward": mean if answers else math.nan,
+        "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, count - 1)),
+    }
+    for name in dict.fromkeys(name for answer in answers for name in answer.rewards):
+        values = [answer.rewards[name] for answer in answers if name in answer.rewards]
+        numbers[f"reward/{name}"] = sum(values) / len(values)
+    lengths = [len(answer.tokens) for answer in answers]
+    groups = len({answer.group for answer in answers})
+    return {
+        **numbers,
+        "length": sum(lengths) / count,
+        "length_max": float(max(lengths, default=0)),
+        "truncated": sum(not answer.finished for answer in answers) / count,
+        "answers": float(len(answers)),
+        "groups": float(groups),
+        "equal_groups": len(equal_groups(answers)) / max(1, groups),
+    }
+
+
+def staleness(answers: Sequence[Answer], version: int) -> float:
+    """Return by how many versions the oldest token is behind the weights that learn from it."""
+    made_by = [made for answer in answers for made in answer.versions]
+    return float(version - min(made_by)) if made_by else 0.0
+
+
+def shown(answers: Sequence[Answer]) -> list[ShownAnswer]:
+    """Return answers with their rewards, for people."""
+    return [
+        ShownAnswer(
+            name=answer.prompt.name,
+            prompt=_text(answer.prompt.content),
+            answer=answer.text,
+            rewards={"reward": answer.reward, **answer.rewards},
+        )
+        for answer in answers
+    ]
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+
+
+class RLLines(Lines):
+    """The lines of a console."""
+
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> str:
+        """Return the line of a step."""
+        rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in record.items() if n.startswith("reward/")]
+        parts = [
+            f"step {record['step']}/{total}",
+            f"reward {record['reward']:.3f}" + (f" ({', '.join(rewards)})" if len(rewards) > 1 else ""),
+            f"length {record['length']:.1f}",
+            *(f"{name} {record[name]:.4f}" for name in ("kl", "entropy") if name in record),
+            *([f"grad_norm {record['grad_norm']:.3f}"] if "grad_norm" in record else []),
+            *([f"truncated {100 * record['truncated']:.0f}%"] if record["truncated"] else []),
+            f"{record['seconds']:.1f} s ({_shares(record)})",
+            f"{duration(left)} left",
+        ]
+        return "  ".join(parts)
+
+    def evaluation(self, record: Mapping[str, Any]) -> str:
+        """Return the line of an evaluation."""
+        names = ("reward", "accuracy", *(name for name in record if name.startswith(("avg@", "pass@"))))
+        measured = "  ".join(f"{name} {record[name]:.4f}" for name in names if name in record)
+        return f"step {record['step']}  {measured}  length {record['length']:.1f}  {record['seconds']:.1f} s"
+
+
+def _shares(record: Mapping[str, Any]) -> str:
+    phases = {"rollout": ("rollout",), "update": ("update", "update_critic"), "rewards": ("reward_wait",)}
+    total = max(record["seconds"], 1e-9)
+    shares = {name: sum(record.get(f"seconds/{phase}", 0.0) for phase in names) / total for name, names in phases.items()}
+    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares.items() if share >= 0.005)
+
+
+class RLSummary:
+    """Statistics of a run for the summary at its end; a logger.
+
+    Args:
+        total_steps: The number of steps in the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total, self._start = total_steps, time.monotonic()
+        self._records: list[Mapping[str, Any]] = []
+        self._evaluated: list[Mapping[str, Any]] = []
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Collect what the summary needs from a record."""
+        kept = ("step", "reward", "seconds", "answers", "skipped", "peak_gib", "accuracy")
+        target = self._evaluated if record.get("split") == "eval" else self._records
+        target.append({name: record[name] for name in kept if name in record})
+
+    def answers(self, step: int, given: Sequence[ShownAnswer]) -> None:
+        """Ignore answers, which are not part of the summary."""
+
+    def close(self) -> None:
+        """Do nothing, since there is nothing to flush."""
+
+    def lines(self, left: Mapping[str, str]) -> list[str]:
+        """Format the summary, one string per line.
+
+        Args:
+            left: The outputs of the run: the location of each by name.
+        """
+        rows: dict[str, str] = {}
+        if self._records:
+            first, last = self._records[0], self._records[-1]
+            # The first step allocates and compiles.
+            seconds = statistics.median([record["seconds"] for record in self._records[1:] or self._records])
+            answers = sum(record["answers"] for record in self._records)
+            rows = {
+                "steps": f"{first['step']} to {last['step']} of {self._total}",
+                "time": f"{duration(time.monotonic() - self._start)}, {seconds:.2f} s per step (median)",
+                "reward": f"{first['reward']:.4g} at the first step, {last['reward']:.4g} at the last",
+                "answers": f"{answers:.0f}",
+                "peak memory": f"{max(record.get('peak_gib', 0.0) for record in self._records):.2f} GiB in a worker",
+            }
+        if self._evaluated:
+            names = [name for name in ("reward", "accuracy") if name in self._evaluated[0]]
+            rows["evaluation"] = "; ".join(
+                f"{name} {self._evaluated[0][name]:.4g} at first, {self._evaluated[-1][name]:.4g} at last" for name in names
+            )
+        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]

@@ -1,0 +1,432 @@
+"""The phases of a step, each a function of role handles and answers: rollout, score, train."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ...engine.errors import ConfigError, ModelError
+from ...engine.loss import StepResult
+from ...workers.data_plane.data_ref import DataRef
+from ...workers.dispatch import MiniBatches
+from ...workers.groups.base import WorkerGroup
+from ...workers.losses.policy import PolicyLoss
+from ...workers.losses.preference import PreferenceLoss
+from ...workers.rewards.scorer import PendingScores
+from ...workers.rollout.options import SamplingOptions
+from ...workers.rollout.sampling import seed_of
+from ..config.rl import RLConfig
+from ..data.prompts import Prompt
+from .adaptive import Adaptive
+from .algorithms import Algorithm
+from .answers import Answer, Answers, decoded
+from .lane import RewardLane, check_judged
+from .ledger import MemoryLedger
+from .roles import Roles
+
+
+@dataclass(kw_only=True, eq=False)
+class Phases:
+    """What the phases work with.
+
+    Args:
+        config: The run's settings.
+        algorithm: The algorithm.
+        roles: The roles.
+        group: The group that they run in.
+        rewards: The rewards; None if no answers are judged.
+        tokenizer: The tokenizer of the policy.
+        ledger: What moves the state of roles.
+        adaptive: The settings that a run adapts.
+        step: The number of the step.
+        seconds: The duration of each phase in this step, by name.
+        tokens: The number of tokens that each phase has processed in this step, by name.
+    """
+
+    config: RLConfig
+    algorithm: Algorithm
+    roles: Roles
+    group: WorkerGroup
+    rewards: RewardLane | None
+    tokenizer: Any
+    ledger: MemoryLedger
+    adaptive: Adaptive
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def lane(self) -> RewardLane:
+        """The rewards."""
+        assert self.rewards is not None
+        return self.rewards
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the weights that answered make the only update of a step, so that ratios need no log-probabilities from before."""
+        rl, advantage = self.config.rl, self.algorithm.advantage
+        return (
+            rl.mini_batch_size is None
+            and rl.epochs == 1
+            and rl.importance == "none"
+            and rl.old_log_probs == "actor"
+            and rl.kl_target is None
+            and not (advantage is not None and advantage.kl_coef)
+        )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the policy is trained through adapters."""
+        return bool(self.roles.specs["actor"].config.model.lora.rank)
+
+    def seed(self, step: int, first: int) -> int:
+        """Return the seed of the answers to some prompts of a step.
+
+        Args:
+            step: The number of the step.
+            first: The number of the first prompt in the step.
+        """
+        return seed_of(self.config.data.seed, step, first)
+
+    def reset_timing(self) -> None:
+        """Begin to count durations and tokens from zero."""
+        self.seconds.clear()
+        self.tokens.clear()
+
+    def timing(self) -> dict[str, float]:
+        """Return the seconds of each phase of the step, and its tokens per second."""
+        speeds = {f"tokens_per_s/{n}": count / max(self.seconds[n], 1e-9) for n, count in self.tokens.items() if count}
+        return {f"seconds/{name}": value for name, value in self.seconds.items()} | speeds
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer, beside those of the model's generation config."""
+        return () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+
+    def discard(self, ref: DataRef) -> None:
+        """Drop those samples of a reference that are still there."""
+        left = [row for row, sample in enumerate(ref.ids) if sample in ref.buffer]
+        if left:
+            self.group.clear_data_cache(ref.select(left))
+
+    @contextmanager
+    def timed(self, name: str, tokens: int = 0) -> Iterator[None]:
+        """Add the duration of a block to those of a phase."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+            self.tokens[name] = self.tokens.get(name, 0) + tokens
+
+    # ---- rollout -----------------------------------------------------------------------------------------------------
+
+    def rollout(self, prompts: Sequence[Prompt], *, version: int | None, seed: int, first: int = 0) -> Answers:
+        """Generate `rl.group_size` answers to each prompt, whose rewards are computed from then on.
+
+        Args:
+            prompts: The prompts.
+            version: The version that the weights must have.
+            seed: The seed of the answers.
+            first: The number of the first prompt in the step.
+        """
+        self.ledger.enter("rollout")
+        settings = self.config.rollout
+        options = SamplingOptions(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            samples=self.config.rl.group_size,
+            stop_tokens=self.stop_tokens,
+            seed=seed,
+        )
+        answers = self.generate(prompts, options, version=version, first=first)
+        if not self.algorithm.needs_baselines:
+            return answers
+        greedy = SamplingOptions(max_tokens=settings.max_tokens, temperature=0.0, stop_tokens=self.stop_tokens, seed=seed)
+        return replace(answers, baselines=self.generate(prompts, greedy, version=version, first=first))
+
+    def generate(self, prompts: Sequence[Prompt], options: SamplingOptions, *, version: int | None, first: int = 0) -> Answers:
+        """Generate answers, and hand them to the rewards.
+
+        Args:
+            prompts: The prompts.
+            options: The sampling options.
+            version: The version that the weights must have; None accepts any.
+            first: The number of the first prompt in the step.
+        """
+        with self.timed("rollout"):
+            given = self.group.put([prompt.ids for prompt in prompts], role="rollout")
+            ref = self.group["rollout"].generate(given, options, version=version)
+            self.group.clear_data_cache(given)
+        rows = self._read(ref, prompts, options.samples, first)
+        if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
+            raise ModelError(
+                f"tokens were made by version {min(others)} of the weights, but version {version} was asked for; the generator has "
+                "changed its weights on its own"
+            )
+        self.tokens["rollout"] = self.tokens.get("rollout", 0) + sum(len(row.tokens) for row in rows)
+        return Answers(ref=ref.without_groups(), rows=tuple(rows), pending=self.submit(rows))
+
+    def submit(self, rows: Sequence[Answer]) -> tuple[PendingScores | None, ...]:
+        """Begin to judge answers, if answers are judged."""
+        return () if self.rewards is None else (self.rewards.submit(rows),)
+
+    def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Answer]:
+        with self.timed("read"):
+            found = self.group.get(ref, ["input_ids", "versions", "finished"])
+            ids, versions = (found[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
+        rows = []
+        for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
+            prompt = prompts[i // samples]
+            answer = tokens[len(prompt.ids) :].tolist()
+            rows.append(
+                Answer(
+                    prompt=prompt,
+                    group=first + i // samples,
+                    tokens=answer,
+                    text=decoded(self.tokenizer, answer),
+                    finished=bool(found["finished"][i]),
+                    versions=tuple(sorted({*made_by.tolist()} - {-1})),
+                )
+            )
+        return rows
+
+    # ---- score -------------------------------------------------------------------------------------------------------
+
+    def ask_model(self, answers: Answers) -> Answers:
+        """Let the reward model judge answers, if there is one."""
+        if self.rewards is None or not self.rewards.asks_model or answers.model_scores is not None or not answers.pending:
+            return answers
+        self.ledger.enter("score")
+        with self.timed("reward_model", answers.ref.num_tokens):
+            scores = self.group["reward"].compute_rewards(answers.ref)
+            numbers = self.group.get(scores, ["rewards"])["rewards"].tolist()
+        baselines = None if answers.baselines is None else self.ask_model(answers.baselines)
+        return replace(answers, model_scores=tuple(numbers), baselines=baselines)
+
+    def judge(self, answers: Answers) -> tuple[Answers, dict[str, float]]:
+        """Wait for the rewards of answers, unless they are there already.
+
+        Returns:
+            The answers with their rewards, without those that have none; and the numbers of outcomes that are not values.
+
+        Raises:
+            RewardError: No answer has a reward.
+        """
+        if not answers.pending:
+            return answers, {}
+        answers = self.ask_model(answers)
+        with self.timed("reward_wait"):
+            rows, counts = self.lane.result(answers.rows, answers.pending, answers.model_scores)
+        check_judged(rows, counts)
+        if answers.baselines is not None:
+            greedy, _ = self.judge(answers.baselines)
+            self.discard(answers.baselines.ref)
+            by_group = {row.group: row.reward for row in greedy.rows}
+            rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
+        judged = replace(answers, rows=tuple(rows), pending=(), baselines=None)
+        kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
+        counts["dropped"] = len(rows) - len(kept)
+        if len(kept) < len(rows):
+            self.discard(answers.ref.select(sorted(set(range(len(rows))) - set(kept))))
+            judged = judged.select(kept)
+        return judged, counts
+
+    def score(self, answers: Answers) -> Answers:
+        """Add what other models make of answers, as the algorithm needs it: reference, critic and reward model.
+
+        The rewards are computed meanwhile.
+        """
+        answers = self.ask_model(answers)
+        batch = answers.ref
+        if self.algorithm.needs_reference or self.algorithm.needs_critic:
+            self.ledger.enter("score")
+        if self.algorithm.needs_reference:
+            with self.timed("reference", batch.num_tokens):
+                if self.roles.has_own_reference:
+                    batch |= self.group["actor"].compute_reference_log_probs(batch)
+                else:
+                    batch |= self.group["reference"].compute_log_probs(batch)
+        if self.algorithm.needs_critic:
+            with self.timed("critic", batch.num_tokens):
+                batch |= self.group["critic"].compute_values(batch)
+        return answers.with_columns(batch)
+
+    # ---- train -------------------------------------------------------------------------------------------------------
+
+    def old_log_probs(self, answers: Answers) -> Answers:
+        """Add the log-probabilities that ratios compare with, unless they are those of the generator.
+
+        The rewards are computed meanwhile.
+        """
+        self.ledger.enter("train")
+        if isinstance(self.algorithm.loss, PreferenceLoss) or self.is_on_policy:
+            return answers
+        batch = answers.ref
+        if "old_log_probs" in batch.keys:
+            return answers
+        if self.config.rl.old_log_probs == "rollout":
+            return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
+        with self.timed("old_log_probs", batch.num_tokens):
+            found = self.group["actor"].compute_log_probs(batch, entropy=self.config.rl.log_entropy)
+        return answers.with_columns(found.rename(log_probs="old_log_probs"))
+
+    def train(self, answers: Answers, step: int) -> dict[str, float]:
+        """Update the policy, and the critic if there is one.
+
+        Args:
+            answers: The judged and scored answers, with `old_log_probs`.
+            step: The number of the step.
+
+        Returns:
+            The metrics of the update.
+
+        Raises:
+            ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
+        """
+        self.ledger.enter("train")
+        if isinstance(self.algorithm.loss, PreferenceLoss):
+            return self._train_on_pairs(answers, step)
+        batch, metrics = self._corrected(answers)
+        rewards = self.adaptive.shape_rewards([row.reward for row in answers.rows])
+        columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
+        if self.algorithm.needs_baselines:
+            known = [row.baseline for row in answers.rows if row.baseline is not None]
+            if len(known) < len(answers):
+                raise ConfigError(
+                    f"{len(answers) - len(known)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                    "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
+                )
+            baselines = self.adaptive.shape_others(known)
+            columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
+        batch |= self.group.put_columns(batch, rows=columns)
+        with self.timed("advantages"):
+            grouped = batch.with_groups(answers.groups)
+            advantages = self.group["advantage"].compute_advantages(grouped, kl_coef=self.adaptive.kl_coef)
+            batch |= advantages.without_groups()
+        mini_batches = self._mini_batches(step)
+        if self.algorithm.needs_critic:
+            # The state of the actor makes room for that of the critic.
+            self.ledger.enter("score")
+            with self.timed("update_critic", batch.num_tokens):
+                results = self.group["critic"].update(batch, mini_batches=mini_batches)
+            metrics |= {f"critic/{name}": value for name, value in means(results).items()}
+        if self.algorithm.needs_critic and step <= self.config.rl.critic_warmup:
+            return metrics | (self._gap_of_some(answers) if self.is_on_policy else {})
+        self.ledger.enter("train")
+        with self.timed("update", batch.num_tokens):
+            results = self.group["actor"].update(batch, mini_batches=mini_batches, loss=self._loss())
+        # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
+        metrics = means(results) | metrics
+        self._check_gap(metrics)
+        self.adaptive.adapt_kl(metrics.get("kl_per_response"), len(answers))
+        return metrics
+
+    def _loss(self) -> PolicyLoss:
+        """Return the loss of this step."""
+        loss = self.adaptive.loss or self.algorithm.loss
+        assert isinstance(loss, PolicyLoss)
+        return replace(loss, on_policy=True, log_entropy=self.config.rl.log_entropy) if self.is_on_policy else loss
+
+    def _corrected(self, answers: Answers) -> tuple[DataRef, dict[str, float]]:
+        """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
+        rl, batch = self.config.rl, answers.ref
+        if rl.old_log_probs == "rollout":
+            gap = self._gap_of_some(answers)
+            return batch, {**self.group["advantage"].summarize(batch), **gap}
+        if rl.importance != "none":
+            low, high = rl.importance_bounds
+            batch |= self.group["advantage"].compute_importance_weights(
+                batch, correction=rl.importance, level=rl.importance_level, low=low, high=high
+            )
+        metrics: dict[str, float] = self.group["advantage"].summarize(batch)
+        self._check_gap(metrics)
+        return batch, metrics
+
+    def _gap_of_some(self, answers: Answers) -> dict[str, float]:
+        """Compare the generator's log-probabilities with the actor's for a few answers."""
+        if self.config.rl.max_log_prob_gap is None:
+            return {}
+        some = answers.ref.select(range(min(len(answers), SPOT_CHECK)))
+        with self.timed("old_log_probs", some.num_tokens):
+            some |= self.group["actor"].compute_log_probs(some).rename(log_probs="old_log_probs")
+        numbers: dict[str, float] = self.group["advantage"].summarize(some)
+        self._check_gap(numbers)
+        return {name: numbers[name] for name in ("log_prob_gap", "log_prob_gap_max")}
+
+    def _check_gap(self, numbers: Mapping[str, float]) -> None:
+        gap, most = numbers.get("log_prob_gap", 0.0), self.config.rl.max_log_prob_gap
+        if most is not None and not gap <= most:
+            raise ConfigError(
+                f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
+                f"({numbers.get('log_prob_gap_max', math.nan):.3g} at most), more than rl.max_log_prob_gap={most}: the answers were not "
+                "sampled from the policy that learns from them. Compare rollout.dtype with engine.precision.compute, try another "
+                "rollout.generator, correct for it with rl.importance=truncate, or raise the limit"
+            )
+
+    def _train_on_pairs(self, answers: Answers, step: int) -> dict[str, float]:
+        """Train on the best and the worst answer to each prompt."""
+        pairs = best_and_worst(answers.groups, [row.reward for row in answers.rows])
+        if not pairs:
+            return {"pairs": 0.0}
+        chosen = answers.ref.select([row for pair in pairs for row in pair])
+        marks = torch.tensor([1.0, 0.0] * len(pairs))
+        batch = chosen | self.group.put_columns(chosen, rows={"chosen": marks})
+        batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
+        metrics = {"pairs": float(len(pairs)), **self._gap_of_some(answers)}
+        with self.timed("update", batch.num_tokens):
+            results = self.group["actor"].update(batch, mini_batches=self._mini_batches(step))
+        return metrics | means(results)
+
+    def _mini_batches(self, step: int) -> MiniBatches:
+        rl = self.config.rl
+        return MiniBatches(size=rl.mini_batch_size, epochs=rl.epochs, shuffle=True, seed=seed_of(self.config.data.seed, step))
+
+
+SPOT_CHECK = 16
+"""The number of answers on which the generator's log-probabilities are compared, if the actor computes no others."""
+
+
+def means(results: Sequence[StepResult]) -> dict[str, float]:
+    """Return the means of the numbers of several optimizer steps, the learning rate of the last one, and their number."""
+    taken = [result for result in results if not result.skipped] or results
+    found: dict[str, list[float]] = {}
+    for result in taken:
+        numbers = {"loss": result.loss, "grad_norm": math.nan if result.grad_norm is None else result.grad_norm}
+        numbers |= {f"loss/{name}": value for name, value in result.terms.items()}
+        for name, value in {**numbers, **result.metrics}.items():
+            found.setdefault(name, []).append(value)
+    return {
+        **{name: sum(values) / len(values) for name, values in found.items()},
+        "lr": results[-1].lr or 0.0,
+        "updates": float(len(results)),
+        "skipped": float(sum(result.skipped for result in results)),
+        "peak_gib": max(result.peak_gib for result in results),
+    }
+
+
+def best_and_worst(groups: Sequence[int], rewards: Sequence[float]) -> list[tuple[int, int]]:
+    """Return the best and the worst answer of each group, the first one if several are; none of a group of equal rewards."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    pairs = []
+    for rows in members.values():
+        best, worst = max(rows, key=lambda row: rewards[row]), min(rows, key=lambda row: rewards[row])
+        if rewards[best] > rewards[worst]:
+            pairs.append((best, worst))
+    return pairs
+
+
+def equal_groups(answers: Sequence[Answer]) -> set[int]:
+    """Return the groups in which all rewards are equal, those of a single answer among them."""
+    rewards: dict[int, set[float]] = {}
+    for answer in answers:
+        rewards.setdefault(answer.group, set()).add(answer.reward)
+    return {group for group, values in rewards.items() if len(values) == 1}

@@ -1,0 +1,195 @@
+"""The roles of a run, and the group that they run in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...engine.config import EngineConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
+from ...engine.errors import ConfigError
+from ...engine.registry import engine_class
+from ...workers.groups.base import WorkerGroup
+from ...workers.groups.local import LocalWorkerGroup
+from ...workers.losses.value import ValueLoss
+from ...workers.model_worker.role_host import RoleSpec
+from ...workers.roles.actor import ActorConfig, ActorWorker
+from ...workers.roles.advantage import AdvantageConfig, AdvantageWorker
+from ...workers.roles.base import WorkerConfig
+from ...workers.roles.critic import CriticConfig, CriticWorker
+from ...workers.roles.reference import ReferenceConfig, ReferenceWorker
+from ...workers.roles.reward import RewardWorker
+from ...workers.rollout.options import RolloutConfig
+from ...workers.rollout.registry import generator_class
+from ...workers.rollout.worker import RolloutWorker
+from ..config.rl import REWARD_MODEL, FrozenRoleConfig, RLConfig, TrainedRoleConfig
+from .algorithms import Algorithm
+
+MAIN = "main"
+"""The pool that roles share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The roles of a run.
+
+    Args:
+        specs: The roles by name.
+        pools: The number of processes of each pool.
+        has_own_reference: Whether the policy is its own reference, with its adapters disabled.
+    """
+
+    specs: Mapping[str, RoleSpec]
+    pools: Mapping[str, int]
+    has_own_reference: bool = False
+
+
+def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Roles:
+    """Return the roles that a run needs.
+
+    Args:
+        config: The run's settings.
+        algorithm: The algorithm.
+        total_steps: The number of steps, for learning-rate schedules that have an end.
+    """
+    updates = total_steps * updates_per_step(config)
+    model = _model(config, config.actor)
+    specs: dict[str, RoleSpec] = {
+        "actor": RoleSpec(
+            worker=ActorWorker,
+            config=ActorConfig(
+                model=model,
+                engine=_engine(config, config.actor),
+                optim=_optim(config, config.actor),
+                total_steps=updates,
+                loss=algorithm.loss,
+            ),
+        ),
+        "rollout": RoleSpec(worker=RolloutWorker, config=rollout_config(config), pool=_pool(config, "rollout")),
+        "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
+    }
+    own = is_own_reference(config)
+    if algorithm.needs_reference and not own:
+        temperature = config.rollout.temperature
+        frozen = replace(_model(config, config.reference), lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
+        reference = ReferenceConfig(model=frozen, engine=_frozen_engine(config, config.reference), temperature=temperature)
+        specs["reference"] = RoleSpec(worker=ReferenceWorker, config=reference, pool=_pool(config, "reference"))
+    if algorithm.needs_critic:
+        critic = CriticConfig(
+            model=replace(_model(config, config.critic), head="value"),
+            engine=_engine(config, config.critic),
+            optim=_optim(config, config.critic),
+            total_steps=updates,
+            loss=ValueLoss(clip=config.rl.critic_clip or None),
+        )
+        specs["critic"] = RoleSpec(worker=CriticWorker, config=critic, pool=_pool(config, "critic"))
+    if REWARD_MODEL in config.rewards.use:
+        scored = replace(_model(config, config.reward), head="value", lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
+        reward = WorkerConfig(model=scored, engine=_frozen_engine(config, config.reward))
+        specs["reward"] = RoleSpec(worker=RewardWorker, config=reward, pool=_pool(config, "reward"))
+    for name in config.group.pools:
+        if name not in specs:
+            raise ConfigError(
+                f"group.pools.{name}={config.group.pools[name]}: this run has no {name}; its roles are {', '.join(specs)}"
+            )
+    return Roles(
+        specs=specs,
+        pools={MAIN: config.group.nproc, **config.group.pools},
+        has_own_reference=own and algorithm.needs_reference,
+    )
+
+
+def updates_per_step(config: RLConfig) -> int:
+    """Return the number of optimizer steps of a full step."""
+    size = config.rl.mini_batch_size
+    if config.rl.algorithm == "online_dpo":
+        # Of each group one pair, which is not divided.
+        pairs = config.data.batch_size
+        return config.rl.epochs * -(-pairs // (pairs if size is None else max(1, size // 2)))
+    answers = config.data.batch_size * config.rl.group_size
+    return config.rl.epochs * -(-answers // (size or answers))
+
+
+def is_own_reference(config: RLConfig) -> bool:
+    """Return whether the policy without its adapters is the reference."""
+    return _model(config, config.actor).lora.rank > 0 and config.reference.model is None
+
+
+def check_roles(roles: Roles) -> None:
+    """Check what can be checked without reading weights.
+
+    Args:
+        roles: The roles.
+
+    Raises:
+        DrivetrainError: A role's settings do not fit its model or its backend.
+    """
+    for name, spec in roles.specs.items():
+        role: Any = spec.config
+        if isinstance(role, RolloutConfig):
+            generator_class(role.generator)
+            continue
+        if isinstance(role, WorkerConfig):
+            try:
+                engine_class(role.engine.backend)(
+                    model=role.model, engine=role.engine, optim=role.optim, total_steps=role.total_steps
+                ).check()
+            except ConfigError as e:
+                raise type(e)(f"the role {name}: {e}") from e
+
+
+def rollout_config(config: RLConfig) -> RolloutConfig:
+    """Return the configuration of the generator."""
+    rollout, compute = config.rollout, config.engine.precision.compute
+    model = _model(config, config.actor)
+    return RolloutConfig(
+        model=ModelConfig(path=model.path, added_tokens=model.added_tokens, trust_remote_code=model.trust_remote_code),
+        generator=rollout.generator,
+        dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else "float32"),
+        max_batch_size=rollout.max_batch_size,
+        max_batch_total_tokens=rollout.max_batch_total_tokens,
+        target_tokens_per_batch=rollout.target_tokens_per_batch,
+        options=rollout.options,
+    )
+
+
+def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
+    """Start the processes of a run and build its roles in them.
+
+    Args:
+        config: The run's settings.
+        roles: The roles.
+
+    Raises:
+        WorkerError: A role cannot be built.
+        ConfigError: Ray is not installed, or the roles do not fit the processes.
+    """
+    if config.group.kind == "local":
+        return LocalWorkerGroup(roles.specs)
+    timeout = 60 * config.trainer.timeout_minutes
+    if config.group.kind == "ray":
+        from ...workers.groups.ray import RayWorkerGroup
+
+        return RayWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout)
+    from ...workers.groups.process import ProcessWorkerGroup
+
+    return ProcessWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout)
+
+
+def _pool(config: RLConfig, role: str) -> str:
+    return role if role in config.group.pools else MAIN
+
+
+def _model(config: RLConfig, role: FrozenRoleConfig) -> ModelConfig:
+    return config.model if role.model is None else role.model
+
+
+def _engine(config: RLConfig, role: FrozenRoleConfig) -> EngineConfig:
+    return config.engine if role.engine is None else role.engine
+
+
+def _frozen_engine(config: RLConfig, role: FrozenRoleConfig) -> EngineConfig:
+    engine = _engine(config, role)
+    return engine if role.engine is not None else replace(engine, recompute="none", offload=OffloadConfig())
+
+
+def _optim(config: RLConfig, role: TrainedRoleConfig) -> OptimConfig:
+    return config.optim if role.optim is None else role.optim

@@ -1,0 +1,84 @@
+"""What phases work with, opened and closed together: the group, the rewards, the ledger."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from ...engine.errors import ConfigError
+from ...engine.hf.tokenizer import load_tokenizer
+from ...engine.parallel.process_groups import close_distributed
+from ...workers.rewards.pool import Target
+from ..config.rl import RLConfig
+from .adaptive import Adaptive
+from .algorithms import Algorithm
+from .controllers import Controllers
+from .evaluation import correct_reward
+from .lane import RewardLane
+from .ledger import MemoryLedger, describe
+from .phases import Phases
+from .roles import Roles, start_group
+from .state import holdings_of, move_with, sync_with, verify_with
+
+
+@contextmanager
+def open_phases(
+    config: RLConfig,
+    algorithm: Algorithm,
+    roles: Roles,
+    *,
+    functions: Sequence[Target] = (),
+    only: Collection[str] | None = None,
+    judges: bool = True,
+) -> Iterator[tuple[Phases, Controllers]]:
+    """Start the processes of a run, build its roles in them, and start its rewards; end all of them afterwards.
+
+    Args:
+        config: The run's settings.
+        algorithm: The algorithm.
+        roles: The roles.
+        functions: Reward functions of the program.
+        only: The roles that are needed; None for all.
+        judges: Whether answers will be judged.
+
+    Raises:
+        ConfigError: A reward cannot be used.
+        WorkerError: A role cannot be built.
+    """
+    if only is not None:
+        specs = {name: spec for name, spec in roles.specs.items() if name in only}
+        used = {spec.pool for spec in specs.values()}
+        roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
+    joins = config.group.kind == "local" and not dist.is_initialized()
+    with ExitStack() as opened:
+        group = opened.enter_context(start_group(config, roles))
+        controllers = Controllers(group)
+        lane: RewardLane | None = None
+        if judges:
+            lane = RewardLane(config, functions, controllers)
+            opened.callback(lane.close)
+            if correct_reward(config, lane.names) not in lane.names:
+                raise ConfigError(f"rl.eval_reward={config.rl.eval_reward} is no reward; they are {', '.join(lane.names)}")
+        ledger = MemoryLedger(
+            holdings_of(group, config),
+            away=config.group.offload,
+            move=move_with(group),
+            sync=sync_with(group),
+            verify=verify_with(group),
+        )
+        describe(ledger.plan())
+        phases = Phases(
+            config=config,
+            algorithm=algorithm,
+            roles=roles,
+            group=group,
+            rewards=lane,
+            tokenizer=load_tokenizer(config.model),
+            ledger=ledger,
+            adaptive=Adaptive(config.rl, algorithm),
+        )
+        yield phases, controllers
+    if joins:
+        # Not after an error: its peers may be waiting in a collective that this process never enters; it must end.
+        close_distributed()

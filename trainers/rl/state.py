@@ -1,0 +1,70 @@
+"""The state of a group's roles, as the memory ledger sees and moves it."""
+
+from collections.abc import Callable, Mapping
+
+from ...engine.errors import WorkerError
+from ...workers.groups.base import WorkerGroup
+from ...workers.rollout.options import SamplingOptions
+from ..config.rl import ROLES, RLConfig
+from .ledger import Holding, Move, Part, Place
+
+PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
+"""The prompt on which a generator's processes are compared, and the number of tokens that they answer it with."""
+PROBE_GAP = 0.05
+"""The largest difference of a log-probability between two processes, which compute the same in the same way."""
+
+
+def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, Part], Holding]:
+    """Return what each role holds in a process.
+
+    Args:
+        group: The group.
+        config: The run's settings.
+    """
+    found: dict[tuple[str, Part], Holding] = {}
+    for role in (name for name in ROLES if name in group.roles):
+        sizes: Mapping[Part, int] = group[role].state_bytes()
+        for part, size in sizes.items():
+            found[role, part] = Holding(bytes=size, shared=role not in config.group.pools)
+    return found
+
+
+def move_with(group: WorkerGroup) -> Move:
+    """Return the function that moves a part of a role."""
+
+    def move(role: str, place: Place, part: Part) -> None:
+        group[role].to(place, part)
+
+    return move
+
+
+def verify_with(group: WorkerGroup) -> Callable[[], None]:
+    """Return the function that compares what the processes of the generator make of one fixed prompt.
+
+    They have received the same bytes, but may have fused or quantized them, or have loaded them wrongly.
+    """
+
+    def verify() -> None:
+        if "rollout" not in group.roles or (count := len(group.places("rollout"))) < 2:
+            return
+        options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
+        # Prompts of one length, of which every process gets one.
+        found = [some[0].log_probs for some in group["rollout"].generate([PROBE] * count, options)]
+        worst = max(abs(one - other) for own in found for one, other in zip(own, found[0], strict=True))
+        if not worst <= PROBE_GAP:
+            reason = f"make log-probabilities of one prompt that differ by {worst:.3g} nats from process to process"
+            group["rollout"].discard_weights(reason)
+            raise WorkerError(
+                f"the generator's processes {reason} after the same weights were copied to them; start the run again"
+            )
+
+    return verify
+
+
+def sync_with(group: WorkerGroup) -> Callable[[int], None]:
+    """Return the function that copies the actor's weights to the generator."""
+
+    def sync(version: int) -> None:
+        group.sync_weights("actor", "rollout", version=version)
+
+    return sync

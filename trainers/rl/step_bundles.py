@@ -1,0 +1,48 @@
+"""Replay bundles of a run's steps, each with the checkpoints from which its update can be repeated."""
+
+from pathlib import Path
+
+from ...engine.checkpoint.retention import folder_name
+from ..config.rl import RLConfig
+from .answers import Answers
+from .bundle import bundle_of
+from .controllers import Controllers
+from .phases import Phases
+
+
+class StepBundles:
+    """Writes a bundle of every `trainer.bundle_every`th step into `bundles/` of the run's folder.
+
+    Args:
+        config: The run's settings.
+        phases: The phases.
+        controllers: The processes of the controller.
+    """
+
+    def __init__(self, config: RLConfig, phases: Phases, controllers: Controllers) -> None:
+        self._config, self._phases, self._controllers = config, phases, controllers
+        self._folder = Path(config.trainer.output_dir).absolute() / "bundles"
+
+    def train(self, answers: Answers, step: int) -> dict[str, float]:
+        """Make the update of a step, and write its bundle if one is due.
+
+        Args:
+            answers: The answers, as for `Phases.train`.
+            step: The number of the step.
+        """
+        every = self._config.trainer.bundle_every
+        if not every or step % every:
+            return self._phases.train(answers, step)
+        group, name = self._phases.group, folder_name(step)
+        checkpoints = {}
+        for role in ("actor", "critic"):
+            if role in group.roles:
+                group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
+                checkpoints[role] = f"{name}/{role}/{folder_name(step - 1)}"
+        batch, adaptive = group.get_batch(answers.ref), self._phases.adaptive.state()
+        metrics = self._phases.train(answers, step)
+        bundle = bundle_of(
+            self._config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints, expected=metrics
+        )
+        self._controllers.once(lambda: bundle.write(self._folder / f"{name}.safetensors"))
+        return metrics

@@ -1,0 +1,385 @@
+"""Trainers of reinforcement learning: one controller program over the roles of a group, which knows no backend and no transport."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...engine.checkpoint.retention import folder_name
+from ...engine.errors import CheckpointError, ConfigError, disk_error
+from ...workers.rewards.pool import Target
+from ..config.parse import changes
+from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
+from ..data.order import Cursor
+from ..hub import check_push, push
+from ..loop.early_stopping import EarlyStopping
+from ..loop.loggers import Logger, check_loggers, make_loggers, plot_metrics
+from ..loop.signals import StopSignal
+from ..run_folder import lock_folders, write_config
+from .adaptive import Adaptive
+from .algorithms import Algorithm, resolve
+from .checkpoints import RunCheckpoints
+from .collect import Collector, Prompts, load_data
+from .controllers import Controllers
+from .evaluation import evaluate
+from .metrics import PANELS, RLLines, RLSummary, answer_metrics, shown, staleness
+from .phases import Phases
+from .roles import Roles, build_roles, check_roles
+from .session import open_phases
+from .step_bundles import StepBundles
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Everything that the steps of a run need.
+
+    Args:
+        phases: The phases.
+        prompts: The prompts.
+        collector: The collection of a step's answers.
+        checkpoints: The checkpoints.
+        bundles: The update of a step, and what repeats it elsewhere.
+        controllers: The processes of the controller.
+        loggers: The loggers; empty in processes that log nothing.
+        early_stopping: The tracker of the best evaluation.
+        start: The last completed step, and the position of the next prompt.
+        total_steps: The number of the last step.
+    """
+
+    phases: Phases
+    prompts: Prompts
+    collector: Collector
+    checkpoints: RunCheckpoints
+    bundles: StepBundles
+    controllers: Controllers
+    loggers: Sequence[Logger]
+    early_stopping: EarlyStopping
+    start: tuple[int, Cursor]
+    total_steps: int
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """The end of a run.
+
+    Args:
+        step: The last completed step.
+        stopped: Whether a signal ended it.
+        outputs: The location of each output, by name.
+        evaluation: The metrics of the last evaluation.
+    """
+
+    step: int
+    stopped: bool = False
+    outputs: dict[str, str] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+class RLTrainer:
+    """A trainer of reinforcement learning.
+
+    Args:
+        config: The settings.
+        rewards: Reward functions, each at the top level of a module, beside those that `config.rewards.use` names.
+    """
+
+    config_class: ClassVar[type[RLConfig]] = RLConfig
+
+    def __init__(self, config: RLConfig, rewards: Sequence[Target] = ()) -> None:
+        if not isinstance(config, self.config_class):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
+            )
+        self.config, self._rewards = config, tuple(rewards)
+        self._algorithm: Algorithm = resolve(config)
+
+    def check(self) -> None:
+        """Check everything that can be checked without data and without reading weights.
+
+        Raises:
+            ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
+        """
+        config = self.config
+        config.check()
+        if not config.rewards.use and not self._rewards:
+            raise ConfigError(
+                "rewards.use is not set, so nothing says which answers are good; give names, such as rewards.use=[answer]"
+            )
+        Adaptive(config.rl, self._algorithm)
+        self._early_stopping("")
+        check_loggers(config.trainer.loggers)
+        if config.trainer.push_to_hub is not None:
+            check_push(config.trainer.push_to_hub)
+        check_roles(build_roles(config, self._algorithm, total_steps=1))
+
+    def train(self) -> Outcome:
+        """Train from start to finish, or from the last checkpoint on.
+
+        Raises:
+            DrivetrainError: A setting, a file, a row or a reward is wrong, or a worker failed; the message says what to do.
+        """
+        self.check()
+        prompts = load_data(self.config)
+        total_steps = self.config.trainer.max_steps or self.config.trainer.epochs * -(
+            -len(prompts.order) // prompts.order.batch_size
+        )
+        roles = build_roles(self.config, self._algorithm, total_steps)
+        with self._started(roles, prompts, total_steps) as run:
+            outcome = self._steps(run)
+            self._finish(run, outcome)
+        return outcome
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def _steps(self, run: Run) -> Outcome:
+        """Make all steps. The version of the weights is the number of steps that they have been trained for."""
+        phases, config = run.phases, self.config.trainer
+        step, cursor = run.start
+        self._announce(run, step)
+        outcome = Outcome(step=step)
+        phases.ledger.sync(step)
+        with StopSignal() as stop:
+            if step == 0 and self.config.rl.eval_before_train and self._evaluate(run, outcome):
+                self._save(run, 0, cursor)
+            while outcome.step < run.total_steps and not run.early_stopping.stop and not outcome.stopped:
+                step, started = outcome.step + 1, time.perf_counter()
+                phases.reset_timing()
+                answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
+                answers = phases.old_log_probs(phases.score(answers))
+                answers, others = phases.judge(answers)
+                metrics = {**answer_metrics(answers.rows), **counts, **others}
+                metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
+                phases.discard(answers.ref)
+                with phases.timed("sync"):
+                    phases.ledger.sync(step)
+                outcome.step = step
+                self._log_step(run, cursor, metrics, time.perf_counter() - started)
+                is_best = self._is_due(step, config.eval_every, run) and self._evaluate(run, outcome)
+                outcome.stopped = run.controllers.any(stop.requested_here)
+                last = outcome.stopped or run.early_stopping.stop or step == run.total_steps
+                if is_best or last or self._is_due(step, config.save_every, run):
+                    self._save(run, outcome.step, cursor)
+                if config.export_hf_every and step % config.export_hf_every == 0:
+                    self._export(run, Path(config.output_dir) / "exports" / folder_name(step))
+        return outcome
+
+    def _is_due(self, step: int, every: int | None, run: Run) -> bool:
+        return step == run.total_steps or bool(every and step % every == 0)
+
+    def _evaluate(self, run: Run, outcome: Outcome) -> bool:
+        """Evaluate on the held-out prompts, if there are any; return whether it is the best evaluation so far."""
+        if run.prompts.held_out is None:
+            return False
+        started = time.perf_counter()
+        outcome.evaluation, judged = evaluate(run.phases, run.prompts.held_out, version=outcome.step)
+        tokens = sum(len(answer.tokens) for answer in judged)
+        record = {"step": outcome.step, "split": "eval", **outcome.evaluation, "tokens": tokens}
+        count = min(self.config.trainer.generate, len(judged))
+        some = shown([judged[i * len(judged) // count] for i in range(count)])
+
+        def write() -> None:
+            for logger in run.loggers:
+                logger.log({**record, "seconds": time.perf_counter() - started})
+                if some:
+                    logger.answers(outcome.step, some)
+
+        self._write(run, outcome.step, write)
+        return run.early_stopping.update(outcome.step, outcome.evaluation)
+
+    def _log_step(self, run: Run, cursor: Cursor, metrics: dict[str, float], seconds: float) -> None:
+        phases = run.phases
+        tokens = phases.tokens.get("update", 0)
+        epoch = cursor.epoch + cursor.position / len(run.prompts.order)
+        record: dict[str, Any] = {"step": phases.step, **metrics, **phases.timing(), **phases.adaptive.metrics()}
+        idle = seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0)
+        record |= {**phases.ledger.metrics(), "tokens": tokens, "epoch": epoch, "seconds": seconds, "seconds/idle": idle}
+        run.collector.warn(metrics)
+
+        def write() -> None:
+            for logger in run.loggers:
+                logger.log(record)
+
+        self._write(run, phases.step, write)
+
+    def _write(self, run: Run, step: int, write: Any) -> None:
+        def guarded() -> None:
+            try:
+                write()
+            except OSError as e:
+                raise disk_error(f"the metrics of step {step}", e) from e
+
+        run.controllers.once(guarded)
+
+    def _save(self, run: Run, step: int, cursor: Cursor) -> None:
+        extra = {
+            "data": run.prompts.order.state(cursor),
+            "adaptive": run.phases.adaptive.state(),
+            "watch": run.early_stopping.state(),
+        }
+        run.checkpoints.save(step, extra, best=run.early_stopping.best_step)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, run: Run, outcome: Outcome) -> None:
+        config, best = self.config.trainer, run.early_stopping.best_step
+        outcome.outputs["checkpoints"] = run.checkpoints.root
+        if outcome.stopped:
+            log.info("stopped by a signal after step %d, which was saved; the same command resumes from there", outcome.step)
+            return
+        if not config.export_hf:
+            return
+        if best is not None and best != outcome.step:
+            log.info(
+                "best %s: %.4g after step %d; exporting that checkpoint",
+                run.early_stopping.metric,
+                run.early_stopping.best,
+                best,
+            )
+            run.checkpoints.load_step(best)
+        outcome.outputs |= self._export(run, Path(config.output_dir))
+        if (repo := config.push_to_hub) is not None:
+            folder = outcome.outputs.get("adapter", outcome.outputs["model"])
+            outcome.outputs["Hub"] = run.controllers.once(lambda: push(Path(folder), repo))
+
+    def _export(self, run: Run, folder: Path) -> dict[str, str]:
+        actor, outputs, where = run.phases.group["actor"], {}, folder.absolute()
+        if run.phases.has_adapters:
+            outputs["adapter"] = actor.export(str(where / "adapter"), adapters="only")
+        return {**outputs, "model": actor.export(str(where / "hf"))}
+
+    # ---- the beginning -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _started(self, roles: Roles, prompts: Prompts, total_steps: int) -> Iterator[Run]:
+        """Open everything that the steps need, and plot the metrics at the end, even if the run failed."""
+        config = self.config
+        with ExitStack() as opened:
+            if config.group.kind != "local":
+                # Before models are loaded; with a local group only its processes can agree on an error.
+                lock_folders(config.trainer, opened)
+            phases, controllers = opened.enter_context(open_phases(config, self._algorithm, roles, functions=self._rewards))
+            if config.group.kind == "local":
+                controllers.once(lambda: lock_folders(config.trainer, opened))
+            controllers.once(lambda: phases.lane.check([prompts.train, *([prompts.held_out] if prompts.held_out else [])]))
+            checkpoints = RunCheckpoints(config, phases.group, controllers)
+            early_stopping = self._early_stopping("" if prompts.held_out is None else prompts.held_out.digest)
+            start = self._resume(checkpoints, phases, prompts, early_stopping)
+            loggers = self._loggers(controllers, start[0], total_steps)
+            opened.callback(self._close_loggers, loggers)
+            yield Run(
+                phases=phases,
+                prompts=prompts,
+                collector=Collector(config, phases, prompts),
+                checkpoints=checkpoints,
+                bundles=StepBundles(config, phases, controllers),
+                controllers=controllers,
+                loggers=loggers,
+                early_stopping=early_stopping,
+                start=start,
+                total_steps=total_steps,
+            )
+
+    def _resume(
+        self, checkpoints: RunCheckpoints, phases: Phases, prompts: Prompts, early_stopping: EarlyStopping
+    ) -> tuple[int, Cursor]:
+        """Load the checkpoint to start from, if there is one; return the last completed step and the position of the next prompt."""
+        restored = checkpoints.resume()
+        if restored is None:
+            return 0, Cursor()
+        try:
+            cursor = prompts.order.restore(restored.extra["data"], epochs=self.config.trainer.max_steps is None)
+        except CheckpointError as e:
+            raise CheckpointError(f"{restored.folder}: {e}") from e
+        phases.adaptive.restore(restored.extra.get("adaptive", {}))
+        early_stopping.restore(restored.extra.get("watch", {}))
+        best = early_stopping.best_step
+        if best is not None and not checkpoints.has(best):
+            # It was loaded from another run's folder, or deleted by hand. What is not there cannot be exported.
+            log.warning(
+                "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
+                early_stopping.metric,
+                best,
+                checkpoints.root,
+            )
+            early_stopping.reset()
+        return restored.step, cursor
+
+    def _loggers(self, controllers: Controllers, resumed: int, total_steps: int) -> list[Logger]:
+        config, loggers = self.config, []
+        output = Path(config.trainer.output_dir)
+
+        def open_loggers() -> None:
+            write_config(config, resumed=resumed > 0)
+            try:
+                loggers.extend(make_loggers(config.trainer, output, total_steps, resumed, asdict(config), RLLines()))
+            except OSError as e:
+                raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
+            loggers.append(RLSummary(total_steps))
+
+        controllers.once(open_loggers)
+        return loggers
+
+    def _close_loggers(self, loggers: Sequence[Logger]) -> None:
+        output = Path(self.config.trainer.output_dir)
+        try:
+            for logger in loggers:
+                logger.close()
+            if loggers and "jsonl" in self.config.trainer.loggers:
+                plot_metrics(output / "metrics.jsonl", output / "rewards.png", str(output), PANELS)
+        except OSError as e:
+            # An error such as a full disk is reported, but must not hide the error that may have ended the run.
+            log.warning("the metrics or their plot could not be written completely: %s", e.strerror or e)
+
+    def _early_stopping(self, data: str) -> EarlyStopping:
+        trainer = self.config.trainer
+        return EarlyStopping(trainer.best_metric, trainer.patience, data, {"reward": False, "accuracy": False})
+
+    def _announce(self, run: Run, step: int) -> None:
+        config, prompts = self.config, run.prompts
+        log.info("settings (complete list: %s/config.yaml)", config.trainer.output_dir)
+        for name, value in changes(config).items():
+            log.info("  %s=%s", name, value)
+        log.info(
+            "%d prompts, %d steps, %d answers per step",
+            len(prompts.order),
+            run.total_steps,
+            prompts.order.batch_size * config.rl.group_size,
+        )
+        log.info("loss: %s", self._algorithm.loss)
+        if self._algorithm.advantage is not None:
+            log.info("advantages: %s", self._algorithm.advantage)
+        first = prompts.train[0]
+        log.info("first prompt (%s, %d tokens):\n  %s", first.name, len(first.ids), run.phases.tokenizer.decode(first.ids))
+        if step >= run.total_steps:
+            log.info("step %d of %d is already done; nothing to train", step, run.total_steps)
+
+
+class GRPOTrainer(RLTrainer):
+    """GRPO and related methods that compare the answers to a prompt; see `rl.algorithm`."""
+
+    config_class: ClassVar[type[RLConfig]] = GRPOConfig
+
+
+class PPOTrainer(RLTrainer):
+    """PPO with a critic."""
+
+    config_class: ClassVar[type[RLConfig]] = PPOConfig
+
+
+class OnlineDPOTrainer(RLTrainer):
+    """DPO on pairs of answers of the policy itself."""
+
+    config_class: ClassVar[type[RLConfig]] = OnlineDPOConfig
+
+
+def configure_logging() -> None:
+    """Send the messages of a run to standard error, in the first process."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
