@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker data generation serving gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
 """
 
 import argparse
@@ -37,6 +37,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             *([*TORCHRUN, str(ranks), "-m", "benchmarks.sharded_memory"] for ranks in (1, 2, 4)),
         ],
         "serving": [["-m", "benchmarks.serving"]],
+        "rl": [["-m", "benchmarks.rl"], ["-m", "benchmarks.rl_sync"]],
         "gpu": [["-m", "benchmarks.gpu"]],
     }
 

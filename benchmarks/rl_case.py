@@ -1,0 +1,71 @@
+"""The task on which reinforcement learning is measured here and in TRL. Imports nothing of ours, for TRL's environment.
+
+16 prompts of about a hundred tokens, 8 answers to each, whose lengths are lognormal and in `rl_lengths.json`; a model of 22 million
+parameters, not trained, so that every answer has exactly the length that the list says, and no other text than words of its own.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+LENGTHS: dict[str, Any] = json.loads((Path(__file__).parent / "rl_lengths.json").read_text())
+PROMPTS: list[int] = LENGTHS["prompts"]
+ANSWERS: list[list[int]] = LENGTHS["answers"]
+GROUP = len(ANSWERS[0])
+VOCABULARY = 8192
+PAD, BOS, EOS = 0, 1, 2
+STEPS = 3
+"""The steps of a run, of which the first is not measured."""
+
+
+def write_model(folder: Path) -> None:
+    """Write the model, and a tokenizer with one token per word."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+
+
+def prompts() -> list[str]:
+    """Return the prompts."""
+    rng = random.Random(0)
+    return [" ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(length)) for length in PROMPTS]
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    """Judge answers by one of their letters, in TRL's form."""
+    return [float(completion.count("7") % 5) for completion in completions]
+
+
+def usage() -> dict[str, float]:
+    """Return the CPU seconds of this process and those that it has waited for, and its peak memory in GiB."""
+    import resource
+
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    return {"cpu": cpu, "peak_gib": own.ru_maxrss / 2**20}

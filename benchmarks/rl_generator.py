@@ -1,0 +1,40 @@
+"""Generators whose answers have the lengths of the list in `rl_case`, whatever the model says."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks import rl_case as case
+from drivetrain.workers.rollout.continuous import ContinuousGenerator
+from drivetrain.workers.rollout.generation import Generation
+from drivetrain.workers.rollout.generator import BaseGenerator
+from drivetrain.workers.rollout.options import SamplingOptions
+from drivetrain.workers.rollout.static import StaticGenerator
+
+
+class _ByLength(BaseGenerator):
+    """Ends each answer at its length, and at no token."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int] | None = None
+    ) -> list[list[Generation]]:
+        """Generate; see `BaseGenerator.generate`."""
+        streams = []
+        for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):
+            own = [replace(options, max_tokens=length, stop_tokens=(), ignore_eos=True) for length in case.ANSWERS[row]]
+            streams.append([self.submit(prompt, own[k], row=row, sample=k) for k in range(options.samples)])
+        while not all(stream.ended for some in streams for stream in some):
+            self.step()
+        return [[stream.result() for stream in some] for some in streams]
+
+
+class StaticByLength(_ByLength, StaticGenerator):
+    """Static batches."""
+
+
+class ContinuousByLength(_ByLength, ContinuousGenerator):
+    """Continuous batches."""
+
+
+def by_length(generator: str) -> str:
+    """Return the location of the generator of this kind."""
+    return f"benchmarks.rl_generator:{generator.capitalize()}ByLength"

@@ -1,0 +1,129 @@
+"""Copies of 1.2 GB of weights from role to role: in one process beside plain copies, and between two pools beside a bare socket.
+
+    python -m benchmarks.rl_sync
+
+Both in turns, medians. `of_bare` is the ratio of the times, bare to ours.
+"""
+
+import json
+import multiprocessing as mp
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from drivetrain.engine.checkpoint.local_shards import host_bytes
+from drivetrain.workers.dispatch import register
+from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.model_worker.role_host import RoleSpec
+
+TENSORS, ELEMENTS = 150, 2 * 2**20
+ROUNDS = 5
+
+
+class Weights:
+    """A role of 150 float32 tensors of 8 MB each."""
+
+    def __init__(self, config: Any) -> None:
+        self._tensors = {f"weight.{i}": torch.full((ELEMENTS,), float(i)) for i in range(TENSORS)}
+
+    @contextmanager
+    def weights(self) -> Iterator[Any]:
+        """Stream the tensors."""
+        yield iter(self._tensors.items())
+
+    def load_weights(self, weights: Any) -> None:
+        """Copy tensors into those of this role."""
+        for name, tensor in weights:
+            self._tensors[name].copy_(tensor)
+
+    @register("all")
+    def copy(self) -> float:
+        """Copy all tensors once; return the seconds."""
+        targets = [torch.empty_like(tensor).fill_(0) for tensor in self._tensors.values()]
+        start = time.perf_counter()
+        for target, tensor in zip(targets, self._tensors.values(), strict=True):
+            target.copy_(tensor)
+        return time.perf_counter() - start
+
+
+def report(case: str, ours: list[float], bare: list[float]) -> None:
+    """Print the medians."""
+    one, other = statistics.median(ours), statistics.median(bare)
+    size = TENSORS * ELEMENTS * 4 / 1e9
+    row = {"case": case, "seconds": round(one, 3), "gb_per_s": round(size / one, 2), "of_bare": round(other / one, 3)}
+    print(json.dumps(row), flush=True)
+
+
+def timed_sync(group: ProcessWorkerGroup) -> float:
+    """Return the seconds of a transfer."""
+    start = time.perf_counter()
+    group.sync_weights("source", "target")
+    return time.perf_counter() - start
+
+
+def colocated() -> None:
+    """Copy within a process."""
+    roles = {name: RoleSpec(worker=Weights, config=None) for name in ("source", "target")}
+    with ProcessWorkerGroup(roles, pools={"main": 1}) as group:
+        timed_sync(group)
+        ours, bare = [], []
+        for _ in range(ROUNDS):
+            bare.append(group["source"].copy())
+            ours.append(timed_sync(group))
+    report("sync in one process", ours, bare)
+
+
+def between_pools() -> None:
+    """Copy between two processes, and send as much through a socket."""
+    roles = {name: RoleSpec(worker=Weights, config=None, pool=name) for name in ("source", "target")}
+    with tempfile.TemporaryDirectory() as folder, ProcessWorkerGroup(roles, pools={"source": 1, "target": 1}) as group:
+        timed_sync(group)
+        ours, bare = [], []
+        for i in range(ROUNDS):
+            bare.append(through_a_socket(f"{folder}/{i}"))
+            ours.append(timed_sync(group))
+    report("sync between pools", ours, bare)
+
+
+def through_a_socket(path: str) -> float:
+    """Send as many bytes to another process; return the seconds until it has them."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    receiver = mp.get_context("fork").Process(target=_receive, args=(path,))
+    receiver.start()
+    connection, _ = listener.accept()
+    tensors = [torch.zeros(ELEMENTS) for _ in range(8)]
+    connection.recv(1)
+    start = time.perf_counter()
+    for i in range(TENSORS):
+        connection.sendall(host_bytes(tensors[i % 8]))
+    connection.recv(1)
+    seconds = time.perf_counter() - start
+    receiver.join()
+    return seconds
+
+
+def _receive(path: str) -> None:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    targets = [host_bytes(torch.ones(ELEMENTS)) for _ in range(8)]
+    connection.sendall(b"r")
+    for i in range(TENSORS):
+        view = targets[i % 8]
+        while view:
+            view = view[connection.recv_into(view) :]
+    connection.sendall(b"d")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    colocated()
+    between_pools()
