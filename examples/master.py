@@ -98,24 +98,28 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
     records: dict[str, Any] = {}
     waiting = list(PPO)
     while waiting:
-        submitted: list[tuple[Node, Submission]] = []
+        submitted: list[tuple[Node, Sequence[Hook], Submission]] = []
         for node in waiting:
             ids = group.buffer.ready(node.needs, node.title, count)
             if ids:
                 batch = DataRef.of(group.buffer, ids)
                 batch = batch.rename(**{name: other for name, other in node.reads.items() if name in batch.keys})
                 after = hooks_of(node, batch, folder)
-                submitted.append((node, group.submit(node.role, node.method, batch, after=after, **node.options)))
+                submitted.append((node, after, group.submit(node.role, node.method, batch, after=after, **node.options)))
         if not submitted:
             raise SystemExit(f"nothing can run: {', '.join(node.title for node in waiting)} lack fields that no call computes")
-        waiting = [node for node in waiting if node not in [done for done, _ in submitted]]
+        waiting = [node for node in waiting if node not in [done for done, *_ in submitted]]
         # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
         group.flush()
-        for node, submission in submitted:
+        for node, after, submission in submitted:
             result = submission.result()
             if node.method == "update":
                 records[f"ppo {node.role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in result]
-                records.update({f"{node.role} after": r for r in submission.hook_results() if isinstance(r, dict)})
+                for hook, found in zip(after, submission.hook_results(), strict=True):
+                    if isinstance(hook, Evaluate):
+                        records[f"{node.role} after"] = found
+                    elif isinstance(hook, SyncParams):
+                        records[f"{node.role} synced"] = found
     return records
 
 

@@ -573,6 +573,7 @@ def test_the_master_makes_the_step_of_the_other_example() -> None:
     for name in ("ppo actor", "ppo critic"):
         assert found[name] == wanted[name]
     assert found["actor after"]["loss"] != found["ppo actor"][0]["loss"]
+    assert found["actor synced"]["tensors"] == 24
 
 
 @pytest.mark.slow
@@ -582,12 +583,14 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     program.write_text(page.split("```python\n")[1].split("```")[0])
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    first, loss, numbers, folder = done.stdout.splitlines()
+    first, loss, numbers, folder, *receipts = done.stdout.splitlines()
     assert first.startswith("1.0/")
     assert "('answers/0',)" in first
     assert loss.startswith("loss ")
     assert "'policy'" in numbers
     assert folder.endswith("step-00000001")
+    assert len(receipts) == 2
+    assert all("'digest'" in line for line in receipts)
 
 
 def test_a_call_that_was_interrupted_does_not_mix_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

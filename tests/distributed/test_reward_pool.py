@@ -2,7 +2,12 @@
 
 import math
 import os
+import re
+import signal
+import subprocess
+import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +132,42 @@ def test_judging_goes_on_beside_the_program() -> None:
         assert pending.result(20).rewards == [1.0] * 20
         # They wait together.
         assert time.monotonic() - began < 5.5
+
+
+def test_processes_that_are_lost_together_are_replaced() -> None:
+    functions_used = ["helpers.reward_functions:pid", "helpers.reward_functions:remote"]
+    with RewardScorer(RewardsConfig(use=tuple(functions_used), workers=2)) as scorer:
+
+        def lose() -> None:
+            # As when the system runs out of memory: first the one that starts the others.
+            server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+            for child in [server, *(int(p) for p in Path(f"/proc/{server}/task/{server}/children").read_text().split())]:
+                os.kill(child, signal.SIGKILL)
+
+        before = scorer.score(samples_of("a")).mean(functions_used[0])
+        lose()
+        assert scorer.score(samples_of(*"abcd")).mean(functions_used[0]) != before
+        # With calls in flight and others that wait: none is forgotten.
+        pending = scorer.submit(samples_of(*["a"] * 12))
+        time.sleep(0.4)
+        lose()
+        assert pending.result(60).counts(functions_used[1])["value"] + pending.result().counts(functions_used[1])["error"] == 12
+        assert scorer.score(samples_of(*"abcd")).counts(functions_used[1])["value"] == 4
+
+
+def test_signals_to_a_job_do_not_end_the_processes() -> None:
+    # In a program of its own, which has not started a tracker of resources before.
+    program = (
+        "from multiprocessing import forkserver\n"
+        "from drivetrain.workers.rewards.pool import RewardPool\n"
+        "if __name__ == '__main__':\n"
+        "    with RewardPool(workers=1):\n"
+        "        print(open(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read())\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    blocked = int(re.findall(r"SigBlk:\s*(\w+)", printed)[0], 16)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        assert blocked >> (number - 1) & 1
 
 
 def test_answers_that_wait_when_it_is_closed_are_answered() -> None:

@@ -1,5 +1,6 @@
 """Processes for reward functions, each of which can be killed. Imports no torch."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -10,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -21,14 +23,29 @@ from .registry import import_function
 from .sample import Outcome, RewardSample
 from .signatures import Signature, judge, signature_of
 
+log = logging.getLogger(__name__)
+
 MIB = 2**20
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOAD_S = 120.0
 """For how many seconds the module of a function may import."""
+_TRIES = 3
+"""How often a call is made whose process was lost with all others."""
 
 Done = Callable[[list[Outcome], bool], None]
 Target = str | Callable[..., Any]
 """A reward function, or its location as `module:function`."""
+
+
+@dataclass
+class _Call:
+    """A call that has no outcome yet."""
+
+    arguments: tuple[Any, ...]
+    count: int
+    timeout_s: float
+    done: Done
+    tries: int = 0
 
 
 class RewardPool:
@@ -60,18 +77,24 @@ class RewardPool:
                     f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
                 ) from e
         self.timeout_s = timeout_s
+        self._workers, self._start = workers, (memory_mb * MIB, tuple(targets))
+        self._pool = self._new_pool()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._count = 0
+
+    def _new_pool(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
+        # Its start would unblock signals below.
+        resource_tracker.ensure_running()
         # A signal to the process group of a run is for the run, which saves and then ends these processes.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # What a fresh process would otherwise import for each call that was killed.
         context.set_forkserver_preload([__name__])
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._pool = ProcessPool(workers, initializer=_prepare, initargs=(memory_mb * MIB, tuple(targets)), context=context)
-        self._closed = False
-        self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Done, int]] = {}
-        self._count = 0
+        return ProcessPool(self._workers, initializer=_prepare, initargs=self._start, context=context)
 
     def describe(self, target: Target) -> Signature:
         """Import a function, in one of the processes, and return how it is called.
@@ -117,13 +140,49 @@ class RewardPool:
         """
         if self._closed:
             raise ConfigError("the reward pool was closed")
-        limit = self.timeout_s * calls
-        future = self._pool.schedule(_judge, args=(target, list(samples), dict(settings), self.timeout_s), timeout=limit)
+        arguments = (target, list(samples), dict(settings), self.timeout_s)
+        call = _Call(arguments, len(samples), self.timeout_s * calls, done)
         with self._lock:
             self._count += 1
             number = self._count
-            self._pending[number] = (done, len(samples))
-        future.add_done_callback(lambda ended: self._settle(number, *_outcomes(ended, len(samples), limit)))
+            self._calls[number] = call
+        self._schedule(number, call)
+
+    def _schedule(self, number: int, call: _Call) -> None:
+        pool = self._pool
+        call.tries += 1
+        try:
+            future = pool.schedule(_judge, args=call.arguments, timeout=call.timeout_s)
+        except RuntimeError:
+            if pool.active:
+                raise
+            # Whoever waits for the outcome replaces the processes.
+            return
+        future.add_done_callback(lambda ended: self._end(number, call, ended))
+
+    def _end(self, number: int, call: _Call, ended: "Future[Any]") -> None:
+        # All processes are lost, and calls that wait in a queue never hear of it: they are made again together.
+        if ended.cancelled() or not isinstance(ended.exception(), BrokenProcessPool):
+            self._settle(number, *_outcomes(ended, call.count, call.timeout_s))
+
+    def recover(self) -> None:
+        """Replace the processes if they were lost together, as when the system runs out of memory, and make their calls again. To be
+        called now and then while one waits for outcomes.
+        """
+        with self._lock:
+            if self._closed or self._pool.active:
+                return
+            lost, self._pool = self._pool, self._new_pool()
+            calls = list(self._calls.items())
+        log.warning("the processes of rewards were lost and are replaced; %d calls are made again", len(calls))
+        lost.stop()
+        threading.Thread(target=lost.join, daemon=True).start()
+        for number, call in calls:
+            if call.tries < _TRIES:
+                self._schedule(number, call)
+            else:
+                message = f"the processes of rewards were lost {_TRIES} times"
+                self._settle(number, [Outcome(kind="error", message=message)] * call.count, False)
 
     @property
     def closed(self) -> bool:
@@ -132,9 +191,9 @@ class RewardPool:
 
     def _settle(self, number: int, outcomes: list[Outcome], completed: bool) -> None:
         with self._lock:
-            done, _ = self._pending.pop(number, (None, 0))
-        if done is not None:
-            done(outcomes, completed)
+            call = self._calls.pop(number, None)
+        if call is not None:
+            call.done(outcomes, completed)
 
     def close(self) -> None:
         """End all processes; calls that run are killed."""
@@ -143,8 +202,8 @@ class RewardPool:
             self._pool.stop()
             self._pool.join()
             # It leaves those that wait without an answer.
-            for number, (_, count) in list(self._pending.items()):
-                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * count, False)
+            for number, call in list(self._calls.items()):
+                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * call.count, False)
 
     def __enter__(self) -> Self:
         return self
