@@ -151,7 +151,9 @@ def test_processes_that_are_lost_together_are_replaced() -> None:
         pending = scorer.submit(samples_of(*["a"] * 12))
         time.sleep(0.4)
         lose()
-        assert pending.result(60).counts(functions_used[1])["value"] + pending.result().counts(functions_used[1])["error"] == 12
+        assert (
+            pending.result(60).counts(functions_used[1])["value"] + pending.result().counts(functions_used[1])["error"] == 12
+        )
         assert scorer.score(samples_of(*"abcd")).counts(functions_used[1])["value"] == 4
 
 
