@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from benchmarks.rl_case import write_model
 from drivetrain.engine.config import ModelConfig
 from drivetrain.workers.model_worker.supervisor import start_model_worker
 from drivetrain.workers.rollout.generator import BaseGenerator
@@ -35,27 +36,6 @@ from drivetrain.workers.rollout.worker import RolloutWorker
 ROOM = 16384
 BATCH = 16
 Requests = list[tuple[list[int], int]]
-
-
-def write_model(folder: Path) -> None:
-    """Write a model of 22 million parameters."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def make_requests(count: int) -> Requests:

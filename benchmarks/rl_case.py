@@ -20,17 +20,10 @@ STEPS = 3
 
 
 def write_model(folder: Path) -> None:
-    """Write the model, and a tokenizer with one token per word."""
+    """Write the model, which the benchmarks of generation and serving use too."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    words = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left")
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=VOCABULARY,
@@ -48,6 +41,19 @@ def write_model(folder: Path) -> None:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with one token per word."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left")
     fast.save_pretrained(folder)
 
 

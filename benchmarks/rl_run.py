@@ -98,6 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         case.write_model(folder)
+        case.write_tokenizer(folder)
         rows = [json.dumps({"prompt": text}) for text in case.prompts()]
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         trainer = Measured(config_of(folder, args.generator), rewards=[case.reward])

@@ -104,4 +104,5 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as root:
         case.write_model(Path(root))
+        case.write_tokenizer(Path(root))
         main(Path(root))

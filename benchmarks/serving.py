@@ -27,7 +27,7 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.generation import write_model
+from benchmarks.rl_case import write_model
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

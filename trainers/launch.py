@@ -1,13 +1,17 @@
-"""The shared command of all trainers: parse, train, and turn an error into one line and an exit code."""
+"""The shared commands of the trainers: parse, train, and turn an error into one line and an exit code."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TypeVar
 
 from ..engine.parallel.process import report_failure
 from .config.parse import parse
+from .config.rl import RLConfig
 from .config.runs import RunConfig
+
+C = TypeVar("C", RunConfig, RLConfig)
 
 
 def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | None, usage: str | None) -> int:
@@ -23,13 +27,41 @@ def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | Non
     Returns:
         The exit code.
     """
-    try:
-        config = parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip())
+
+    def train(config: RunConfig) -> None:
         module, _, name = method.partition(":")
         method_class = getattr(import_module(f".methods.{module}", __package__), name)
         from .run import run
 
         run(config, method_class(config))
+
+    return _launch(config_class, train, argv, usage)
+
+
+def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
+    """Parse the command line, then train with reinforcement learning.
+
+    Args:
+        config_class: The trainer's configuration.
+        trainer: The name of the trainer's class in `trainers.rl.trainer`, which is imported after parsing.
+        argv: The command-line arguments; None for those of this process.
+        usage: The first lines of `--help`.
+
+    Returns:
+        The exit code.
+    """
+
+    def train(config: RLConfig) -> None:
+        module = import_module(".rl.trainer", __package__)
+        module.configure_logging()
+        getattr(module, trainer)(config).train()
+
+    return _launch(config_class, train, argv, usage)
+
+
+def _launch(config_class: type[C], train: Callable[[C], None], argv: Sequence[str] | None, usage: str | None) -> int:
+    try:
+        train(parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip()))
     except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:

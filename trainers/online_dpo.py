@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..engine.parallel.process import exit_process
 from .config.rl import OnlineDPOConfig
-from .rl.launch import launch
+from .launch import launch_rl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command-line arguments, or None for those of this process.
     """
-    return launch(OnlineDPOConfig, "OnlineDPOTrainer", argv, __doc__)
+    return launch_rl(OnlineDPOConfig, "OnlineDPOTrainer", argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,25 @@ def clipped(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     return torch.where(a < 0, torch.minimum(worst, -3.0 * a), worst)
 
 
+def whitened_gae(kl: list[Tensor], scores: list[float], before: list[Tensor]) -> tuple[list[Tensor], list[list[float]]]:
+    """Advantages (lam 0.95, 0.05 of the divergence in the reward) with mean 0 and variance 1, and returns."""
+    advantages, returns = [], []
+    for i, score in enumerate(scores):
+        r = [-0.05 * x for x in kl[i].tolist()]
+        r[-1] += score
+        v = [*before[i].tolist(), 0.0]
+        a, carried = [0.0] * len(r), 0.0
+        for t in reversed(range(len(r))):
+            carried = r[t] + v[t + 1] - v[t] + 0.95 * carried
+            a[t] = carried
+        advantages.append(a)
+        returns.append([x + y for x, y in zip(a, v[:-1], strict=True)])
+    flat = [x for a in advantages for x in a]
+    mean = sum(flat) / len(flat)
+    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
+    return [torch.tensor([(x - mean) / scale for x in a], dtype=torch.float64) for a in advantages], returns
+
+
 def expected(models: Path, rows: list[Any], steps: list[list[int]]) -> dict[str, list[tuple[float, float]]]:
     """Losses and gradient norms of every optimizer step."""
     actor = Plain(models / "policy", AutoModelForCausalLM)
@@ -109,22 +128,7 @@ def expected(models: Path, rows: list[Any], steps: list[list[int]]) -> dict[str,
         scores = [float(values(reward, row)[-1]) for row in rows]
         old = [logs(actor.model, row)[0] for row in rows]
         before = [values(critic.model, row)[:-1] for row in rows]
-    advantages, returns = [], []
-    for i in range(len(rows)):
-        kl = old[i] - ref[i]
-        n = len(kl)
-        r = [-0.05 * float(kl[t]) + (scores[i] if t == n - 1 else 0.0) for t in range(n)]
-        v = [*before[i].tolist(), 0.0]
-        a, carried = [0.0] * n, 0.0
-        for t in reversed(range(n)):
-            carried = r[t] + v[t + 1] - v[t] + 0.95 * carried
-            a[t] = carried
-        advantages.append(a)
-        returns.append([x + y for x, y in zip(a, v[:-1], strict=True)])
-    flat = [x for a in advantages for x in a]
-    mean = sum(flat) / len(flat)
-    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
-    white = [torch.tensor([(x - mean) / scale for x in a], dtype=torch.float64) for a in advantages]
+    white, returns = whitened_gae([own - other for own, other in zip(old, ref, strict=True)], scores, before)
     for step in steps:
         losses, entropies = [], []
         for i in step:

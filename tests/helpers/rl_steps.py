@@ -25,9 +25,10 @@ from drivetrain.trainers.rl.algorithms import resolve
 from drivetrain.trainers.rl.answers import Answer, Answers
 from drivetrain.trainers.rl.roles import build_roles
 from drivetrain.trainers.rl.session import open_phases
+from drivetrain.trainers.rl.update import add_old_log_probs, train
 from drivetrain.workers.dispatch import MiniBatches
 from drivetrain.workers.rollout.sampling import seed_of
-from helpers.hybridflow import Plain, clipped, logs, values
+from helpers.hybridflow import Plain, clipped, logs, values, whitened_gae
 
 STEPS, PROMPTS, GROUP = 5, 3, 4
 MINI_BATCH, EPOCHS = 6, 2
@@ -83,7 +84,7 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
                 token_fields={"rollout_log_probs": [[0.0] * len(row["prompt"] + row["response"]) for row in rows]},
             )
             answers = Answers(ref=phases.group.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
-            metrics = phases.train(phases.old_log_probs(phases.score(answers)), step)
+            metrics = train(phases, add_old_log_probs(phases, phases.score(answers)), step)
             phases.discard(answers.ref)
             for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
                 if name in metrics:
@@ -151,22 +152,8 @@ def _ppo(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     with torch.no_grad():
         before = [values(critic.model, row)[:-1] for row in rows]
-    advantages, returns = [], []
-    for i, row in enumerate(rows):
-        kl = (old[i] - ref[i]).tolist()
-        rewards = [-0.05 * k for k in kl]
-        rewards[-1] += row["reward"]
-        v = [*before[i].tolist(), 0.0]
-        own, carried = [0.0] * len(kl), 0.0
-        for t in reversed(range(len(kl))):
-            carried = rewards[t] + v[t + 1] - v[t] + 0.95 * carried
-            own[t] = carried
-        advantages.append(own)
-        returns.append([a + b for a, b in zip(own, v[:-1], strict=True)])
-    flat = [x for own in advantages for x in own]
-    mean = sum(flat) / len(flat)
-    scale = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
-    white = [torch.tensor([(x - mean) / scale for x in own], dtype=torch.float64) for own in advantages]
+    divergences = [own - other for own, other in zip(old, ref, strict=True)]
+    white, returns = whitened_gae(divergences, [row["reward"] for row in rows], before)
     policy, value = [], []
     for chosen in _orders(step, list(range(len(rows)))):
         errors = []

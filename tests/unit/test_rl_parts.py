@@ -13,10 +13,10 @@ from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive
 from drivetrain.trainers.rl.algorithms import ALGORITHMS, resolve
-from drivetrain.trainers.rl.answers import Answer
+from drivetrain.trainers.rl.answers import Answer, equal_groups
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import answer_metrics, staleness
-from drivetrain.trainers.rl.phases import best_and_worst, equal_groups
+from drivetrain.trainers.rl.update import best_and_worst
 from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.workers.losses.preference import PreferenceLoss
 

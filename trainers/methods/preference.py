@@ -10,7 +10,7 @@ from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
 from ...workers.losses.sequences import REFERENCE
-from ..config.methods import ReferenceConfig
+from ..config.methods import PreferenceConfig, ReferenceConfig
 from ..config.runs import DPOConfig
 from ..data.dataset import Dataset
 from ..data.encode import Kind
@@ -143,13 +143,19 @@ def _begin(sample: Sample) -> int:
     return list(sample.supervised).index(True)
 
 
-def _loss_of(config: DPOConfig) -> PreferenceLoss | KTOLoss:
-    settings = config.dpo
+def preference_loss(settings: PreferenceConfig, temperature: float = 1.0) -> PreferenceLoss:
+    """Return the loss over pairs that the settings name.
+
+    Args:
+        settings: The settings.
+        temperature: What logits are divided by.
+
+    Raises:
+        ConfigError: They name a loss that is not one over pairs, or a number is out of range.
+    """
+    if settings.loss == "kto":
+        raise ConfigError("dpo.loss=kto does not compare pairs of answers; use sigmoid, ipo or hinge")
     try:
-        if settings.loss == "kto":
-            return KTOLoss(
-                beta=settings.beta, desirable_weight=settings.desirable_weight, undesirable_weight=settings.undesirable_weight
-            )
         return PreferenceLoss(
             kind=settings.loss,
             beta=settings.beta,
@@ -157,6 +163,19 @@ def _loss_of(config: DPOConfig) -> PreferenceLoss | KTOLoss:
             gamma=settings.gamma,
             length_normalize=settings.length_normalize,
             sft_weight=settings.sft_weight,
+            temperature=temperature,
+        )
+    except ConfigError as e:
+        raise ConfigError(f"dpo.{e}") from e
+
+
+def _loss_of(config: DPOConfig) -> PreferenceLoss | KTOLoss:
+    settings = config.dpo
+    if settings.loss != "kto":
+        return preference_loss(settings)
+    try:
+        return KTOLoss(
+            beta=settings.beta, desirable_weight=settings.desirable_weight, undesirable_weight=settings.undesirable_weight
         )
     except ConfigError as e:
         raise ConfigError(f"dpo.{e}") from e

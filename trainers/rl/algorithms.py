@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ...engine.errors import ConfigError
 from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from ...workers.losses.preference import PreferenceLoss
 from ...workers.roles.advantage import AdvantageConfig
 from ..config.rl import AlgorithmName, EstimatorConfig, PolicyLossConfig, RLConfig
+from ..methods.preference import preference_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def resolve(config: RLConfig) -> Algorithm:
     rl = config.rl
     known = ALGORITHMS[rl.algorithm]
     if isinstance(known.loss, PreferenceLoss):
-        return replace(known, loss=_preference_loss(config))
+        return replace(known, loss=preference_loss(config.dpo, config.rollout.temperature))
     assert known.advantage is not None
     changes = _given(rl.loss)
     if changes.get("dual_clip") == 0:
@@ -110,20 +110,3 @@ def resolve(config: RLConfig) -> Algorithm:
 
 def _given(settings: PolicyLossConfig | EstimatorConfig) -> dict[str, Any]:
     return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) is not None}
-
-
-def _preference_loss(config: RLConfig) -> PreferenceLoss:
-    dpo = config.dpo
-    if dpo.loss == "kto":
-        raise ConfigError(
-            "dpo.loss=kto with rl.algorithm=online_dpo, which compares pairs of answers; use sigmoid, ipo or hinge"
-        )
-    return PreferenceLoss(
-        kind=dpo.loss,
-        beta=dpo.beta,
-        label_smoothing=dpo.label_smoothing,
-        gamma=dpo.gamma,
-        length_normalize=dpo.length_normalize,
-        sft_weight=dpo.sft_weight,
-        temperature=config.rollout.temperature,
-    )

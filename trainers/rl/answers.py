@@ -109,3 +109,11 @@ def join(parts: Sequence[Answers]) -> Answers:
         pending=tuple(pending for part in parts for pending in part.pending),
         baselines=join(baselines) if baselines else None,
     )
+
+
+def equal_groups(answers: Sequence[Answer]) -> set[int]:
+    """Return the groups in which all rewards are equal, those of a single answer among them."""
+    rewards: dict[int, set[float]] = {}
+    for answer in answers:
+        rewards.setdefault(answer.group, set()).add(answer.reward)
+    return {group for group, values in rewards.items() if len(values) == 1}

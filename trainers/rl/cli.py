@@ -34,6 +34,7 @@ from .phases import Phases
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
 from .trainer import configure_logging
+from .update import add_old_log_probs, train
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,8 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
             phases.group[role].load_checkpoint(str(_inside(paths[0].parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.put(bundle.batch, role="actor")
-        answers = phases.old_log_probs(Answers(ref=ref, rows=bundle.rows))
-        metrics = phases.train(answers, bundle.step)
+        answers = add_old_log_probs(phases, Answers(ref=ref, rows=bundle.rows))
+        metrics = train(phases, answers, bundle.step)
         exported = phases.group["actor"].export(str(paths[1].absolute())) if len(paths) > 1 else None
     shown = {
         name: value for name, value in metrics.items() if name.rpartition("/")[2] in ("loss", "grad_norm", "lr", "updates")

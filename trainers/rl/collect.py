@@ -11,8 +11,8 @@ from ..data.dataset import Budget
 from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
 from ..data.vocabulary import check_same_vocabulary
-from .answers import Answers, join
-from .phases import Phases, equal_groups
+from .answers import Answers, equal_groups, join
+from .phases import Phases
 
 log = logging.getLogger(__name__)
 

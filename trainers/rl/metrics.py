@@ -9,8 +9,7 @@ from typing import Any
 from ..loop.console import Lines, duration
 from ..loop.loggers import Panel
 from ..loop.samples import Answer as ShownAnswer
-from .answers import Answer
-from .phases import equal_groups
+from .answers import Answer, equal_groups
 
 PANELS = (
     Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),

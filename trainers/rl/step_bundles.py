@@ -8,6 +8,7 @@ from .answers import Answers
 from .bundle import bundle_of
 from .controllers import Controllers
 from .phases import Phases
+from .update import train
 
 
 class StepBundles:
@@ -27,12 +28,12 @@ class StepBundles:
         """Make the update of a step, and write its bundle if one is due.
 
         Args:
-            answers: The answers, as for `Phases.train`.
+            answers: The answers, as for `update.train`.
             step: The number of the step.
         """
         every = self._config.trainer.bundle_every
         if not every or step % every:
-            return self._phases.train(answers, step)
+            return train(self._phases, answers, step)
         group, name = self._phases.group, folder_name(step)
         checkpoints = {}
         for role in ("actor", "critic"):
@@ -40,7 +41,7 @@ class StepBundles:
                 group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
                 checkpoints[role] = f"{name}/{role}/{folder_name(step - 1)}"
         batch, adaptive = group.get_batch(answers.ref), self._phases.adaptive.state()
-        metrics = self._phases.train(answers, step)
+        metrics = train(self._phases, answers, step)
         bundle = bundle_of(
             self._config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints, expected=metrics
         )

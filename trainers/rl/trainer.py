@@ -32,6 +32,7 @@ from .phases import Phases
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
 from .step_bundles import StepBundles
+from .update import add_old_log_probs
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class RLTrainer:
                 step, started = outcome.step + 1, time.perf_counter()
                 phases.reset_timing()
                 answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
-                answers = phases.old_log_probs(phases.score(answers))
+                answers = add_old_log_probs(phases, phases.score(answers))
                 answers, others = phases.judge(answers)
                 metrics = {**answer_metrics(answers.rows), **counts, **others}
                 metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}

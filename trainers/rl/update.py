@@ -1,0 +1,187 @@
+"""The update of a step: old log-probabilities, advantages, optimizer steps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...engine.errors import ConfigError
+from ...engine.loss import StepResult
+from ...workers.data_plane.data_ref import DataRef
+from ...workers.dispatch import MiniBatches
+from ...workers.losses.policy import PolicyLoss
+from ...workers.losses.preference import PreferenceLoss
+from ...workers.rollout.sampling import seed_of
+from .answers import Answers
+from .phases import Phases
+
+SPOT_CHECK = 16
+"""The number of answers on which the generator's log-probabilities are compared, if the actor computes no others."""
+
+
+def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
+    """Add the log-probabilities that ratios compare with, unless they are those of the generator.
+
+    The rewards are computed meanwhile.
+    """
+    phases.ledger.enter("train")
+    if isinstance(phases.algorithm.loss, PreferenceLoss) or phases.is_on_policy:
+        return answers
+    batch = answers.ref
+    if "old_log_probs" in batch.keys:
+        return answers
+    if phases.config.rl.old_log_probs == "rollout":
+        return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
+    with phases.timed("old_log_probs", batch.num_tokens):
+        found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy)
+    return answers.with_columns(found.rename(log_probs="old_log_probs"))
+
+
+def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
+    """Update the policy, and the critic if there is one.
+
+    Args:
+        answers: The judged and scored answers, with `old_log_probs`.
+        step: The number of the step.
+
+    Returns:
+        The metrics of the update.
+
+    Raises:
+        ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
+    """
+    phases.ledger.enter("train")
+    if isinstance(phases.algorithm.loss, PreferenceLoss):
+        return _train_on_pairs(phases, answers, step)
+    batch, metrics = _corrected(phases, answers)
+    rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
+    columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
+    if phases.algorithm.needs_baselines:
+        known = [row.baseline for row in answers.rows if row.baseline is not None]
+        if len(known) < len(answers):
+            raise ConfigError(
+                f"{len(answers) - len(known)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
+            )
+        baselines = phases.adaptive.shape_others(known)
+        columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
+    batch |= phases.group.put_columns(batch, rows=columns)
+    with phases.timed("advantages"):
+        grouped = batch.with_groups(answers.groups)
+        advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
+        batch |= advantages.without_groups()
+    mini_batches = _mini_batches(phases, step)
+    if phases.algorithm.needs_critic:
+        # The state of the actor makes room for that of the critic.
+        phases.ledger.enter("score")
+        with phases.timed("update_critic", batch.num_tokens):
+            results = phases.group["critic"].update(batch, mini_batches=mini_batches)
+        metrics |= {f"critic/{name}": value for name, value in means(results).items()}
+    if phases.algorithm.needs_critic and step <= phases.config.rl.critic_warmup:
+        return metrics | (_gap_of_some(phases, answers) if phases.is_on_policy else {})
+    phases.ledger.enter("train")
+    with phases.timed("update", batch.num_tokens):
+        results = phases.group["actor"].update(batch, mini_batches=mini_batches, loss=_loss(phases))
+    # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
+    metrics = means(results) | metrics
+    _check_gap(phases, metrics)
+    phases.adaptive.adapt_kl(metrics.get("kl_per_response"), len(answers))
+    return metrics
+
+
+def _loss(phases: Phases) -> PolicyLoss:
+    """Return the loss of this step."""
+    loss = phases.adaptive.loss or phases.algorithm.loss
+    assert isinstance(loss, PolicyLoss)
+    return replace(loss, on_policy=True, log_entropy=phases.config.rl.log_entropy) if phases.is_on_policy else loss
+
+
+def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]:
+    """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
+    rl, batch = phases.config.rl, answers.ref
+    if rl.old_log_probs == "rollout":
+        gap = _gap_of_some(phases, answers)
+        return batch, {**phases.group["advantage"].summarize(batch), **gap}
+    if rl.importance != "none":
+        low, high = rl.importance_bounds
+        batch |= phases.group["advantage"].compute_importance_weights(
+            batch, correction=rl.importance, level=rl.importance_level, low=low, high=high
+        )
+    metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
+    _check_gap(phases, metrics)
+    return batch, metrics
+
+
+def _gap_of_some(phases: Phases, answers: Answers) -> dict[str, float]:
+    """Compare the generator's log-probabilities with the actor's for a few answers."""
+    if phases.config.rl.max_log_prob_gap is None:
+        return {}
+    some = answers.ref.select(range(min(len(answers), SPOT_CHECK)))
+    with phases.timed("old_log_probs", some.num_tokens):
+        some |= phases.group["actor"].compute_log_probs(some).rename(log_probs="old_log_probs")
+    numbers: dict[str, float] = phases.group["advantage"].summarize(some)
+    _check_gap(phases, numbers)
+    return {name: numbers[name] for name in ("log_prob_gap", "log_prob_gap_max")}
+
+
+def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
+    gap, most = numbers.get("log_prob_gap", 0.0), phases.config.rl.max_log_prob_gap
+    if most is not None and not gap <= most:
+        raise ConfigError(
+            f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
+            f"({numbers.get('log_prob_gap_max', math.nan):.3g} at most), more than rl.max_log_prob_gap={most}: the answers were not "
+            "sampled from the policy that learns from them. Compare rollout.dtype with engine.precision.compute, try another "
+            "rollout.generator, correct for it with rl.importance=truncate, or raise the limit"
+        )
+
+
+def _train_on_pairs(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
+    """Train on the best and the worst answer to each prompt."""
+    pairs = best_and_worst(answers.groups, [row.reward for row in answers.rows])
+    if not pairs:
+        return {"pairs": 0.0}
+    chosen = answers.ref.select([row for pair in pairs for row in pair])
+    marks = torch.tensor([1.0, 0.0] * len(pairs))
+    batch = chosen | phases.group.put_columns(chosen, rows={"chosen": marks})
+    batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
+    metrics = {"pairs": float(len(pairs)), **_gap_of_some(phases, answers)}
+    with phases.timed("update", batch.num_tokens):
+        results = phases.group["actor"].update(batch, mini_batches=_mini_batches(phases, step))
+    return metrics | means(results)
+
+
+def _mini_batches(phases: Phases, step: int) -> MiniBatches:
+    rl = phases.config.rl
+    return MiniBatches(size=rl.mini_batch_size, epochs=rl.epochs, shuffle=True, seed=seed_of(phases.config.data.seed, step))
+
+
+def means(results: Sequence[StepResult]) -> dict[str, float]:
+    """Return the means of the numbers of several optimizer steps, the learning rate of the last one, and their number."""
+    taken = [result for result in results if not result.skipped] or results
+    found: dict[str, list[float]] = {}
+    for result in taken:
+        numbers = {"loss": result.loss, "grad_norm": math.nan if result.grad_norm is None else result.grad_norm}
+        numbers |= {f"loss/{name}": value for name, value in result.terms.items()}
+        for name, value in {**numbers, **result.metrics}.items():
+            found.setdefault(name, []).append(value)
+    return {
+        **{name: sum(values) / len(values) for name, values in found.items()},
+        "lr": results[-1].lr or 0.0,
+        "updates": float(len(results)),
+        "skipped": float(sum(result.skipped for result in results)),
+        "peak_gib": max(result.peak_gib for result in results),
+    }
+
+
+def best_and_worst(groups: Sequence[int], rewards: Sequence[float]) -> list[tuple[int, int]]:
+    """Return the best and the worst answer of each group, the first one if several are; none of a group of equal rewards."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    pairs = []
+    for rows in members.values():
+        best, worst = max(rows, key=lambda row: rewards[row]), min(rows, key=lambda row: rewards[row])
+        if rewards[best] > rewards[worst]:
+            pairs.append((best, worst))
+    return pairs
