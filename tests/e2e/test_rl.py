@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
-from drivetrain.trainers.config.rl import OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.rl import evaluation
 from drivetrain.trainers.rl.cli import main as phases
 from drivetrain.workers.rewards.sample import RewardSample
 from helpers.rl_runs import make_task, records, train, words
@@ -163,10 +164,50 @@ def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> N
             train(task, tmp_path / "run", f"data.train=[{tmp_path / 'bad.jsonl'}]")
 
 
-def test_a_generator_that_disagrees_with_the_actor_ends_the_run(task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config_class", "more"),
+    [
+        (GRPOConfig, []),
+        (GRPOConfig, ["rl.mini_batch_size=null"]),
+        (OnlineDPOConfig, []),
+        (PPOConfig, ["rl.critic_warmup=1", "rl.mini_batch_size=null", "rl.advantage.kl_coef=0"]),
+    ],
+)
+def test_a_generator_that_disagrees_with_the_actor_ends_the_run(
+    task: Path, tmp_path: Path, config_class: Any, more: list[str]
+) -> None:
     # Rounded weights are another policy.
+    settings = ["trainer.max_steps=2", "rollout.dtype=bfloat16", "rl.max_log_prob_gap=1e-6", *more]
     with pytest.raises(ConfigError, match=r"more than rl\.max_log_prob_gap=1e-06: .* rollout\.dtype"):
-        train(task, tmp_path, "trainer.max_steps=1", "rollout.dtype=bfloat16", "rl.max_log_prob_gap=1e-6")
+        train(task, tmp_path, *settings, config_class=config_class)
+
+
+def of_even_sums(completion: str, answer: str) -> float:
+    """A reward that cannot judge the answers to some prompts."""
+    if int(answer) % 2:
+        raise ValueError("an odd sum")
+    return float(len(set(completion)))
+
+
+def test_a_part_in_which_nothing_could_be_judged_does_not_end_the_run(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A prompt at a time, of which every second one is such a part.
+    monkeypatch.setattr(evaluation, "PROMPTS_PER_CALL", 1)
+    more = ["rl.algorithm=dapo", "rl.max_resamples=20", "data.batch_size=1", "rl.mini_batch_size=null"]
+    more += ["rewards.weights.format=0", "trainer.max_steps=3", "trainer.export_hf=false", f"data.eval=[{task / 'held-out.jsonl'}]"]
+    train(task, tmp_path, *more, rewards=[of_even_sums])
+    assert sum(record["dropped"] for record in records(tmp_path)) > 0
+    assert all(record["groups"] == 1 for record in records(tmp_path))
+    odd = sum(int(json.loads(line)["answer"]) % 2 for line in (task / "held-out.jsonl").read_text().splitlines())
+    assert {record["dropped"] for record in records(tmp_path, "eval")} == {odd}
+
+
+def test_answers_without_baselines_are_no_answers_of_remax(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert phases(["rollout", str(tmp_path / "a.safetensors"), *words(task, tmp_path / "run", "rl.algorithm=remax")]) == 1
+    assert "remax" in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_method_is_not_resumed(task: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from .algorithms import Algorithm, resolve
 from .answers import Answers, join
 from .bundle import Bundle, bundle_of, settings_of
 from .collect import load_data
+from .lane import check_judged
 from .phases import Phases
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
@@ -115,6 +116,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
         ref = phases.group.put(bundle.batch.with_passengers(*bundle.batch.token_fields))
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         answers, counts = phases.judge(phases.score(answers))
+        check_judged(answers, counts)
         _write(phases, answers, paths[1], step=bundle.step)
         mean = sum(row.reward for row in answers.rows) / max(1, len(answers))
     dropped = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)

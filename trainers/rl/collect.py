@@ -12,6 +12,7 @@ from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
 from ..data.vocabulary import check_same_vocabulary
 from .answers import Answers, equal_groups, join
+from .lane import check_judged
 from .phases import Phases
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class Collector:
                 wanted,
                 1 + self._config.rl.max_resamples,
             )
+        check_judged([row for part in kept for row in part.rows], totals)
         return join(kept), {**totals, "replaced_groups": float(replaced)}, cursor
 
     def _answer(self, chosen: Sequence[int], step: int, version: int, *, first: int) -> Answers:

@@ -7,6 +7,7 @@ from ...workers.rollout.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
 from .answers import Answer
+from .lane import check_judged
 from .metrics import answer_metrics
 from .phases import Phases
 
@@ -25,6 +26,9 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
     Returns:
         The metrics: those of `answer_metrics`, and the share of right answers, `accuracy`. With k samples `avg@k` is the same, and
         `pass@k` is the share of prompts of which one answer is right. And the answers.
+
+    Raises:
+        RewardError: No answer could be judged.
     """
     rl, rollout = phases.config.rl, phases.config.rollout
     samples = rl.eval_samples
@@ -50,6 +54,7 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
             counts[name] = counts.get(name, 0.0) + count
         judged += answers.rows
         phases.discard(ref)
+    check_judged(judged, counts)
     return {
         **answer_metrics(judged),
         **counts,

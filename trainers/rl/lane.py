@@ -1,8 +1,7 @@
 """The lane of rewards: functions run in processes of their own while the workers go on."""
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
 from ...engine.errors import RewardError
@@ -128,15 +127,19 @@ class RewardLane:
             self._scorer.close()
 
 
-def check_judged(answers: Sequence[Answer], counts: Mapping[str, float]) -> None:
-    """Check that at least one answer has a reward.
+def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
+    """Check that answers are left after those without a reward were dropped.
+
+    Args:
+        answers: The answers that are left.
+        counts: What happened to the others: `dropped`, and the numbers of outcomes by kind and reward.
 
     Raises:
-        RewardError: None has; the message says what the rewards made of them.
+        RewardError: None is left; the message says what the rewards made of them.
     """
-    if answers and all(math.isnan(answer.reward) for answer in answers):
-        shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items()) or "no reward was responsible"
+    if not len(answers):
+        shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         raise RewardError(
-            f"none of {len(answers)} answers could be judged ({shown}), so there is nothing to learn from; see the first warning of "
-            "each reward"
+            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from; see the "
+            "first warning of each reward"
         )

@@ -18,7 +18,7 @@ from ..data.prompts import Prompt
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
-from .lane import RewardLane, check_judged
+from .lane import RewardLane
 from .ledger import MemoryLedger
 from .roles import Roles
 
@@ -208,25 +208,24 @@ class Phases:
         """Wait for the rewards of answers, unless they are there already.
 
         Returns:
-            The answers with their rewards, without those that have none; and the numbers of outcomes that are not values.
-
-        Raises:
-            RewardError: No answer has a reward.
+            The answers with their rewards, without those that have none, and perhaps none at all; and the numbers of outcomes that are
+            not values.
         """
         if not answers.pending:
             return answers, {}
         answers = self.ask_model(answers)
         with self.timed("reward_wait"):
             rows, counts = self.lane.result(answers.rows, answers.pending, answers.model_scores)
-        check_judged(rows, counts)
         if answers.baselines is not None:
-            greedy, _ = self.judge(answers.baselines)
+            greedy, failed = self.judge(answers.baselines)
+            for name, count in failed.items():
+                counts[name] = counts.get(name, 0.0) + count
             self.discard(answers.baselines.ref)
             by_group = {row.group: row.reward for row in greedy.rows}
             rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
         judged = replace(answers, rows=tuple(rows), pending=(), baselines=None)
         kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
-        counts["dropped"] = len(rows) - len(kept)
+        counts["dropped"] = float(len(rows) - len(kept))
         if len(kept) < len(rows):
             self.discard(answers.ref.select(sorted(set(range(len(rows))) - set(kept))))
             judged = judged.select(kept)

@@ -27,6 +27,7 @@ from .checkpoints import RunCheckpoints
 from .collect import Collector, Prompts, load_data
 from .controllers import Controllers
 from .evaluation import evaluate
+from .lane import check_judged
 from .metrics import PANELS, RLLines, RLSummary, answer_metrics, shown, staleness
 from .phases import Phases
 from .roles import Roles, build_roles, check_roles
@@ -155,6 +156,7 @@ class RLTrainer:
                 answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
                 answers = add_old_log_probs(phases, phases.score(answers))
                 answers, others = phases.judge(answers)
+                check_judged(answers, {**counts, **others})
                 metrics = {**answer_metrics(answers.rows), **counts, **others}
                 metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
                 phases.discard(answers.ref)
