@@ -195,7 +195,12 @@ def test_a_part_in_which_nothing_could_be_judged_does_not_end_the_run(
     # A prompt at a time, of which every second one is such a part.
     monkeypatch.setattr(evaluation, "PROMPTS_PER_CALL", 1)
     more = ["rl.algorithm=dapo", "rl.max_resamples=20", "data.batch_size=1", "rl.mini_batch_size=null"]
-    more += ["rewards.weights.format=0", "trainer.max_steps=3", "trainer.export_hf=false", f"data.eval=[{task / 'held-out.jsonl'}]"]
+    more += [
+        "rewards.weights.format=0",
+        "trainer.max_steps=3",
+        "trainer.export_hf=false",
+        f"data.eval=[{task / 'held-out.jsonl'}]",
+    ]
     train(task, tmp_path, *more, rewards=[of_even_sums])
     assert sum(record["dropped"] for record in records(tmp_path)) > 0
     assert all(record["groups"] == 1 for record in records(tmp_path))

@@ -138,7 +138,9 @@ def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
         RewardError: None is left; the message says what the rewards made of them.
     """
     if not len(answers):
-        shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
+        shown = (
+            ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
+        )
         raise RewardError(
             f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from; see the "
             "first warning of each reward"
