@@ -104,7 +104,7 @@ def test_continuous_batching_refuses_models_whose_attention_it_cannot_page(tmp_p
 
 @pytest.mark.parametrize("generator", ["static", "continuous"])
 def test_options_that_nothing_reads_are_refused(generator: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"options\.tp is unknown to generator={generator}, which has no options"):
+    with pytest.raises(ConfigError, match=rf"options\.tp is unknown to generator={generator}; it has no options"):
         build(tmp_path, generator=generator, options={"tp": 2})
 
 

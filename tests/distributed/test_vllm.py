@@ -24,6 +24,7 @@ from drivetrain.workers.rollout.conformance.checks import CHECKS
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
 from drivetrain.workers.rollout.scheduler import GenerationRequest
+from drivetrain.workers.rollout.vllm.generator import VLLMGenerator
 from drivetrain.workers.rollout.vllm.model import check_version
 from drivetrain.workers.rollout.worker import RolloutWorker
 
@@ -44,6 +45,17 @@ def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=f"vLLM {version} is installed; .*pip install 'vllm>=0.32,<0.33'"):
         check_version(version)
     check_version("0.32.0+cpu")
+
+
+@pytest.mark.parametrize(
+    ("tp", "processes", "message"),
+    [(0, 1, "options.tp=0; it must be"), ("2", 1, "options.tp='2'; it must be"), (3, 2, "options.tp=3 .* in 2 processes")],
+)
+def test_models_fit_their_processes(tp: Any, processes: int, message: str) -> None:
+    config = RolloutConfig(model=ModelConfig(path="unused"), generator="vllm", options={"tp": tp})
+    with pytest.raises(ConfigError, match=message):
+        VLLMGenerator.check(config, processes)
+    VLLMGenerator.check(replace(config, options={"tp": 2}), 4)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
@@ -214,13 +226,17 @@ def test_weights_in_flight_through_a_worker(folder: Path) -> None:
     asyncio.run(test())
 
 
+def forget_shared_memory() -> None:
+    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind.
+    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        left.unlink()
+
+
 @needs_vllm
 def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
     from helpers.vllm_ranks import OPTIONS, PROMPTS
 
-    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind.
-    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
-        left.unlink()
+    forget_shared_memory()
     other = folder.parent / "other"
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "helpers.vllm_ranks", str(folder), str(other)]
     search = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -237,6 +253,31 @@ def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
     for path, answers in zip((folder, other), found[0], strict=True):
         plain = build_generator(RolloutConfig(model=ModelConfig(path=str(path)), **SETTINGS))
         assert answers == [[a.response for some in plain.generate(PROMPTS, options) for a in some] for options in OPTIONS]
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.generator=vllm"],
+        ["rollout.generator=vllm_server"],
+        ["rollout.generator=vllm", "group.nproc=2"],
+        ["rollout.generator=vllm", "group.pools={rollout: 2}"],
+        ["rollout.generator=vllm", "group.pools={rollout: 2}", "rollout.options.tp=2"],
+    ],
+)
+def test_a_policy_learns_from_its_answers(tmp_path: Path, settings: list[str]) -> None:
+    from helpers.rl_runs import make_task, records, train
+
+    forget_shared_memory()
+    make_task(tmp_path)
+    more = ["trainer.max_steps=2", "trainer.export_hf=false", "rollout.max_batch_total_tokens=4096", "group.kind=process"]
+    train(tmp_path, tmp_path / "static", *more)
+    train(tmp_path, tmp_path / "vllm", *more, *settings)
+    for found, expected in zip(records(tmp_path / "vllm"), records(tmp_path / "static"), strict=True):
+        for name in ("loss", "grad_norm", "reward", "length"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
+        assert found["log_prob_gap_max"] < 1e-5
 
 
 @needs_vllm

@@ -125,7 +125,7 @@ def check_roles(roles: Roles) -> None:
     for name, spec in roles.specs.items():
         role: Any = spec.config
         if isinstance(role, RolloutConfig):
-            generator_class(role.generator)
+            generator_class(role.generator).check(role, roles.pools[spec.pool])
             continue
         if isinstance(role, WorkerConfig):
             try:

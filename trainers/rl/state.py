@@ -45,10 +45,13 @@ def verify_with(group: WorkerGroup) -> Callable[[], None]:
     """
 
     def verify() -> None:
-        if "rollout" not in group.roles or (count := len(group.places("rollout"))) < 2:
+        if "rollout" not in group.roles:
+            return
+        count = max(info.dp_size for info in group.rank_infos("rollout"))
+        if count < 2:
             return
         options = SamplingOptions(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True, evaluation=True)
-        # Prompts of one length, of which every process gets one.
+        # Prompts of one length, of which every model gets one.
         found = [some[0].log_probs for some in group["rollout"].generate([PROBE] * count, options)]
         worst = max(abs(one - other) for own in found for one, other in zip(own, found[0], strict=True))
         if not worst <= PROBE_GAP:

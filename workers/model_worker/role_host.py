@@ -189,7 +189,12 @@ class RoleHost:
                 worker.initialize()
             if generator is not None:
                 with collective_errors(group) if joined else nullcontext():
-                    self._generators[name] = RolloutWorker(generator).initialize()
+                    self._generators[name] = RolloutWorker(generator, ranks=tuple(ranks) or None).initialize()
+                if (each := self._generators[name].ranks_per_model) > 1:
+                    raise ConfigError(
+                        f"the generator of the role {name} has models of {each} processes (options.tp), which a role that also trains "
+                        "cannot have; use options.tp=1, or a role of its own with RolloutWorker"
+                    )
                 self._stale.add(name)
             info = _info_of(worker, list(ranks) or list(range(size)), rank)
             if dataset is not None:
@@ -197,7 +202,9 @@ class RoleHost:
                     self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.answers)
         except BaseException:
             # Nothing half-built stays behind under this name.
-            self._generators.pop(name, None)
+            half_built = self._generators.pop(name, None)
+            if half_built is not None:
+                half_built.close()
             self._datasets.pop(name, None)
             if hasattr(worker, "close"):
                 worker.close()
@@ -346,8 +353,9 @@ class RoleHost:
 def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
     engine = getattr(worker, "engine", None)
     if engine is None:
-        # Without an engine, every process has a shard of its own.
-        return RankInfo(dp_rank=ranks.index(rank), dp_size=len(ranks), answers=True, ratio=0.0)
+        # Without an engine, every process has a shard of its own, or those that generate with one model.
+        each, position = getattr(worker, "ranks_per_model", 1), ranks.index(rank)
+        return RankInfo(dp_rank=position // each, dp_size=len(ranks) // each, answers=position % each == 0, ratio=0.0)
     topology = engine.topology
     return RankInfo(
         dp_rank=topology.dp_rank,

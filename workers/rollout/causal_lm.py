@@ -31,17 +31,12 @@ class CausalLM:
 
     Raises:
         ModelError: The model cannot be loaded.
-        ConfigError: The model has no cache of keys and values, or a setting is invalid.
+        ConfigError: The model has no cache of keys and values.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
         if config.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
-        if config.options:
-            raise ConfigError(
-                f"options.{min(config.options)} is unknown to generator={config.generator}, which has no options; remove it, or use "
-                "another generator"
-            )
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._config = config
         path, folder = config.model.path, resolve_folder(config.model.path)

@@ -9,8 +9,10 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...engine import progress
@@ -56,9 +58,20 @@ class BaseGenerator(ABC):
 
     Args:
         config: The configuration.
+
+    Raises:
+        ConfigError: A setting is invalid; see `check`.
     """
 
+    option_names: ClassVar[frozenset[str] | None] = frozenset()
+    """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    joins_process_group: ClassVar[bool] = False
+    """Whether it is built by all processes of the default process group together, if there is one."""
+    ranks_per_model = 1
+    """How many processes of the process group hold a model together: neighbors, which are given the same calls."""
+
     def __init__(self, config: RolloutConfig) -> None:
+        self.check(config, dist.get_world_size() if dist.is_initialized() else 1)
         self.config = config
         self.version = 0
         """The version of the weights. Those that the generator was built with are version 0."""
@@ -71,6 +84,23 @@ class BaseGenerator(ABC):
         """Where the parameters and the cache are."""
         self._complete, self._outdated, self._paused, self._warned = True, False, False, False
         self._reason = ""
+
+    @classmethod
+    def check(cls, config: RolloutConfig, processes: int) -> None:
+        """Check what can be checked without reading weights.
+
+        Args:
+            config: The configuration.
+            processes: The size of the process group that the generator is built in.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        if cls.option_names is not None and (unknown := sorted(set(config.options) - cls.option_names)):
+            raise ConfigError(
+                f"options.{unknown[0]} is unknown to generator={config.generator}; it has "
+                f"{', '.join(sorted(cls.option_names)) or 'no options'}"
+            )
 
     # ---- what a generator implements ---------------------------------------------------------------------------------
 

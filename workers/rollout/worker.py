@@ -15,16 +15,17 @@ from .generation import Generation
 from .generator import BaseGenerator, GeneratorStats
 from .memory import estimated_bytes
 from .options import RolloutConfig, SamplingOptions, check_prompts
-from .registry import build_generator
+from .registry import build_generator, generator_class
 from .scheduler import TokenGenerationScheduler
 
 
 class RolloutWorker:
-    """A worker with a generator in every process, each of which answers its shard of the prompts.
+    """A worker with a generator in every process, each of which answers its shard of the prompts. Where several processes hold a model
+    together, these have one shard.
 
     Args:
         config: The configuration of the role.
-        ranks: Unused, because the processes generate independently.
+        ranks: The ranks of the role, if these are not all of its pool.
     """
 
     needs_process_group = False
@@ -34,12 +35,28 @@ class RolloutWorker:
         if config.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
         self.config = config
+        self._ranks = ranks
         self._generator: BaseGenerator | None = None
 
     def initialize(self) -> Self:
-        """Load the model."""
+        """Load the model.
+
+        Raises:
+            ConfigError: There is no such generator, or a setting is invalid.
+            ModelError: Its model cannot be loaded.
+        """
+        if self._ranks and generator_class(self.config.generator).joins_process_group:
+            raise ConfigError(
+                f"ranks={list(self._ranks)} with generator={self.config.generator}, in whose process group all processes of the pool "
+                "have to be; give the role a pool of its own"
+            )
         self._generator = build_generator(self.config)
         return self
+
+    @property
+    def ranks_per_model(self) -> int:
+        """How many processes hold a model together; see `BaseGenerator.ranks_per_model`."""
+        return self.generator.ranks_per_model
 
     @register("dp", returns="objects")
     def generate(

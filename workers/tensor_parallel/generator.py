@@ -29,7 +29,6 @@ from ..sharded_lm.model import parse_config
 from .ranks import Ranks, RankSettings
 
 MODEL_ID = "model"
-_OPTIONS = {"tp", "quant", "start_s", "timeout_s", "watchdog_s"}
 
 
 class TensorParallelGenerator(BaseGenerator):
@@ -50,12 +49,10 @@ class TensorParallelGenerator(BaseGenerator):
         WorkerError: A rank cannot load the model; the cause is the original error.
     """
 
+    option_names = frozenset({"tp", "quant", "start_s", "timeout_s", "watchdog_s"})
+
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
-        if unknown := sorted(set(config.options) - _OPTIONS):
-            raise ConfigError(
-                f"options.{unknown[0]} is unknown to generator=tensor_parallel; it has {', '.join(sorted(_OPTIONS))}"
-            )
         if config.model.trust_remote_code:
             raise ConfigError("generator=tensor_parallel runs no code of the model's folder; use generator=static")
         options = dict(config.options)

@@ -28,8 +28,8 @@ class VLLMGenerator(BaseGenerator):
 
     Tokens are drawn as by the other generators, from the same seeds. `RolloutConfig.options`:
 
-    - `tp`: the number of GPUs of a model. In a process of `torchrun` with that many ranks, each rank is one of them, and all call the
-      same methods; otherwise vLLM starts processes of its own.
+    - `tp`: the number of GPUs of a model. In a process group, each `tp` neighboring ranks are the GPUs of one model, and all of these
+      call the same methods; in a process by itself, vLLM starts processes of its own.
     - any other name is an argument of vLLM's engine, such as `gpu_memory_utilization` or `max_model_len`.
 
     Args:
@@ -40,6 +40,9 @@ class VLLMGenerator(BaseGenerator):
         ModelError: The model cannot be loaded.
     """
 
+    option_names = None
+    joins_process_group = True
+
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         # In this process, so that weights need no copy on their way.
@@ -47,12 +50,9 @@ class VLLMGenerator(BaseGenerator):
         self._model = VLLMModel(config)
         tp = config.options.get("tp", 1)
         joined = dist.is_initialized() and dist.get_world_size() > 1
-        if joined and dist.get_world_size() != tp:
-            raise ConfigError(
-                f"options.tp={tp}, but this process is one of {dist.get_world_size()} ranks; use the same number"
-            )
         self._remote = tp > 1 and not joined
         self._tp, self._joined = tp, joined
+        self.ranks_per_model = tp if joined else 1
         self._engine: Any = self._build()
         self._broken = False
         self._limits = self._model.limits(self._engine.model_config.max_model_len)
@@ -61,11 +61,25 @@ class VLLMGenerator(BaseGenerator):
         self._begun: dict[str, int] = {}
         self._count = 0
 
+    @classmethod
+    def check(cls, config: RolloutConfig, processes: int) -> None:
+        """See `BaseGenerator.check`."""
+        super().check(config, processes)
+        tp = config.options.get("tp", 1)
+        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+            raise ConfigError(f"options.tp={tp!r}; it must be an integer of at least 1")
+        if processes > 1 and processes % tp:
+            raise ConfigError(
+                f"options.tp={tp} with generator=vllm in {processes} processes, which are the GPUs of models of {tp} each; use a "
+                "divisor of the number of processes"
+            )
+
     def _build(self) -> Any:
         import vllm
 
         arguments = self._model.engine_arguments(self._tp)
         if self._joined:
+            # It makes a model of each `tp` neighboring ranks of the process group, also where there are several models.
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))

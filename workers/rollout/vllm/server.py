@@ -49,6 +49,8 @@ class VLLMServerGenerator(BaseGenerator):
         ModelError: The model cannot be loaded.
     """
 
+    option_names = None
+
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         options = dict(config.options)
