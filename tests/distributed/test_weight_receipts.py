@@ -73,6 +73,18 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
         answers(group)
 
 
+@pytest.mark.parametrize("sources", [1, 2])
+def test_weights_on_a_device_go_to_another_pool(folder: Path, sources: int) -> None:
+    # The digest of what is sent and of what arrives is of one kind, however many processes gather the weights.
+    roles = {
+        "source": RoleSpec(worker=FolderSource, config=Folder(path=str(folder)), pool="source"),
+        "rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))), pool="rollout"),
+    }
+    with ProcessWorkerGroup(roles, pools={"source": sources, "rollout": 1}, grace_s=2.0) as group:
+        group["source"].set_damage("device")
+        assert group.sync_weights("source", "rollout", version=1).tensors == 24
+
+
 def test_a_source_that_dies_half_way_leaves_no_mixture(group: WorkerGroup) -> None:
     group["source"].set_damage("dies")
     with pytest.raises(WorkerLostError):

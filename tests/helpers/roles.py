@@ -17,6 +17,7 @@ import torch.distributed as dist
 from drivetrain.engine import progress
 from drivetrain.engine.errors import BatchError
 from drivetrain.workers.dispatch import register
+from drivetrain.workers.model_worker import digests
 from drivetrain.workers.roles.actor import ActorWorker
 
 
@@ -369,6 +370,10 @@ class Folder:
     path: str
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that passes for one on a device."""
+
+
 class FolderSource:
     """A role that gives the weights of a folder, not always as it should."""
 
@@ -377,8 +382,10 @@ class FolderSource:
 
     @register("all")
     def set_damage(self, damage: str) -> None:
-        """What goes wrong next time: lost, doubled, dies, or another factor of the weights."""
+        """What goes wrong next time: lost, doubled, dies, or another factor of the weights; or `device`: they pass for tensors there."""
         self.damage = damage
+        if damage == "device":
+            digests.is_in_host = lambda tensor: not isinstance(tensor, OnDevice)  # type: ignore[assignment]
 
     @contextmanager
     def weights(self) -> Iterator[Any]:
@@ -393,6 +400,6 @@ class FolderSource:
                 die(None)
             if i == 3 and self.damage == "lost":
                 continue
-            yield name, tensor * factor
+            yield name, (tensor * factor).as_subclass(OnDevice if self.damage == "device" else torch.Tensor)
             if i == 3 and self.damage == "doubled":
                 yield name, tensor

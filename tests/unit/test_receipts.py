@@ -36,14 +36,14 @@ class Wire:
 
 
 def sent(wire: Wire, tensors: Any = TENSORS) -> Tally:
-    tally = Tally()
+    tally = Tally(in_host=True)
     for _ in param_sync._sent(iter(tensors), [wire], tally):
         pass
     return tally
 
 
 def received(wire: Wire) -> tuple[list[tuple[str, torch.Tensor]], Tally]:
-    tally = Tally()
+    tally = Tally(in_host=True)
     return [(name, tensor.clone()) for name, tensor in param_sync._received(wire, [], tally)], tally
 
 
@@ -102,6 +102,43 @@ def test_the_sums_of_a_device_see_every_change(dtype: torch.dtype) -> None:
         assert host_digest(other) != host_digest(values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_changes_of_several_values_do_not_cancel(dtype: torch.dtype) -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {tuple(device_sums(values).tolist())}
+    changed: list[torch.Tensor] = []
+    for step in (2, 4, 8):
+        # The signs of every second value and so on: always the top bit of a word.
+        for first in range(step):
+            other = values.clone()
+            other[first::step] *= -1
+            changed.append(other)
+    for i, j in ((1, 3), (7, 4095), (3, 11)):
+        other = values.clone()
+        other[[i, j]] *= -1
+        changed += [other]
+        other = values.clone()
+        other[[i, j]] = values[[j, i]]
+        changed += [other]
+    for other in changed:
+        seen.add(tuple(device_sums(other).tolist()))
+    assert len(seen) == 1 + len(changed)
+
+
+def test_a_part_of_a_tensor_has_sums_too() -> None:
+    values = torch.arange(40, dtype=torch.bfloat16)
+    assert device_sums(values[1:]).tolist() == device_sums(values[1:].clone()).tolist()
+
+
+def test_types_and_shapes_are_part_of_the_digest() -> None:
+    digests = set()
+    for tensor in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(8)):
+        tally = Tally(in_host=False)
+        tally.add("a", tensor)
+        digests.add(tally.digest())
+    assert len(digests) == 4
+
+
 def test_the_sums_do_not_depend_on_how_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(101)
     whole = device_sums(values).tolist()
@@ -111,6 +148,6 @@ def test_the_sums_do_not_depend_on_how_they_are_cut(monkeypatch: pytest.MonkeyPa
 
 def test_processes_that_disagree_are_named() -> None:
     same = {"version": 3, "tensors": 2, "bytes": 8, "digest": "0" * 32}
-    assert agreed_receipt({"main/0": same, "main/1": same}).version == 3
+    assert agreed_receipt({"main/0": same, "main/1": same, "main/2": None}).version == 3
     with pytest.raises(WorkerError, match=r"main/0, main/2: 2 tensors, version 3, .*; main/1: 1 tensors, version 3"):
         agreed_receipt({"main/0": same, "main/1": {**same, "tensors": 1}, "main/2": same})

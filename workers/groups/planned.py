@@ -223,10 +223,7 @@ class Submission:
         found = []
         for i, hook in enumerate(hooks):
             if hook.name != "data_transfer":
-                # A process's results are those of the hooks that it takes part in.
-                first = hook.places[0]
-                own = self.replies[first].hook_results
-                found.append(own[sum(first in other.places for other in hooks[:i])] if own else None)
+                found.append(self._hook_result(hook.places[0], hooks, i))
         return found
 
     def replies_to_hook(self, name: HookName) -> dict[str, Any]:
@@ -238,10 +235,12 @@ class Submission:
         self.result()
         hooks = [*self.request.before, *self.request.after]
         index = next(i for i, hook in enumerate(hooks) if hook.name == name)
-        return {
-            member: self.replies[member].hook_results[sum(member in other.places for other in hooks[:index])]
-            for member in hooks[index].places
-        }
+        return {member: self._hook_result(member, hooks, index) for member in hooks[index].places}
+
+    def _hook_result(self, member: str, hooks: Sequence[PlannedHook], index: int) -> Any:
+        # A process's results are those of the hooks that it takes part in, and left out if all of them are None.
+        own = self.replies[member].hook_results
+        return own[sum(member in other.places for other in hooks[:index])] if own else None
 
     def fail(self, error: BaseException) -> None:
         """Note that there will be no replies, and why."""

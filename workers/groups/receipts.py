@@ -24,16 +24,16 @@ class WeightReceipt:
     digest: str
 
 
-def agreed_receipt(replies: Mapping[str, Mapping[str, Any]]) -> WeightReceipt:
+def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightReceipt:
     """Return the receipt that all processes have given.
 
     Args:
-        replies: The receipt of each process, by place.
+        replies: The receipt of each process, by place; None of one that has neither sent nor loaded anything.
 
     Raises:
         WorkerError: They differ; the message says which processes have what.
     """
-    receipts = {place: WeightReceipt(**reply) for place, reply in replies.items()}
+    receipts = {place: WeightReceipt(**reply) for place, reply in replies.items() if reply is not None}
     found = sorted({*receipts.values()}, key=lambda r: -sum(other == r for other in receipts.values()))
     if len(found) > 1:
         shown = "; ".join(

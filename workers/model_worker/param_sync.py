@@ -121,28 +121,33 @@ class _Link:
         return bucket, places
 
 
-def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any]:
+def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
         The receipt: the number of `tensors` that this process has sent or loaded, their `bytes`, their `digest`, and the `version` that
-        they have.
+        they have. None from a process that has only helped the source's first one to gather them.
 
     Raises:
         ConfigError: The target cannot take the parameters; it must not be used until it has loaded a complete set.
         ModelError: What arrived is not what was sent.
         RemoteError: The source failed.
     """
-    tally = Tally()
+    is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
+    # One kind of digest in a transfer: what travels is in host memory.
+    tally = Tally(in_host=not set(hook.targets) <= set(hook.sources))
     groups = EngineGroups(None)
     try:
-        is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
         outgoing, incoming = _channels(worker, hook, groups)
         if not is_source:
             assert incoming is not None
             _load(worker, hook, _received(incoming, outgoing, tally))
         else:
             with worker.host.weights(hook.source) as stream:
+                if not is_target and not outgoing:
+                    for _ in stream:
+                        progress.advance()
+                    return None
                 pairs = _sent(stream, outgoing, tally)
                 if is_target:
                     _load(worker, hook, pairs)
