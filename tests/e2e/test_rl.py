@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -89,7 +90,7 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
 
 def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
-    settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04")
+    settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04", "group.offload=host")
     assert phases(["rollout", answers, *settings]) == 0
     assert phases(["train", answers]) == 1
     assert "run drivetrain rl score on it first" in capfd.readouterr().err
@@ -99,6 +100,17 @@ def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.Capt
     assert Path(model, "config.json").is_file()
     assert phases(["train", str(task / "prompts.jsonl")]) == 1
     assert "is not a bundle, or is damaged" in capfd.readouterr().err
+
+
+def test_the_phases_of_ppo_train_the_policy(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
+    assert phases(["rollout", answers, *words(task, tmp_path / "unused", "rl.algorithm=ppo", "rl.group_size=1")]) == 0
+    assert phases(["score", answers, scored]) == 0
+    capfd.readouterr()
+    assert phases(["train", scored, model]) == 0
+    assert {"loss", "grad_norm", "critic/loss"} <= json.loads(capfd.readouterr().out.splitlines()[0]).keys()
+    start, found = (load_file(Path(folder, "model.safetensors")) for folder in (task / "model", model))
+    assert any(not torch.equal(found[name], tensor) for name, tensor in start.items())
 
 
 def polite(samples: list[RewardSample]) -> list[float]:

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.config.rl import OnlineDPOConfig, PPOConfig
+from drivetrain.engine.offload import Offloader
+from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.rl import trainer
+from drivetrain.trainers.rl.ledger import MemoryLedger
 from drivetrain.trainers.rl.phases import Phases
 from helpers.rl_runs import make_task, records, train
 
@@ -37,6 +40,56 @@ def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) ->
     assert records(tmp_path / "away") == records(tmp_path / "here")
 
 
+@pytest.mark.parametrize("config_class", [GRPOConfig, PPOConfig])
+def test_the_generator_makes_room_for_everything_that_is_moved(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
+) -> None:
+    # What the engines really move, and not only what the ledger says.
+    ledgers: list[MemoryLedger] = []
+    moved: set[tuple[str, ...]] = set()
+    to = Offloader.to
+
+    def watched(self: Offloader, place: Any, parts: Any) -> None:
+        before = {part: self.location_of(part) for part in parts}
+        to(self, place, parts)
+        arrived = tuple(part for part in parts if place == "device" and before[part] != "device")
+        if ledgers and arrived:
+            moved.add(arrived)
+            assert ledgers[0].place("rollout", "cache") != "device"
+            # The parameters of both are there while they are copied, and nothing else.
+            assert arrived == ("params",) or ledgers[0].place("rollout", "parameters") != "device"
+
+    def built(self: MemoryLedger, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        ledgers.append(self)
+
+    init = MemoryLedger.__init__
+    monkeypatch.setattr(Offloader, "to", watched)
+    monkeypatch.setattr(MemoryLedger, "__init__", built)
+    more = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.bundle_every=2", f"data.eval=[{task / 'held-out.jsonl'}]"]
+    train(task, tmp_path / "away", *more, "group.offload=host", "trainer.eval_every=1", config_class=config_class)
+    assert len(moved) > 1
+    ledgers.clear()
+    train(task, tmp_path / "here", *more, "trainer.eval_every=1", config_class=config_class)
+    assert records(tmp_path / "away") == records(tmp_path / "here")
+
+
+def test_dropout_does_not_pass_for_another_policy(task: Path, tmp_path: Path) -> None:
+    more = ["rl.mini_batch_size=null", "model.lora.rank=8", "model.lora.dropout=0.5", "optim.lr=1e-2", "trainer.max_steps=4"]
+    train(task, tmp_path, *more, "trainer.export_hf=false")
+    for record in records(tmp_path):
+        assert record["log_prob_gap"] < 1e-4
+
+
+def test_the_policy_learns_at_its_rate_after_the_critic_has_warmed_up(task: Path, tmp_path: Path) -> None:
+    more = ["optim.schedule=linear", "rl.critic_warmup=2", "trainer.max_steps=4", "trainer.export_hf=false"]
+    train(task, tmp_path, *more, "rl.mini_batch_size=null", config_class=PPOConfig)
+    first = [record.get("lr") for record in records(tmp_path)]
+    assert first[:2] == [None, None]
+    train(task, tmp_path / "short", *more[:1], "trainer.max_steps=2", *more[3:], "rl.mini_batch_size=null")
+    assert first[2:] == [record["lr"] for record in records(tmp_path / "short")]
+
+
 def slow(completion: str, note: str) -> float:
     """A reward that takes its time, and says when."""
     began = time.monotonic()
@@ -49,19 +102,21 @@ def slow(completion: str, note: str) -> float:
 def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[tuple[float, float]]] = {}
 
-    def timed(name: str) -> None:
-        method = getattr(Phases, name)
+    def timed(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
 
-        def call(self: Any, *args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             began = time.monotonic()
-            found = method(self, *args, **options)
+            found = function(*args, **options)
             events.setdefault(name, []).append((began, time.monotonic()))
             return found
 
-        monkeypatch.setattr(Phases, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    for name in ("generate", "score", "old_log_probs", "train"):
-        timed(name)
+    for name in ("generate", "score"):
+        timed(Phases, name)
+    for name in ("add_old_log_probs", "check_judged"):
+        timed(trainer, name)
     note = tmp_path / "note"
     train(
         task,
@@ -81,8 +136,8 @@ def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path
     assert first < events["generate"][1][1]
     # ... and all of them while reference and actor compute.
     assert first < events["score"][0][0]
-    assert last > events["old_log_probs"][0][1]
-    assert last < events["train"][0][0]
+    assert last > events["add_old_log_probs"][0][1]
+    assert last < events["check_judged"][0][0]
 
 
 def test_a_policy_with_adapters_is_its_own_reference(task: Path, tmp_path: Path) -> None:
@@ -191,6 +246,7 @@ def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
         "trainer.eval_every=1",
         "trainer.best_metric=reward",
         "trainer.keep_last=1",
+        "trainer.export_hf_every=1",
         # So wild that the first steps are not improved on.
         "optim.lr=0.5",
     )
@@ -198,7 +254,10 @@ def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
     best = max(range(4), key=lambda step: (evaluations[step], -step))
     folders = {folder.name for folder in (tmp_path / "checkpoints").iterdir()}
     assert f"step-{best:08d}" in folders
-    assert outcome.outputs["model"]
+    assert best != 3
+    step = tmp_path / "exports" / f"step-{best:08d}" if best else task / "model"
+    exported, expected = (load_file(folder / "model.safetensors") for folder in (Path(outcome.outputs["model"]), step))
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow

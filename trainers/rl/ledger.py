@@ -65,7 +65,10 @@ class MemoryLedger:
 
     @property
     def _takes_turns(self) -> bool:
-        return self._away != "none" and sum(holding.shared for holding in self._holdings.values()) > 1
+        # A generator by itself has nobody to take turns with.
+        return self._away != "none" and any(
+            holding.shared for (role, _), holding in self._holdings.items() if role != "rollout"
+        )
 
     def place(self, role: str, part: Part) -> Place:
         """Return where a part of a role is."""
@@ -76,7 +79,7 @@ class MemoryLedger:
 
         Args:
             phase: `rollout` needs the generator. `score` needs other roles, each of whose methods loads what it needs and puts it away
-                again; so does an update of the critic. `train` needs the actor with all of its state.
+                again; so do an update of the critic, a checkpoint and an export. `train` needs the actor with all of its state.
 
         Raises:
             ConfigError: The generator was put away, and the actor has been trained since; see `sync`.

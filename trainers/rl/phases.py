@@ -36,6 +36,7 @@ class Phases:
         tokenizer: The tokenizer of the policy.
         ledger: What moves the state of roles.
         adaptive: The settings that a run adapts.
+        has_dropout: Whether the policy drops elements while it is trained.
         step: The number of the step.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
@@ -49,6 +50,7 @@ class Phases:
     tokenizer: Any
     ledger: MemoryLedger
     adaptive: Adaptive
+    has_dropout: bool = False
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -61,11 +63,15 @@ class Phases:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the weights that answered make the only update of a step, so that ratios need no log-probabilities from before."""
+        """Whether the weights that answered make the only update of a step, so that ratios need no log-probabilities from before.
+
+        With dropout the update's own log-probabilities are not those of the policy that answered.
+        """
         rl, advantage = self.config.rl, self.algorithm.advantage
         return (
             rl.mini_batch_size is None
             and rl.epochs == 1
+            and not self.has_dropout
             and rl.importance == "none"
             and rl.old_log_probs == "actor"
             and rl.kl_target is None

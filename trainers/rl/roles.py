@@ -50,7 +50,8 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
         algorithm: The algorithm.
         total_steps: The number of steps, for learning-rate schedules that have an end.
     """
-    updates = total_steps * updates_per_step(config)
+    each = updates_per_step(config)
+    updates = total_steps * each
     model = _model(config, config.actor)
     specs: dict[str, RoleSpec] = {
         "actor": RoleSpec(
@@ -59,7 +60,8 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
                 model=model,
                 engine=_engine(config, config.actor),
                 optim=_optim(config, config.actor),
-                total_steps=updates,
+                # While the critic warms up, the actor takes no steps.
+                total_steps=max(each, updates - config.rl.critic_warmup * each),
                 loss=algorithm.loss,
             ),
         ),
@@ -162,9 +164,9 @@ def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
         WorkerError: A role cannot be built.
         ConfigError: Ray is not installed, or the roles do not fit the processes.
     """
-    if config.group.kind == "local":
-        return LocalWorkerGroup(roles.specs)
     timeout = 60 * config.trainer.timeout_minutes
+    if config.group.kind == "local":
+        return LocalWorkerGroup(roles.specs, timeout_s=timeout)
     if config.group.kind == "ray":
         from ...workers.groups.ray import RayWorkerGroup
 

@@ -19,7 +19,7 @@ from .lane import RewardLane
 from .ledger import MemoryLedger, describe
 from .phases import Phases
 from .roles import Roles, start_group
-from .state import holdings_of, move_with, sync_with, verify_with
+from .state import has_dropout, holdings_of, move_with, sync_with, verify_with
 
 
 @contextmanager
@@ -77,6 +77,7 @@ def open_phases(
             tokenizer=load_tokenizer(config.model),
             ledger=ledger,
             adaptive=Adaptive(config.rl, algorithm),
+            has_dropout="actor" in group.roles and has_dropout(group, roles),
         )
         yield phases, controllers
     if joins:

@@ -7,6 +7,7 @@ from ...workers.groups.base import WorkerGroup
 from ...workers.rollout.options import SamplingOptions
 from ..config.rl import ROLES, RLConfig
 from .ledger import Holding, Move, Part, Place
+from .roles import Roles
 
 PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
 """The prompt on which a generator's processes are compared, and the number of tokens that they answer it with."""
@@ -27,6 +28,20 @@ def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, Part
         for part, size in sizes.items():
             found[role, part] = Holding(bytes=size, shared=role not in config.group.pools)
     return found
+
+
+def has_dropout(group: WorkerGroup, roles: Roles) -> bool:
+    """Return whether the policy drops elements while it is trained, by its config and its adapters.
+
+    Args:
+        group: The group.
+        roles: The roles.
+    """
+    settings = group.model_config("actor")
+    text = settings.get("text_config") or {}
+    probabilities = [value for name, value in {**settings, **text}.items() if "dropout" in name or name.endswith("pdrop")]
+    probabilities.append(roles.specs["actor"].config.model.lora.dropout)
+    return any(isinstance(value, int | float) and value > 0 for value in probabilities)
 
 
 def move_with(group: WorkerGroup) -> Move:

@@ -36,6 +36,7 @@ class StepBundles:
             return train(self._phases, answers, step)
         group, name = self._phases.group, folder_name(step)
         checkpoints = {}
+        self._phases.ledger.enter("score")
         for role in ("actor", "critic"):
             if role in group.roles:
                 group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})

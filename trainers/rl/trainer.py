@@ -221,6 +221,8 @@ class RLTrainer:
         run.controllers.once(guarded)
 
     def _save(self, run: Run, step: int, cursor: Cursor) -> None:
+        # A checkpoint brings all of a role's state to the device for a moment.
+        run.phases.ledger.enter("score")
         extra = {
             "data": run.prompts.order.state(cursor),
             "adaptive": run.phases.adaptive.state(),
@@ -245,6 +247,7 @@ class RLTrainer:
                 run.early_stopping.best,
                 best,
             )
+            run.phases.ledger.enter("score")
             run.checkpoints.load_step(best)
         outcome.outputs |= self._export(run, Path(config.output_dir))
         if (repo := config.push_to_hub) is not None:
@@ -252,6 +255,7 @@ class RLTrainer:
             outcome.outputs["Hub"] = run.controllers.once(lambda: push(Path(folder), repo))
 
     def _export(self, run: Run, folder: Path) -> dict[str, str]:
+        run.phases.ledger.enter("score")
         actor, outputs, where = run.phases.group["actor"], {}, folder.absolute()
         if run.phases.has_adapters:
             outputs["adapter"] = actor.export(str(where / "adapter"), adapters="only")

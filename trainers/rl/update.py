@@ -25,7 +25,6 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
 
     The rewards are computed meanwhile.
     """
-    phases.ledger.enter("train")
     if isinstance(phases.algorithm.loss, PreferenceLoss) or phases.is_on_policy:
         return answers
     batch = answers.ref
@@ -33,6 +32,8 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
         return answers
     if phases.config.rl.old_log_probs == "rollout":
         return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
+    # Where a critic is updated first, the actor's state would come and go once more.
+    phases.ledger.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
         found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy)
     return answers.with_columns(found.rename(log_probs="old_log_probs"))
@@ -51,7 +52,8 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
     Raises:
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
-    phases.ledger.enter("train")
+    # The state of the actor is not there while the critic is updated.
+    phases.ledger.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
         return _train_on_pairs(phases, answers, step)
     batch, metrics = _corrected(phases, answers)
@@ -73,12 +75,11 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         batch |= advantages.without_groups()
     mini_batches = _mini_batches(phases, step)
     if phases.algorithm.needs_critic:
-        # The state of the actor makes room for that of the critic.
-        phases.ledger.enter("score")
         with phases.timed("update_critic", batch.num_tokens):
             results = phases.group["critic"].update(batch, mini_batches=mini_batches)
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
-    if phases.algorithm.needs_critic and step <= phases.config.rl.critic_warmup:
+    # A step by itself, number 0, belongs to no warmup.
+    if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
         return metrics | (_gap_of_some(phases, answers) if phases.is_on_policy else {})
     phases.ledger.enter("train")
     with phases.timed("update", batch.num_tokens):

@@ -1,6 +1,7 @@
 """A group in which every process is a controller: SPMD under torchrun, or a single process."""
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -27,12 +28,14 @@ class LocalWorkerGroup(WorkerGroup):
 
     Args:
         roles: The roles by name, all on one pool.
+        timeout_s: For how many seconds a process waits for the others. Collectives have the timeout of the default process group if
+            there is one already.
 
     Raises:
         ConfigError: The roles are on more than one pool, or on ranks that do not exist.
     """
 
-    def __init__(self, roles: Mapping[str, RoleSpec]) -> None:
+    def __init__(self, roles: Mapping[str, RoleSpec], *, timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
         super().__init__(roles)
         pools = sorted({role.pool for role in roles.values()})
         if len(pools) > 1:
@@ -40,14 +43,15 @@ class LocalWorkerGroup(WorkerGroup):
                 f"a local group has one pool, its own processes, but the roles are on {', '.join(pools)}; use "
                 "ProcessWorkerGroup or RayWorkerGroup"
             )
-        init_distributed()
+        init_distributed(timedelta(seconds=timeout_s))
         size = dist.get_world_size()
         for name, role in roles.items():
             if role.ranks is not None and role.ranks[-1] >= size:
                 raise ConfigError(f"role {name!r} is on ranks {list(role.ranks)}, but there are {size} processes")
         # The processes of a program may come to a call minutes apart.
-        wait_s = DEFAULT_TIMEOUT.total_seconds()
-        self._worker = ModelWorker(WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=wait_s))
+        self._worker = ModelWorker(
+            WorkerSettings(rank=dist.get_rank(), world_size=size, flush_s=timeout_s, timeout_s=timeout_s)
+        )
         self._worker.pool, self._worker.name = pools[0], f"group {next(_groups)}"
         self._infos: dict[str, list[RankInfo]] = {}
         self._ids = count(1)
