@@ -1,11 +1,14 @@
 """Checking and resolving `model.path`. Imports no torch."""
 
+import logging
 import re
 from pathlib import Path
 
 import xxhash
 
 from ..errors import ModelError
+
+log = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
@@ -54,6 +57,8 @@ def resolve_folder(path: str) -> Path:
     """Return the local folder of a model; a Hub name is downloaded with huggingface_hub."""
     if Path(path).is_dir():
         return Path(path)
+    if Path(path).parent.is_dir() and Path(path).parent != Path():
+        log.warning("there is no folder %s; looking for a model of this name on the Hugging Face Hub", path)
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))

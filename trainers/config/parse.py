@@ -76,8 +76,10 @@ def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
 
 def _type_name(hint: Any) -> str:
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    if text.startswith("typing.Literal["):
-        return " | ".join(text.removeprefix("typing.Literal[").removesuffix("]").replace("'", "").split(", "))
+    literal, _, rest = text.removeprefix("typing.Optional[").partition("]")
+    if literal.startswith("typing.Literal["):
+        names = literal.removeprefix("typing.Literal[").replace("'", "").split(", ")
+        return " | ".join([*names, "None"] if text.startswith("typing.Optional[") or "None" in rest else names)
     return text.replace("typing.", "").replace("NoneType", "None")
 
 
@@ -98,7 +100,8 @@ def help_text(cls: type, usage: str) -> str:
             rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
     for key in rows:
         shown = list(key.default) if isinstance(key.default, tuple) else key.default
-        choices = f" ({key.type})" if " | " in key.type and "None" not in key.type else ""
+        named = [part for part in key.type.split(" | ") if part != "None"]
+        choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
         lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
     return "\n".join(lines)
 
@@ -125,7 +128,7 @@ def own_sections(cls: type) -> Iterator[tuple[str, str, type]]:
             yield key.name, parent, hint
 
 
-def parse(cls: type[Config], argv: Sequence[str], usage: str) -> Config:
+def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
     """Merge the defaults, the recipe and the overrides, in this order, into a typed config.
 
     Args:
@@ -346,8 +349,9 @@ def differences(old: Path, config: Any) -> list[str]:
     switched = OmegaConf.select(before, "engine.backend") != OmegaConf.select(now, "engine.backend")
     for name in sorted({*_leaves(DictConfig(before)), *_leaves(now)}):
         a, b = OmegaConf.select(before, name), OmegaConf.select(now, name)
-        # Another backend has other options; the line about the backend itself is enough.
-        if a != b and not (switched and name.startswith("engine.options")):
+        # Where one has settings inside and the other has none, the lines of these are enough; and another backend has other options.
+        inside = any(isinstance(value, DictConfig) and len(value) for value in (a, b))
+        if a != b and not inside and not (switched and name.startswith("engine.options")):
             lines.append(f"{name}: {a} -> {b}")
     return lines
 

@@ -152,6 +152,16 @@ class RLSettings:
             raise ConfigError(
                 f"rl.importance_bounds={[low, high]}; the lower bound must be from 0 to below 1, the upper one above 1 and finite"
             )
+        defaults = RLSettings()
+        for names, other, is_used in (
+            (("importance_level", "importance_bounds"), "importance", self.importance != "none"),
+            (("kl_horizon",), "kl_target", self.kl_target is not None),
+        ):
+            for name in names:
+                if not is_used and getattr(self, name) != getattr(defaults, name):
+                    raise ConfigError(
+                        f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
+                    )
         if self.importance != "none" and self.old_log_probs == "rollout":
             raise ConfigError(
                 f"rl.importance={self.importance} with rl.old_log_probs=rollout: a correction compares the generator's "

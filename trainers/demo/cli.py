@@ -1,7 +1,7 @@
 """`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
 dpo` and `demo rm` do the same for preference learning, in about a minute, and `demo grpo` for reinforcement learning.
 
-The demo creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
+The demo of sft creates data and an untrained model, trains the model with two processes on each engine, shows that the losses agree,
 merges the checkpoints, and lets the merged models answer held-out questions in plain transformers, in a separate process. A
 short comparison of both engines with plain Hugging Face follows; then the exported model answers over HTTP. It writes `summary.json`.
 """

@@ -1,5 +1,6 @@
 """Handling of SIGTERM and the first Ctrl-C as a request to finish the step, save and exit."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -27,6 +28,9 @@ class StopSignal:
         if number == signal.SIGINT:
             # The next Ctrl-C is no longer caught.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if os.environ.get("RANK", "0") == "0":
+                # Not print, which the signal may have interrupted.
+                os.write(2, b"\nstopping after this step; Ctrl-C again to stop at once\n")
         self._requested = True
 
     @property

@@ -1,13 +1,14 @@
 """Algorithms: each is the settings of one loss and one estimator of advantages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ...engine.errors import ConfigError
 from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from ...workers.losses.preference import PreferenceLoss
 from ...workers.roles.advantage import AdvantageConfig
-from ..config.rl import AlgorithmName, EstimatorConfig, PolicyLossConfig, RLConfig
+from ..config.rl import AlgorithmName, EstimatorConfig, PolicyLossConfig, RLConfig, RLSettings
 from ..methods.preference import preference_loss
 
 
@@ -24,6 +25,17 @@ class Algorithm:
     loss: PolicyLoss | PreferenceLoss
     advantage: AdvantageConfig | None = field(default_factory=AdvantageConfig)
     dynamic_sampling: bool = False
+
+    @property
+    def loss_text(self) -> str:
+        """The loss, for people."""
+        return _text(self.loss, ("kind", "objective", "ratio", "aggregation"), ("on_policy", "log_entropy", "linear"))
+
+    @property
+    def advantage_text(self) -> str:
+        """The estimator of advantages, for people."""
+        assert self.advantage is not None
+        return _text(self.advantage, ("estimator", *READ_BY[self.advantage.estimator]), ())
 
     @property
     def needs_critic(self) -> bool:
@@ -43,6 +55,15 @@ class Algorithm:
         return self.advantage is not None and self.advantage.estimator == "remax"
 
 
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam", "whiten"),
+    "grpo": ("scale",),
+    "rloo": (),
+    "reinforce_plus_plus": ("gamma", "whiten"),
+    "reinforce_plus_plus_baseline": ("whiten",),
+    "remax": ("gamma",),
+}
+"""The settings of `AdvantageConfig` that only some estimators read."""
 _PLAIN = PolicyLoss(dual_clip=None)
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "grpo": Algorithm(loss=POLICY_LOSSES["grpo"], advantage=AdvantageConfig(estimator="grpo")),
@@ -88,24 +109,52 @@ def resolve(config: RLConfig) -> Algorithm:
         return replace(known, loss=preference_loss(config.dpo, config.rollout.temperature))
     assert known.advantage is not None
     changes = _given(rl.loss)
-    if changes.get("dual_clip") == 0:
+    if changes.get("dual_clip") == 0 or (changes.get("objective") == "cispo" and "dual_clip" not in changes):
         changes["dual_clip"] = None
     loss = replace(known.loss, length_norm=None, aggregation="token-mean")
     aggregation = changes.pop("aggregation", known.loss.aggregation)
     norm = changes.pop("length_norm", config.rollout.max_tokens)
     by_norm = aggregation == "seq-mean-token-sum-norm"
-    loss = replace(
-        loss,
-        aggregation=aggregation,
-        length_norm=norm if by_norm or rl.loss.length_norm is not None else None,
-        temperature=config.rollout.temperature,
-        **changes,
-    )
+    try:
+        loss = replace(
+            loss,
+            aggregation=aggregation,
+            length_norm=norm if by_norm or rl.loss.length_norm is not None else None,
+            temperature=config.rollout.temperature,
+            **changes,
+        )
+    except ConfigError as e:
+        raise ConfigError(f"rl.loss.{e} (rl.algorithm={rl.algorithm}; rl.loss.dual_clip=0 is none)") from e
     estimator = _given(rl.advantage)
     if "kl_estimator" in estimator:
         estimator["kl"] = estimator.pop("kl_estimator")
+    try:
+        advantage = replace(known.advantage, **estimator)
+    except ConfigError as e:
+        raise ConfigError(f"rl.advantage.{e}") from e
+    read = {"estimator", "kl_coef", *READ_BY[advantage.estimator], *(["kl"] if advantage.kl_coef else [])}
+    if unread := sorted(set(estimator) - read):
+        name = unread[0].replace("kl", "kl_estimator")
+        raise ConfigError(
+            f"rl.advantage.{name}={estimator[unread[0]]} is not used by the estimator {advantage.estimator} of rl.algorithm="
+            f"{rl.algorithm} with rl.advantage.kl_coef={advantage.kl_coef:g}; remove it"
+        )
     dynamic = known.dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
-    return Algorithm(loss=loss, advantage=replace(known.advantage, **estimator), dynamic_sampling=dynamic)
+    if not dynamic and rl.max_resamples != RLSettings().max_resamples:
+        raise ConfigError(
+            f"rl.max_resamples={rl.max_resamples} is not used without rl.dynamic_sampling=true; set that, or remove it"
+        )
+    return Algorithm(loss=loss, advantage=advantage, dynamic_sampling=dynamic)
+
+
+def _text(settings: PolicyLoss | PreferenceLoss | AdvantageConfig, always: Sequence[str], never: Sequence[str]) -> str:
+    """Return those settings that are named, and those that are not at their defaults."""
+    shown = [
+        f"{f.name}={value}"
+        for f in fields(settings)
+        if f.name not in never and ((value := getattr(settings, f.name)) != f.default or f.name in always)
+    ]
+    return ", ".join(shown)
 
 
 def _given(settings: PolicyLossConfig | EstimatorConfig) -> dict[str, Any]:

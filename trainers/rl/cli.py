@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     paths = [Path(word) for word in words[1:] if not _is_setting(word)]
     if not least <= len(paths) <= most:
         print(
-            f"error: drivetrain rl {words[0]} takes {least if least == most else f'{least} or {most}'} paths; see --help",
+            f"error: drivetrain rl {words[0]} takes {least if least == most else f'{least} or {most}'} path{'s' if most > 1 else ''}; see --help",
             file=sys.stderr,
         )
         return 2

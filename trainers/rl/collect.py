@@ -129,8 +129,9 @@ class Collector:
             equal = equal_groups(answers.rows)
             last_resort = attempt == self._config.rl.max_resamples and not kept and len(equal) == len({*answers.groups})
             others = [group for group in dict.fromkeys(answers.groups) if group not in equal or last_resort][: wanted - groups]
-            rows = [i for i, row in enumerate(answers.rows) if row.group in set(others)]
-            self._phases.discard(answers.ref.select([i for i in range(len(answers)) if i not in set(rows)]))
+            chosen_groups = set(others)
+            rows = [i for i, row in enumerate(answers.rows) if row.group in chosen_groups]
+            self._phases.discard(answers.ref.select(sorted({*range(len(answers))} - {*rows})))
             replaced += len(equal)
             different += sum(group not in equal for group in others)
             if rows:

@@ -6,8 +6,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ...engine.parallel.collectives import all_gather_object, call_on_first
-from ...workers.groups.base import WorkerGroup
-from ...workers.groups.local import LocalWorkerGroup
 
 T = TypeVar("T")
 
@@ -16,11 +14,11 @@ class Controllers:
     """What one of the controller's processes does for all of them: rewards, files, the console.
 
     Args:
-        group: The group of workers.
+        several: Whether all processes of the default process group run the controller.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._several = isinstance(group, LocalWorkerGroup) and dist.get_world_size() > 1
+    def __init__(self, *, several: bool) -> None:
+        self._several = several and dist.get_world_size() > 1
 
     @property
     def is_main(self) -> bool:

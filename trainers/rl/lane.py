@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
-from ...engine.errors import RewardError
+from ...engine.errors import ConfigError, RewardError
 from ...workers.rewards.pool import Target
 from ...workers.rewards.sample import OUTCOME_KINDS, RewardSample
 from ...workers.rewards.scorer import PendingScores, RewardScorer, Scores
@@ -14,6 +14,8 @@ from .answers import Answer
 from .controllers import Controllers
 
 log = logging.getLogger(__name__)
+SHOWN = 80
+"""The number of characters of an answer in a message."""
 
 
 class RewardLane:
@@ -39,6 +41,9 @@ class RewardLane:
 
         self.names: list[str] = controllers.once(start)
         """The names of the rewards."""
+        if (wanted := config.rl.eval_reward) is not None and wanted not in self.names:
+            self.close()
+            raise ConfigError(f"rl.eval_reward={wanted} is no reward; they are {', '.join(self.names)}")
 
     @property
     def asks_model(self) -> bool:
@@ -46,16 +51,20 @@ class RewardLane:
         return REWARD_MODEL in self.names
 
     def check(self, sets: Sequence[PromptSet]) -> None:
-        """Check that all prompts have the columns that their rewards need. Called by the process that computes rewards.
+        """Check that all prompts have the columns that their rewards need.
 
         Raises:
             ConfigError: One has not; the message names its file and row.
         """
-        assert self._scorer is not None
-        for prompts in sets:
-            some = [prompts[i] for i in range(len(prompts))]
-            samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
-            self._scorer.check(samples, [prompt.name for prompt in some])
+
+        def check() -> None:
+            assert self._scorer is not None
+            for prompts in sets:
+                some = [prompts[i] for i in range(len(prompts))]
+                samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
+                self._scorer.check(samples, [prompt.name for prompt in some])
+
+        self._controllers.once(check)
 
     def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
         """Begin to judge answers, and return at once; None in a process that computes no rewards.
@@ -84,19 +93,25 @@ class RewardLane:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
         """
 
-        def wait() -> list[Scores]:
+        def wait() -> list[Scores] | RewardError:
             found, first = [], 0
             for part in pending:
                 assert part is not None
                 values = None if model is None else {REWARD_MODEL: model[first : first + len(part)]}
-                found.append(part.result(models=values))
+                try:
+                    found.append(part.result(models=values))
+                except RewardError as e:
+                    # All processes have to raise this one, after which they save together.
+                    return e
                 first += len(part)
             return found
 
         scores = self._controllers.once(wait)
+        if isinstance(scores, RewardError):
+            raise scores
         judged: list[Answer] = []
         counts: dict[str, float] = {}
-        messages: dict[str, str] = {}
+        messages: dict[str, tuple[Answer, str]] = {}
         for part in scores:
             for i, reward in enumerate(part.rewards):
                 values = {}
@@ -105,7 +120,7 @@ class RewardLane:
                     if outcome is not None and outcome.value is not None:
                         values[name] = outcome.value
                     elif outcome is not None and outcome.message:
-                        messages.setdefault(name, f"{outcome.kind}: {outcome.message}")
+                        messages.setdefault(name, (rows[len(judged)], f"{outcome.kind}: {outcome.message}"))
                 judged.append(replace(rows[len(judged)], reward=reward, rewards=values))
             for name in part.outcomes:
                 for kind, count in part.counts(name).items():
@@ -113,12 +128,16 @@ class RewardLane:
         self._warn(messages)
         return judged, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
 
-    def _warn(self, messages: Mapping[str, str]) -> None:
-        for name, message in messages.items():
+    def _warn(self, messages: Mapping[str, tuple[Answer, str]]) -> None:
+        for name, (answer, message) in messages.items():
             if name not in self._shown:
                 self._shown.add(name)
                 log.warning(
-                    "the reward %s could not judge an answer (%s); further ones are counted in the metrics", name, message
+                    "the reward %s could not judge an answer to %s, %r (%s); further ones are counted in the metrics",
+                    name,
+                    answer.prompt.name,
+                    answer.text[:SHOWN],
+                    message,
                 )
 
     def close(self) -> None:
@@ -142,6 +161,5 @@ def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
             ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         )
         raise RewardError(
-            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from; see the "
-            "first warning of each reward"
+            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from"
         )

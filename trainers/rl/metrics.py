@@ -74,6 +74,10 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in content)
 
 
+LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/loss", "critic/value_error")
+"""The metrics that the line of a step shows if there are any, beside rewards and lengths."""
+
+
 class RLLines(Lines):
     """The lines of a console."""
 
@@ -84,9 +88,10 @@ class RLLines(Lines):
             f"step {record['step']}/{total}",
             f"reward {record['reward']:.3f}" + (f" ({', '.join(rewards)})" if len(rewards) > 1 else ""),
             f"length {record['length']:.1f}",
-            *(f"{name} {record[name]:.4f}" for name in ("kl", "entropy") if name in record),
+            *(f"{name} {record[name]:.4f}" for name in LINE if name in record),
             *([f"grad_norm {record['grad_norm']:.3f}"] if "grad_norm" in record else []),
             *([f"truncated {100 * record['truncated']:.0f}%"] if record["truncated"] else []),
+            *_failures(record),
             f"{record['seconds']:.1f} s ({_shares(record)})",
             f"{duration(left)} left",
         ]
@@ -97,6 +102,12 @@ class RLLines(Lines):
         names = ("reward", "accuracy", *(name for name in record if name.startswith(("avg@", "pass@"))))
         measured = "  ".join(f"{name} {record[name]:.4f}" for name in names if name in record)
         return f"step {record['step']}  {measured}  length {record['length']:.1f}  {record['seconds']:.1f} s"
+
+
+def _failures(record: Mapping[str, Any]) -> list[str]:
+    """Return the numbers of answers that rewards could not judge, and of those that were left out for it."""
+    failed = sum(value for name, value in record.items() if name.startswith(("error/", "timeout/")))
+    return [f"{name} {count:.0f}" for name, count in (("failed", failed), ("dropped", record.get("dropped", 0.0))) if count]
 
 
 def _shares(record: Mapping[str, Any]) -> str:

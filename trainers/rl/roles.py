@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.config import EngineConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, ModelError
 from ...engine.registry import engine_class
 from ...workers.groups.base import WorkerGroup
 from ...workers.groups.local import LocalWorkerGroup
@@ -69,6 +69,15 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
         "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
     }
     own = is_own_reference(config)
+    if own and config.reference.engine is not None:
+        raise ConfigError(
+            "reference.engine is set, but the policy without its adapters is the reference; remove it, or set reference.model.path"
+        )
+    if not own and not algorithm.needs_reference and config.reference != FrozenRoleConfig():
+        raise ConfigError(
+            f"reference is set, but rl.algorithm={config.rl.algorithm} with these settings compares with none; remove it, or set "
+            "rl.loss.kl_coef or rl.advantage.kl_coef"
+        )
     if algorithm.needs_reference and not own:
         temperature = config.rollout.temperature
         frozen = replace(_model(config, config.reference), lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
@@ -134,8 +143,8 @@ def check_roles(roles: Roles) -> None:
                 engine_class(role.engine.backend)(
                     model=role.model, engine=role.engine, optim=role.optim, total_steps=role.total_steps
                 ).check()
-            except ConfigError as e:
-                raise type(e)(f"the role {name}: {e}") from e
+            except (ConfigError, ModelError) as e:
+                raise type(e)(f"the role {name} ({name}.model, {name}.engine, or what they inherit): {e}") from e
 
 
 def rollout_config(config: RLConfig) -> RolloutConfig:

@@ -3,18 +3,18 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...engine.errors import ConfigError
 from ...engine.hf.tokenizer import load_tokenizer
-from ...engine.parallel.process_groups import close_distributed
+from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...workers.rewards.pool import Target
 from ..config.rl import RLConfig
+from ..data.prompts import PromptSet
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .controllers import Controllers
-from .evaluation import correct_reward
 from .lane import RewardLane
 from .ledger import MemoryLedger, describe
 from .phases import Phases
@@ -29,37 +29,41 @@ def open_phases(
     roles: Roles,
     *,
     functions: Sequence[Target] = (),
+    prompts: Sequence[PromptSet] = (),
     only: Collection[str] | None = None,
     judges: bool = True,
 ) -> Iterator[tuple[Phases, Controllers]]:
-    """Start the processes of a run, build its roles in them, and start its rewards; end all of them afterwards.
+    """Start the rewards of a run and its processes, and build its roles in them; end all of them afterwards.
 
     Args:
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
         functions: Reward functions of the program.
+        prompts: The prompts whose columns the rewards will need.
         only: The roles that are needed; None for all.
         judges: Whether answers will be judged.
 
     Raises:
-        ConfigError: A reward cannot be used.
+        ConfigError: A reward cannot be used, or a prompt lacks a column.
         WorkerError: A role cannot be built.
     """
     if only is not None:
         specs = {name: spec for name, spec in roles.specs.items() if name in only}
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
-    joins = config.group.kind == "local" and not dist.is_initialized()
+    is_local = config.group.kind == "local"
+    joins = is_local and not dist.is_initialized()
     with ExitStack() as opened:
-        group = opened.enter_context(start_group(config, roles))
-        controllers = Controllers(group)
-        lane: RewardLane | None = None
-        if judges:
-            lane = RewardLane(config, functions, controllers)
+        if is_local:
+            init_distributed(timedelta(minutes=config.trainer.timeout_minutes))
+        controllers = Controllers(several=is_local)
+        # What is wrong with the rewards is said before models are loaded.
+        lane = RewardLane(config, functions, controllers) if judges else None
+        if lane is not None:
             opened.callback(lane.close)
-            if correct_reward(config, lane.names) not in lane.names:
-                raise ConfigError(f"rl.eval_reward={config.rl.eval_reward} is no reward; they are {', '.join(lane.names)}")
+            lane.check(prompts)
+        group = opened.enter_context(start_group(config, roles))
         ledger = MemoryLedger(
             holdings_of(group, config),
             away=config.group.offload,

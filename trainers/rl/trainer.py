@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...engine.checkpoint.retention import folder_name
-from ...engine.errors import CheckpointError, ConfigError, disk_error
-from ...workers.rewards.pool import Target
+from ...engine.errors import CheckpointError, ConfigError, RewardError, disk_error
+from ...workers.rewards.pool import Target, title_of
 from ..config.parse import changes
 from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from ..data.order import Cursor
@@ -127,15 +127,24 @@ class RLTrainer:
         Raises:
             DrivetrainError: A setting, a file, a row or a reward is wrong, or a worker failed; the message says what to do.
         """
+        configure_logging()
         self.check()
         prompts = load_data(self.config)
         total_steps = self.config.trainer.max_steps or self.config.trainer.epochs * -(
             -len(prompts.order) // prompts.order.batch_size
         )
+        if self._algorithm.needs_critic and self.config.rl.critic_warmup >= total_steps:
+            raise ConfigError(
+                f"rl.critic_warmup={self.config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "
+                "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
+            )
         roles = build_roles(self.config, self._algorithm, total_steps)
         with self._started(roles, prompts, total_steps) as run:
             outcome = self._steps(run)
             self._finish(run, outcome)
+            summary = next((logger for logger in run.loggers if isinstance(logger, RLSummary)), None)
+        if summary is not None:
+            print("\n".join(summary.lines(outcome.outputs)), flush=True)
         return outcome
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -153,10 +162,11 @@ class RLTrainer:
             while outcome.step < run.total_steps and not run.early_stopping.stop and not outcome.stopped:
                 step, started = outcome.step + 1, time.perf_counter()
                 phases.reset_timing()
-                answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
-                answers = add_old_log_probs(phases, phases.score(answers))
-                answers, others = phases.judge(answers)
-                check_judged(answers, {**counts, **others})
+                with self._saved_on_failed_rewards(run, outcome.step, cursor):
+                    answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
+                    answers = add_old_log_probs(phases, phases.score(answers))
+                    answers, others = phases.judge(answers)
+                    check_judged(answers, {**counts, **others})
                 metrics = {**answer_metrics(answers.rows), **counts, **others}
                 metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
                 phases.discard(answers.ref)
@@ -172,6 +182,19 @@ class RLTrainer:
                 if config.export_hf_every and step % config.export_hf_every == 0:
                     self._export(run, Path(config.output_dir) / "exports" / folder_name(step))
         return outcome
+
+    @contextmanager
+    def _saved_on_failed_rewards(self, run: Run, step: int, cursor: Cursor) -> Iterator[None]:
+        """Save what was trained before the rewards of a step failed, such as a judge that cannot be reached."""
+        try:
+            yield
+        except RewardError:
+            if step > run.start[0] and not run.checkpoints.has(step):
+                self._save(run, step, cursor)
+                log.error(
+                    "the rewards of step %d failed; step %d was saved, from which the same command resumes", step + 1, step
+                )
+            raise
 
     def _is_due(self, step: int, every: int | None, run: Run) -> bool:
         return step == run.total_steps or bool(every and step % every == 0)
@@ -271,10 +294,12 @@ class RLTrainer:
             if config.group.kind != "local":
                 # Before models are loaded; with a local group only its processes can agree on an error.
                 lock_folders(config.trainer, opened)
-            phases, controllers = opened.enter_context(open_phases(config, self._algorithm, roles, functions=self._rewards))
+            sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
+            phases, controllers = opened.enter_context(
+                open_phases(config, self._algorithm, roles, functions=self._rewards, prompts=sets)
+            )
             if config.group.kind == "local":
                 controllers.once(lambda: lock_folders(config.trainer, opened))
-            controllers.once(lambda: phases.lane.check([prompts.train, *([prompts.held_out] if prompts.held_out else [])]))
             checkpoints = RunCheckpoints(config, phases.group, controllers)
             early_stopping = self._early_stopping("" if prompts.held_out is None else prompts.held_out.digest)
             start = self._resume(checkpoints, phases, prompts, early_stopping)
@@ -323,7 +348,10 @@ class RLTrainer:
         output = Path(config.trainer.output_dir)
 
         def open_loggers() -> None:
-            write_config(config, resumed=resumed > 0)
+            # Functions of the program stand there too, where they can be read; another one is another run.
+            named = (*config.rewards.use, *(f"{f.__module__}:{title_of(f)}" for f in self._rewards if not isinstance(f, str)))
+            named += tuple(f for f in self._rewards if isinstance(f, str))
+            write_config(replace(config, rewards=replace(config.rewards, use=named)), resumed=resumed > 0)
             try:
                 loggers.extend(make_loggers(config.trainer, output, total_steps, resumed, asdict(config), RLLines()))
             except OSError as e:
@@ -346,7 +374,9 @@ class RLTrainer:
 
     def _early_stopping(self, data: str) -> EarlyStopping:
         trainer = self.config.trainer
-        return EarlyStopping(trainer.best_metric, trainer.patience, data, {"reward": False, "accuracy": False})
+        samples = self.config.rl.eval_samples
+        names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
+        return EarlyStopping(trainer.best_metric, trainer.patience, data, dict.fromkeys(names, False))
 
     def _announce(self, run: Run, step: int) -> None:
         config, prompts = self.config, run.prompts
@@ -359,9 +389,9 @@ class RLTrainer:
             run.total_steps,
             prompts.order.batch_size * config.rl.group_size,
         )
-        log.info("loss: %s", self._algorithm.loss)
+        log.info("loss: %s", self._algorithm.loss_text)
         if self._algorithm.advantage is not None:
-            log.info("advantages: %s", self._algorithm.advantage)
+            log.info("advantages: %s", self._algorithm.advantage_text)
         first = prompts.train[0]
         log.info("first prompt (%s, %d tokens):\n  %s", first.name, len(first.ids), run.phases.tokenizer.decode(first.ids))
         if step >= run.total_steps:

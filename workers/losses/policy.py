@@ -226,7 +226,9 @@ class PolicyLoss:
             )
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
-        if (self.aggregation == "seq-mean-token-sum-norm") != (self.length_norm is not None) or (self.length_norm or 1) < 1:
+        if (self.aggregation == "seq-mean-token-sum-norm") != (self.length_norm is not None) or (
+            self.length_norm is not None and self.length_norm < 1
+        ):
             raise ConfigError(
                 f"length_norm={self.length_norm} with aggregation={self.aggregation}: seq-mean-token-sum-norm needs a "
                 "length_norm of at least 1, and no other aggregation uses it"

@@ -43,5 +43,8 @@ class RewardsConfig:
             raise ConfigError(f"rewards.use names one twice: {', '.join(self.use)}; give it a larger weight")
         if bad := [name for name, weight in self.weights.items() if not math.isfinite(weight)]:
             raise ConfigError(f"rewards.weights.{bad[0]}={self.weights[bad[0]]}; it must be finite")
+        for name, value in (("workers", self.workers), ("timeout_s", self.timeout_s), ("memory_mb", self.memory_mb)):
+            if not 0 < value < 2**31:
+                raise ConfigError(f"rewards.{name}={value}; it must be above 0")
         if self.on_failure not in ("drop", "zero", "raise"):
             raise ConfigError(f"rewards.on_failure={self.on_failure}; it must be drop, zero or raise")

@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -60,16 +61,18 @@ class RewardPool:
         targets: Functions whose modules every process imports at its start, which is not a part of any call's time.
 
     Raises:
-        ConfigError: A number is out of range, or a function cannot be sent to another process.
+        ConfigError: A function cannot be sent to another process.
     """
 
     def __init__(
         self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[Target] = ()
     ) -> None:
-        for name, value in (("workers", workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
-            if not 0 < value < 2**31:
-                raise ConfigError(f"rewards.{name}={value}; it must be above 0")
         for target in targets:
+            if getattr(target, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+                raise ConfigError(
+                    f"the reward {title_of(target)} is defined in a program without a file (a notebook, python -c or standard input), "
+                    "which other processes cannot import; define it in a module"
+                )
             try:
                 pickle.dumps(target)
             except Exception as e:  # of many types
@@ -90,10 +93,12 @@ class RewardPool:
         resource_tracker.ensure_running()
         # A signal to the process group of a run is for the run, which saves and then ends these processes.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # What a fresh process would otherwise import for each call that was killed.
-        context.set_forkserver_preload([__name__])
-        forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            # What a fresh process would otherwise import for each call that was killed.
+            context.set_forkserver_preload([__name__])
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return ProcessPool(self._workers, initializer=_prepare, initargs=self._start, context=context)
 
     def describe(self, target: Target) -> Signature:
@@ -154,9 +159,9 @@ class RewardPool:
         try:
             future = pool.schedule(_judge, args=call.arguments, timeout=call.timeout_s)
         except RuntimeError:
-            if pool.active:
+            # Whoever waits for the outcome replaces the processes; or they were closed, and so is the call.
+            if pool.active and not self._closed:
                 raise
-            # Whoever waits for the outcome replaces the processes.
             return
         future.add_done_callback(lambda ended: self._end(number, call, ended))
 
@@ -178,6 +183,9 @@ class RewardPool:
         lost.stop()
         threading.Thread(target=lost.join, daemon=True).start()
         for number, call in calls:
+            if self._closed:
+                # Whoever closes it settles what is left.
+                return
             if call.tries < _TRIES:
                 self._schedule(number, call)
             else:
@@ -197,8 +205,9 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes; calls that run are killed."""
-        if not self._closed:
-            self._closed = True
+        with self._lock:
+            closes, self._closed = not self._closed, True
+        if closes:
             self._pool.stop()
             self._pool.join()
             # It leaves those that wait without an answer.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import PurePath
 from typing import Any
 
 from ...engine.errors import ConfigError
@@ -70,6 +71,11 @@ def import_function(location: str) -> Callable[..., Any]:
         ConfigError: It cannot be imported, or is not callable.
     """
     module, _, attributes = location.partition(":")
+    if module.endswith(".py") or "/" in module:
+        raise ConfigError(
+            f"the reward {location} is the path of a file; give module:function, such as {PurePath(module).stem}:{attributes or 'function'}, "
+            "and run in the module's folder or name that in PYTHONPATH"
+        )
     try:
         found: Any = import_module(module)
         for attribute in attributes.split("."):

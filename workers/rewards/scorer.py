@@ -181,7 +181,7 @@ class RewardScorer:
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
         """
-        renamed = [self._renamed(sample) for sample in samples]
+        renamed = [self._renamed(sample, name) for sample, name in zip(samples, names, strict=True)]
         routes = self._routes(renamed, names)
         self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
 
@@ -192,7 +192,7 @@ class RewardScorer:
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
         """
-        renamed = [self._renamed(sample) for sample in samples]
+        renamed = [self._renamed(sample, _title(row, None)) for row, sample in enumerate(samples)]
         routes = self._routes(renamed)
         asked = {name: rows for name, rows in routes.items() if name not in self._models}
         self._check_columns(renamed, asked)
@@ -286,14 +286,14 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _renamed(self, sample: RewardSample) -> RewardSample:
+    def _renamed(self, sample: RewardSample, title: str) -> RewardSample:
         if not self._config.columns:
             return sample
         columns = dict(sample.columns)
         for parameter, column in self._config.columns.items():
             if column not in columns:
                 raise ConfigError(
-                    f"rewards.columns.{parameter}={column}: a row has no such column; it has {', '.join(columns) or 'none'}"
+                    f"rewards.columns.{parameter}={column}: {title} has no such column; it has {', '.join(columns) or 'none'}"
                 )
             columns[parameter] = columns[column]
         return replace(sample, columns=columns)

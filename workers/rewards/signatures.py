@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import math
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -21,6 +22,8 @@ from typing import Any, Literal
 from ...engine.errors import ConfigError
 from .sample import Outcome, RewardSample
 
+_INSTALLED = ("site-packages", "lib/python3")
+"""In the paths of modules that are not the function's own."""
 Convention = Literal["trl", "verl_batch", "verl", "samples", "each"]
 _MARKS: dict[str, Convention] = {
     "completions": "trl",
@@ -123,7 +126,7 @@ def judge(
                 return asyncio.run(_together(calls, timeout_s))
             found = [outcome_of(_settled(value)) for value in calls]
     except Exception as e:  # the function's own
-        found = [Outcome(kind="error", message=f"{type(e).__name__}: {e}") for _ in samples]
+        found = [Outcome(kind="error", message=_described(e)) for _ in samples]
     share = (time.perf_counter() - began) / max(1, len(samples))
     return [replace(outcome, seconds=share) for outcome in found]
 
@@ -136,10 +139,18 @@ async def _together(calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[O
         except TimeoutError:
             found = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
         except Exception as e:  # the function's own
-            found = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
+            found = Outcome(kind="error", message=_described(e))
         return replace(found, seconds=time.perf_counter() - began)
 
     return list(await asyncio.gather(*(one(call) for call in calls)))
+
+
+def _described(error: Exception) -> str:
+    """Return an error and the line of the function's own code that raised it, or called what did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)] or frames
+    where = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _settled(value: Any) -> Any:
@@ -155,7 +166,7 @@ def outcome_of(value: Any, *, none_is_allowed: bool = False) -> Outcome:
         value = value["score"]
     if value is None and none_is_allowed:
         return Outcome(kind="not_applicable")
-    if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) and not isinstance(value, Real):
+    if hasattr(value, "item") and hasattr(value, "shape") and math.prod(value.shape) == 1:
         # A tensor with one element.
         value = value.item()
     if not isinstance(value, Real):

@@ -1,5 +1,6 @@
 """The advantage role: advantages and returns from the rewards, values and log-probabilities of a batch, where these are."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ class AdvantageConfig:
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be between 0 and 1")
+        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
+            raise ConfigError(f"kl_coef={self.kl_coef}; it must be finite and at least 0")
 
 
 class AdvantageWorker:

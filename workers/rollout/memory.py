@@ -10,7 +10,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def estimated_bytes(config: RolloutConfig) -> dict[str, int]:
-    """Return the size of the `parameters` and of the full `cache`, in bytes.
+    """Return the size of the `parameters` and of the full `cache`, in bytes; 0 for what the config or the files do not say.
 
     Args:
         config: The configuration of the generator.
@@ -20,7 +20,8 @@ def estimated_bytes(config: RolloutConfig) -> dict[str, int]:
     size = _BYTES[config.dtype]
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     stored_size = {"float32": 4, "float64": 8}.get(str(getattr(model, "dtype", "")).removeprefix("torch."), 2)
-    heads = getattr(model, "num_key_value_heads", None) or getattr(model, "num_attention_heads", 1)
-    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    attention = getattr(model, "num_attention_heads", None)
+    heads = getattr(model, "num_key_value_heads", None) or attention or 0
+    width = getattr(model, "head_dim", None) or (model.hidden_size // attention if attention else 0)
     per_token = 2 * model.num_hidden_layers * heads * width * size
     return {"parameters": stored * size // stored_size, "cache": per_token * config.max_batch_total_tokens}
