@@ -135,6 +135,24 @@ def test_rewards_of_ones_own_add_up(task: Path, tmp_path: Path) -> None:
     assert record["reward"] == pytest.approx(1.0 + record["reward/format"])
 
 
+def fails_later(completion: str, note: str) -> float:
+    """A reward whose judge cannot be reached from its 33rd answer on."""
+    with open(note, "a") as file:
+        file.write("x")
+    if Path(note).stat().st_size > 32:
+        raise ConnectionError("no judge")
+    return float(len(set(completion)))
+
+
+def test_what_was_trained_before_the_rewards_failed_is_saved(task: Path, tmp_path: Path) -> None:
+    run, note = tmp_path / "run", tmp_path / "note"
+    more = ["trainer.max_steps=4", "trainer.export_hf=false", f"rewards.settings.fails_later.note={note}", "rewards.workers=1"]
+    with pytest.raises(RewardError, match=r"none of 16 answers could be judged \(error/fails_later 16\)"):
+        train(task, run, *more, rewards=[fails_later])
+    assert (run / "checkpoints" / "step-00000002").is_dir()
+    assert "fails_later" in (run / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("reward", [too_few, never])
 def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path, reward: Any) -> None:
     with pytest.raises(RewardError, match=rf"none of 16 answers could be judged \(error/{reward.__name__} 16\)"):
@@ -155,7 +173,19 @@ def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path,
         (["group.kind=process", "group.pools.critic=1"], r"this run has no critic"),
         (["group.pools.rollout=1"], r"all roles share the processes of torchrun"),
         (["trainer.best_metric=reward"], r"needs data\.eval"),
-        (["actor.engine.backend=fsdp", "actor.engine.parallel.tp=2"], r"the role actor: .*tp"),
+        (["rl.algorithm=rloo", "rl.advantage.scale=true"], r"rl\.advantage\.scale=True is not used by the estimator rloo"),
+        (["rl.advantage.kl_estimator=k2"], r"rl\.advantage\.kl_estimator=k2 is not used"),
+        (["rl.advantage.kl_coef=nan"], r"rl\.advantage\.kl_coef=nan; it must be finite"),
+        (["rl.algorithm=dr_grpo", "rl.loss.length_norm=0"], r"rl\.loss\.length_norm=0 with"),
+        (["rl.importance_level=sequence"], r"rl\.importance_level=sequence is not used without rl\.importance"),
+        (["rl.kl_horizon=7"], r"rl\.kl_horizon=7 is not used without rl\.kl_target"),
+        (["rl.max_resamples=3"], r"rl\.max_resamples=3 is not used without rl\.dynamic_sampling"),
+        (["rl.loss.kl_coef=0", "reference.model.path=elsewhere"], r"reference is set, but rl\.algorithm=grpo"),
+        (["model.lora.rank=2", "reference.engine.micro_batch.max_tokens=64"], r"reference\.engine is set, but the policy"),
+        (["rl.algorithm=ppo", "rl.critic_warmup=6"], r"rl\.critic_warmup=6 is as many steps as the run has \(6\)"),
+        (["rewards.timeout_s=-1"], r"rewards\.timeout_s=-1\.0; it must be above 0"),
+        (["rewards.use=[format,./own.py:f]"], r"is the path of a file; give module:function, such as own:f"),
+        (["actor.engine.backend=fsdp", "actor.engine.parallel.tp=2"], r"the role actor .*tp"),
     ],
 )
 def test_settings_that_cannot_work_are_named(task: Path, tmp_path: Path, more: list[str], message: str) -> None:

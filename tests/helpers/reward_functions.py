@@ -51,6 +51,12 @@ async def remote(completion: str) -> float:
     return 1.0
 
 
+def nap(completion: str) -> float:
+    """Takes its time."""
+    time.sleep(0.2)
+    return 1.0
+
+
 def pid(completion: str) -> int:
     """The process that it runs in."""
     return os.getpid()
