@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig
 
 from .backend import Adapters, check_adapters
 from .checkpointable import CheckpointableEngine, Mode
-from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
+from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
 from .hf.config import read_config
-from .hf.shape import router_aux_coef
+from .hf.shape import length_dependent_rope, router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
 from .offload import PARTS, Offloader, Part, free_memory
@@ -107,7 +107,20 @@ class BaseEngine(CheckpointableEngine):
             ConfigError, ModelError, TopologyError: The engine cannot be built; the message names the setting and the way out.
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
+        self._sharing()
         self._check_model(self._resolved())
+
+    def _sharing(self) -> SharePrefixes:
+        """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""
+        kind = length_dependent_rope(self.hf_config)
+        if kind is None:
+            return self.config.share_prefixes
+        if self.config.share_prefixes == "on":
+            raise ConfigError(
+                f"engine.share_prefixes=on with rope_type={kind} in the config of {self.model_config.path}, which rotates a prefix by the "
+                "length of the whole document, so documents cannot share it; use auto or off"
+            )
+        return "off"
 
     def _resolved(self) -> ParallelConfig:
         """Return the parallel layout, resolved if the number of processes is already known."""
@@ -120,6 +133,7 @@ class BaseEngine(CheckpointableEngine):
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         if self.optim_config is not None:
             self.optim_config.check(self.total_steps)
+        sharing = self._sharing()
         self._topology = Topology.build(self.config.parallel, init_distributed(), self._ranks)
         try:
             if self.config.deterministic:
@@ -136,7 +150,7 @@ class BaseEngine(CheckpointableEngine):
                     self._build_optimizer(self.optim_config)
             with self.topology.collective_errors():
                 self._finish_build()
-            self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape)
+            self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing)
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 OffloadTarget = Literal["none", "host", "disk"]
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 NonFinitePolicy = Literal["raise", "skip"]
+SharePrefixes = Literal["auto", "on", "off"]
 Recompute = Literal["none", "full", "selective"]
 
 
@@ -196,6 +197,10 @@ class EngineConfig:
     recompute: Recompute = setting("none", "activations that the backward pass recomputes instead of storing them")
     compile: bool = setting(False, "compile each layer with torch.compile")
     offload: OffloadConfig = setting(factory=OffloadConfig, help="state that is kept outside the device")
+    share_prefixes: SharePrefixes = setting(
+        "off",
+        "compute what documents begin with in common once per micro-batch; auto: where that saves at least a tenth of the tokens; on: wherever it saves any",
+    )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
     seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout")
     deterministic: bool = setting(False, "use deterministic kernels; an operation that has none fails")

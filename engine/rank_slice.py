@@ -12,6 +12,7 @@ from torch import Tensor
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
 from .ops.attention import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
+from .packing.batch import IGNORE
 from .parallel.topology import Topology
 from .step_plan import MicroBatch
 
@@ -23,7 +24,7 @@ class RankSlice:
     Args:
         input_ids: `[t]`, the token ids.
         position_ids: `[t]` or `[A, t]`, the positions within each document.
-        context: The boundaries of all documents, including the padding document, and the context-parallel group.
+        context: The boundaries of all documents or segments, including the padding document, and the context-parallel group.
         selected: `[S]` int64, the indices of the selected tokens in the slice.
         targets: `[S]` int64, the labels of the selected tokens.
         outputs: The outputs to compute.
@@ -31,6 +32,7 @@ class RankSlice:
             advance.
         real_tokens: The number of real tokens, which come first in the slice; the rest is padding.
         mask: `[T]` bool, the selected tokens of the micro-batch.
+        origin: `[T]` int64, the computed token of each token of the micro-batch; None if each is computed.
     """
 
     input_ids: Tensor
@@ -42,47 +44,64 @@ class RankSlice:
     expected: Mapping[str, Tensor] | None
     real_tokens: int
     mask: Tensor
+    origin: Tensor | None = None
 
     @classmethod
     def from_micro_batch(cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology) -> "RankSlice":
         """Return this rank's slice. An additional, unsupervised document pads the micro-batch to `topology.token_multiple`."""
-        batch, group = micro_batch.batch, topology.cp
-        tokens = batch.num_tokens
+        batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
         mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
         ids, positions, labels = batch.input_ids, batch.position_ids, batch.labels
-        bounds, cu_seqlens = batch.bounds, batch.cu_seqlens
-        padding = -tokens % topology.token_multiple
+        bounds, cu_seqlens, parents = batch.bounds, batch.cu_seqlens, None
         padded_mask, expected = mask, request.expected
+        if layout is not None:
+            ids, positions = ids[layout.index], positions[..., layout.index]
+            # A computed token that stands for several is selected, and has a target, if one of them has; their targets are equal.
+            padded_mask = mask.new_zeros(layout.tokens, dtype=torch.long).index_add(0, layout.origin, mask.long()) > 0
+            labels = labels.new_full((layout.tokens,), IGNORE).scatter_reduce(0, layout.origin, labels, "amax")
+            if expected is not None:
+                expected = {
+                    k: v.new_zeros(layout.tokens).index_add(0, layout.origin, v.masked_fill(~mask, 0.0))
+                    for k, v in expected.items()
+                }
+            bounds, parents = layout.bounds, layout.parents
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(ids.device, non_blocking=True)
+        tokens = bounds[-1]
+        padding = -tokens % topology.token_multiple
         if padding:
-            ids, labels = _extend(ids, padding), _extend(labels, padding)
+            ids, labels, padded_mask = (_extend(x, padding) for x in (ids, labels, padded_mask))
             positions = torch.cat([positions, torch.arange(padding, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
-            padded_mask = _extend(mask, padding)
             expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
             bounds = (*bounds, tokens + padding)
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + padding])])
+            parents = None if parents is None else (*parents, -1)
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
         return cls(
             input_ids=slice_tokens(ids, group),
             position_ids=slice_tokens(positions, group),
-            context=PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group),
+            context=PackedContext(bounds=bounds, cu_seqlens=cu_seqlens, cp_group=group, parents=parents),
             selected=selected,
             targets=slice_tokens(labels, group)[selected].clamp_min(0),
             outputs=request.outputs,
             expected=None if expected is None else {k: slice_tokens(v, group)[selected] for k, v in expected.items()},
             real_tokens=0 if micro_batch.is_dummy else max(0, min(size, tokens - topology.cp_rank * size)),
             mask=mask,
+            origin=None if layout is None else layout.origin,
         )
 
     def gather_outputs(self, outputs: Mapping[str, Tensor]) -> TokenOutputs:
         """Convert outputs `[S]` of the selected tokens to outputs of complete documents. Collective over `Topology.cp`."""
-        size, tokens = len(self.input_ids), len(self.mask)
-        gathered = {
-            name: gather_tokens(value.new_zeros(size).index_put((self.selected,), value), self.context.cp_group)[:tokens]
-            for name, value in outputs.items()
-        }
+        gathered = {name: self._of_documents(value) for name, value in outputs.items()}
         return TokenOutputs(mask=self.mask, **gathered)
+
+    def _of_documents(self, value: Tensor) -> Tensor:
+        full = gather_tokens(value.new_zeros(len(self.input_ids)).index_put((self.selected,), value), self.context.cp_group)
+        if self.origin is None:
+            return full[: len(self.mask)]
+        # Of a token that stands for several, not all need have been selected.
+        return full[self.origin].masked_fill(~self.mask, 0)
 
 
 def _extend(x: Tensor, tokens: int) -> Tensor:

@@ -149,6 +149,7 @@ class LossAccumulator:
             tokens=self._plan.tokens,
             sequences=self._plan.sequences,
             micro_batches=len(self._plan.parts),
+            shared_tokens=self._plan.shared_tokens,
             flops=self._plan.flops,
             peak_gib=max(part["peak"] for _, part in gathered) / 2**30,
         )

@@ -7,16 +7,19 @@ from typing import Self
 
 import torch
 
-from .config import MicroBatchConfig, ModelConfig
+from .config import MicroBatchConfig, ModelConfig, SharePrefixes
 from .errors import BatchError, BudgetError, ConfigError
 from .flops import ModelShape
 from .loss import Loss, OutputRequest
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
-from .packing.microbatch import partition
+from .packing.microbatch import count_units, partition
+from .packing.prefixes import Prefixes, SharedLayout, find_prefixes, shared_layout
 from .parallel.topology import Topology
 
 log = logging.getLogger(__name__)
+WORTHWHILE = 0.1
+"""The share of a rank's tokens that sharing prefixes must save for `share_prefixes=auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +31,7 @@ class MicroBatch:
             device.
         index: The index of the micro-batch in the step, starting at 0.
         count: The number of micro-batches in the step, the same on every rank.
+        layout: What is computed instead of the documents one by one; None if they share nothing.
         is_dummy: Whether this is a dummy micro-batch, which a rank without further documents runs because other ranks still
             have some, and all ranks must enter the same collectives.
     """
@@ -35,6 +39,7 @@ class MicroBatch:
     batch: PackedBatch
     index: int
     count: int
+    layout: SharedLayout | None = None
     is_dummy: bool = False
 
     @property
@@ -82,6 +87,8 @@ class StepPlan:
         flops: The FLOPs that the global batch needs; 0 without a loss.
         real_micro_batches: The total number of micro-batches over all data-parallel ranks, not counting dummy ones.
         longest: The number of tokens in the longest document of the global batch.
+        shared_tokens: The number of tokens in the global batch that are not computed, because another document begins with them too.
+        prefixes: The prefixes that the documents of this rank share; None if they are computed one by one.
     """
 
     parts: list[list[int]]
@@ -91,19 +98,22 @@ class StepPlan:
     flops: float
     real_micro_batches: int
     longest: int
+    shared_tokens: int = 0
+    prefixes: Prefixes | None = None
 
     def micro_batches(self, batch: PackedBatch, device: torch.device) -> "list[MicroBatch]":
         """Return the micro-batches in order, on the device."""
-        count = len(self.parts)
-        return [
-            MicroBatch(
-                batch=batch.select(part).to(device) if part else unsupervised(1, device),
-                index=i,
-                count=count,
-                is_dummy=not part,
-            )
-            for i, part in enumerate(self.parts)
-        ]
+        return [self._micro_batch(batch, device, i) for i in range(len(self.parts))]
+
+    def _micro_batch(self, batch: PackedBatch, device: torch.device, index: int) -> MicroBatch:
+        part, count = self.parts[index], len(self.parts)
+        if not part:
+            return MicroBatch(batch=unsupervised(1, device), index=index, count=count, is_dummy=True)
+        some = batch.select(part)
+        layout = None if self.prefixes is None else shared_layout(some.lengths, self.prefixes.select(part))
+        return MicroBatch(
+            batch=some.to(device), index=index, count=count, layout=None if layout is None else layout.to(device)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +124,7 @@ class _ShardSummary:
     micro_batches: int
     units: int
     tokens: int
+    shared_tokens: int
     sequences: int
     longest: int
     flops: float
@@ -128,10 +139,18 @@ class StepPlanner:
         sizes: The micro-batch settings.
         model: The model settings.
         shape: The model's shapes, which determine the cost of a document, the vocabulary size and the number of positions.
+        share: Whether documents share prefixes; see `EngineConfig.share_prefixes`.
     """
 
-    def __init__(self, topology: Topology, sizes: MicroBatchConfig, model: ModelConfig, shape: ModelShape) -> None:
-        self._topology, self._sizes, self._model, self._shape = topology, sizes, model, shape
+    def __init__(
+        self,
+        topology: Topology,
+        sizes: MicroBatchConfig,
+        model: ModelConfig,
+        shape: ModelShape,
+        share: SharePrefixes = "off",
+    ) -> None:
+        self._topology, self._sizes, self._model, self._shape, self._share = topology, sizes, model, shape, share
         self._warned = False
 
     def plan(
@@ -170,6 +189,7 @@ class StepPlanner:
             self._shape,
             training=training and loss is not None,
             total_weights=total_weights,
+            share=self._share,
         )
         self.warn_of_positions(plan.longest)
         return plan
@@ -214,6 +234,7 @@ def plan_step(
     *,
     training: bool = False,
     total_weights: Mapping[str, float] | None = None,
+    share: SharePrefixes = "off",
 ) -> StepPlan:
     """Compute the global weights and the common number of micro-batches, and split the batch. Collective.
 
@@ -225,6 +246,7 @@ def plan_step(
         shape: The model's shapes, which determine the cost of a document and the vocabulary size.
         training: Whether there is a backward pass.
         total_weights: The weights to use instead of the global batch's own, if the caller accumulates over several batches.
+        share: Whether documents share prefixes.
 
     Raises:
         BudgetError: A sequence exceeds the token budget.
@@ -237,8 +259,10 @@ def plan_step(
     ratio = shape.attention_ratio
     local: _ShardSummary | None = None
     error: Exception | None = None
+    prefixes: Prefixes | None = None
     try:
-        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training)
+        prefixes = _shared_prefixes(batch, share)
+        local = _summarize_shard(topology, batch, loss, usable, budget.setting, shape, training, prefixes)
     except Exception as e:  # raised on all ranks by the exchange below, which every step needs anyway
         error = e
     summaries: list[_ShardSummary] = topology.all_gather_object(local, error=error)
@@ -252,7 +276,7 @@ def plan_step(
         totals = {term: sum(summary.weights[term] for summary in counted) for term in local.weights}
     sequences = sum(summary.sequences for summary in counted)
     _check_weights(totals, batch, sequences)
-    parts = _split(batch, usable, count, ratio, budget.setting)
+    parts = _split(batch, usable, count, ratio, budget.setting, prefixes)
     parts += [[] for _ in range(count - len(parts))]
     return StepPlan(
         parts=parts,
@@ -262,7 +286,16 @@ def plan_step(
         flops=sum(summary.flops for summary in counted),
         real_micro_batches=sum(min(count, summary.units) for summary in counted),
         longest=max(summary.longest for summary in summaries),
+        shared_tokens=sum(summary.shared_tokens for summary in counted),
+        prefixes=prefixes,
     )
+
+
+def _shared_prefixes(batch: PackedBatch, share: SharePrefixes) -> Prefixes | None:
+    prefixes = None if share == "off" else find_prefixes(batch)
+    if prefixes is not None and share == "auto" and prefixes.saved() < WORTHWHILE * batch.num_tokens:
+        return None
+    return prefixes
 
 
 def _summarize_shard(
@@ -273,23 +306,27 @@ def _summarize_shard(
     setting: str,
     shape: ModelShape,
     training: bool,
+    prefixes: Prefixes | None,
 ) -> _ShardSummary:
     """Check this rank's data-parallel shard and return its summary."""
     weights: dict[str, float] = {}
     flops = 0.0
     check_ids(batch, shape.vocabulary)
-    count = len(_split(batch, budget, 1, shape.attention_ratio, setting))
+    count = len(_split(batch, budget, 1, shape.attention_ratio, setting, prefixes))
+    units, spared = count_units(batch.lengths, budget, _groups(batch), prefixes)
     if loss is not None:
         for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
             if (read := getattr(loss, kind, None)) is not None:
                 check_read(fields, read, batch.passengers)
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
         flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
+        flops -= shape.flops(spared, 0, training=training)
     return _ShardSummary(
         counts=topology.is_output_rank,
         micro_batches=count,
-        units=len(set(batch.groups())),
+        units=units,
         tokens=batch.num_tokens,
+        shared_tokens=sum(spared),
         sequences=batch.num_sequences,
         longest=batch.max_seqlen,
         flops=flops,
@@ -346,8 +383,22 @@ def check_ids(batch: PackedBatch, vocabulary: int) -> None:
     )
 
 
-def _split(batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str) -> list[list[int]]:
+def _groups(batch: PackedBatch) -> list[int] | None:
+    return None if batch.group_ids is None else batch.groups()
+
+
+def _split(
+    batch: PackedBatch, budget: int, at_least: int, ratio: float, setting: str, prefixes: Prefixes | None
+) -> list[list[int]]:
     if budget < 1:
         raise BudgetError(f"{setting}={budget} is less than one token for each rank that splits a sequence; increase it")
-    groups = None if batch.group_ids is None else batch.groups()
-    return partition(batch.lengths, budget, at_least=at_least, groups=groups, names=batch.names, ratio=ratio, setting=setting)
+    return partition(
+        batch.lengths,
+        budget,
+        at_least=at_least,
+        groups=_groups(batch),
+        names=batch.names,
+        ratio=ratio,
+        setting=setting,
+        prefixes=prefixes,
+    )

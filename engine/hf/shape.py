@@ -54,6 +54,17 @@ def context_of(config: PreTrainedConfig) -> int | None:
     return max([positions, *scaled]) if positions is not None else None
 
 
+BY_LENGTH = ("dynamic", "longrope")
+"""The types of rotary embeddings whose frequencies depend on a document's length."""
+
+
+def length_dependent_rope(config: PreTrainedConfig) -> str | None:
+    """Return the type of rotary embeddings, if their frequencies may depend on a document's length, otherwise None."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind.get("rope_type") for kind in (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))]
+    return next((kind for kind in kinds if kind in BY_LENGTH), None)
+
+
 def experts_of(config: PreTrainedConfig) -> int | None:
     """Return the number of experts of a mixture, under whichever name the family uses; None for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")

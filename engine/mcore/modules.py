@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..bridge.decoder import Decoder
 from ..errors import ModelError
+from ..hf.shape import BY_LENGTH
 from ..ops.attention import packed_attention
 from ..rank_slice import RankSlice
 from .config import DecoderConfig
@@ -159,7 +160,7 @@ class Rotary(nn.Module):
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
         super().__init__()
         self.config, self.kinds = config, decoder.rotary_kinds
-        self.by_length = any(rotary_settings(config, kind).get("rope_type") in _BY_LENGTH for kind in self.kinds)
+        self.by_length = any(rotary_settings(config, kind).get("rope_type") in BY_LENGTH for kind in self.kinds)
         self.register_buffer("inv_freq_kf", self._frequencies(None), persistent=False)
 
     def _frequencies(self, length: int | None) -> Tensor:
@@ -189,9 +190,6 @@ class Rotary(nn.Module):
         first = 0 if context.cp_group is None else context.cp_group.rank() * tokens
         positions = torch.arange(first, first + tokens, device=context.cu_seqlens.device)
         return inv_freq_knf[:, torch.searchsorted(context.cu_seqlens, positions, right=True) - 1]
-
-
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotary_settings(config: PreTrainedConfig, layer_kind: str) -> dict[str, Any]:

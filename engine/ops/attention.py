@@ -4,10 +4,9 @@ Axes: T packed tokens, N documents, H query heads, K key/value heads, D head siz
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,18 +32,54 @@ class PackedContext:
         bounds: The N + 1 boundaries on the host, over the full sequence (also under context parallelism).
         cu_seqlens: The same boundaries on the device, `[N + 1]` int32.
         cp_group: The ranks that share this sequence; None if there is only one.
+        parents: For each document, or segment of one, the segment whose keys and values come before its own; -1 for none. None if there
+            are no such segments. A parent has no parent.
     """
 
     bounds: tuple[int, ...]
     cu_seqlens: Tensor
     cp_group: ProcessGroup | None = None
+    parents: tuple[int, ...] | None = None
     masks: dict[int | None, Any] = field(default_factory=dict)
     """The block masks by window, created once for all layers."""
 
     @property
     def longest(self) -> int:
-        """The number of tokens in the longest document."""
+        """The number of tokens in the longest segment."""
         return max(end - start for start, end in pairwise(self.bounds))
+
+    @cached_property
+    def keys(self) -> "Keys":
+        """The keys that each segment attends to, its parent's before its own."""
+        assert self.parents is not None
+        spans: list[Tensor] = []
+        sizes: list[int] = []
+        for segment, parent in enumerate(self.parents):
+            seen = ([parent] if parent >= 0 else []) + [segment]
+            spans += [torch.arange(self.bounds[s], self.bounds[s + 1]) for s in seen]
+            sizes.append(sum(self.bounds[s + 1] - self.bounds[s] for s in seen))
+        device = self.cu_seqlens.device
+        bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        return Keys(
+            index=torch.cat(spans).to(device, non_blocking=True),
+            cu_seqlens=bounds.to(device, non_blocking=True),
+            longest=max(sizes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Keys:
+    """The keys of all segments, one after the other, those of a parent again for each of its children.
+
+    Args:
+        index: `[V]` int64, the token of each key.
+        cu_seqlens: `[N + 1]` int32, the boundaries of the segments' keys.
+        longest: The number of keys of the segment that has most.
+    """
+
+    index: Tensor
+    cu_seqlens: Tensor
+    longest: int
 
 
 # Boundaries differ in every micro-batch: a compiled layer would be recompiled for each number of documents.
@@ -103,12 +138,17 @@ def _local(
         # Flex kernels require head sizes that are powers of two and at least 16; others take the plain path below.
         if not plain and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128, 256) and v.shape[-1] == q.shape[-1]:
             return flex(q, k, v, context, scale, window, softcap, sinks)
-    return by_document(q, k, v, context.bounds, scale, window, softcap, sinks)
+    return by_document(q, k, v, context, scale, window, softcap, sinks)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float, window: int | None) -> Tensor:
     """Run FlashAttention's variable-length kernel: CUDA, 16-bit, no soft cap, no sinks."""
     cu, longest = context.cu_seqlens, context.longest
+    cu_k, longest_k = cu, longest
+    if context.parents is not None:
+        # The kernel aligns queries with the end of their keys. Gradients of a parent's keys add up over its children.
+        keys = context.keys
+        k, v, cu_k, longest_k = k[keys.index], v[keys.index], keys.cu_seqlens, keys.longest
     # Inclusive reach to the left and right; a window includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
     grouped: dict[str, Any] = {}
@@ -118,7 +158,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, context: PackedContext, scale: float
         else:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, **grouped)
+    out: Any = varlen_attn(q, k, v, cu, cu_k, longest, longest_k, scale=scale, window_size=reach, **grouped)
     result: Tensor = out
     return result
 
@@ -189,10 +229,21 @@ def _block_mask(context: PackedContext, window: int | None, device: torch.device
     tokens = context.bounds[-1]
     lengths = context.cu_seqlens.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
+    if context.parents is None:
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = (document[i] == document[j]) & (j <= i)
-        return seen if window is None else seen & (i - j < window)
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen = (document[i] == document[j]) & (j <= i)
+            return seen if window is None else seen & (i - j < window)
+
+    else:
+        parents = torch.tensor(context.parents).to(device)
+        # The distance of a child's token from its parent's is that of their positions in the child's document.
+        before = torch.where(parents < 0, 0, lengths[parents.clamp_min(0)])
+        place = torch.arange(tokens, device=device) - context.cu_seqlens[:-1][document] + before[document]
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen = ((document[i] == document[j]) & (j <= i)) | (parents[document[i]] == document[j])
+            return seen if window is None else seen & (place[i] - place[j] < window)
 
     return create_block_mask(visible, None, None, tokens, tokens, device=str(device))
 
@@ -201,7 +252,7 @@ def by_document(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: Sequence[int],
+    context: PackedContext,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -209,8 +260,14 @@ def by_document(
 ) -> Tensor:
     """Run one attention call per document: the CPU path, and the reference for the kernels."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    sizes = [end - start for start, end in pairwise(bounds)]
-    documents = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+    sizes = [end - start for start, end in pairwise(context.bounds)]
+    keys, values = k.split(sizes, 2), v.split(sizes, 2)
+    if context.parents is not None:
+        keys, values = (
+            tuple(x if parent < 0 else torch.cat([own[parent], x], 2) for x, parent in zip(own, context.parents, strict=True))
+            for own in (keys, values)
+        )
+    documents = zip(q.split(sizes, 2), keys, values, strict=True)
     if softcap is None and sinks is None:
         outs = [_sdpa(a, b, c, scale, window) for a, b, c in documents]
     else:
@@ -218,19 +275,21 @@ def by_document(
     return torch.cat(outs, 2)[0].transpose(0, 1)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i[None, :]
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys each query sees; the last query has the position of the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    length = q.shape[2]
-    windowed = window is not None and window < length
-    mask = _visible(length, window, q.device) if windowed else None
+    queries, keys = q.shape[2], k.shape[2]
+    # The last token sees everything, unless a window keeps it from that.
+    all_seen = queries == 1 and (window is None or window >= keys)
+    masked = not all_seen and (queries < keys or (window is not None and window < keys))
+    mask = _visible(queries, keys, window, q.device) if masked else None
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=not windowed and length > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=not masked and queries > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -242,7 +301,7 @@ def _explicit(
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
+    scores = scores.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device), float("-inf"))
     accurate = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
         weights = scores.softmax(-1, dtype=accurate)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import BudgetError
+from .prefixes import Prefixes
 
 DEFAULT_HIDDEN_SIZE = 2048
 
@@ -36,13 +37,90 @@ class _Unit:
     cost: float
 
 
-def _units(lengths: Sequence[int], groups: Sequence[int] | None, ratio: float) -> list[_Unit]:
+def _units(
+    lengths: Sequence[int],
+    groups: Sequence[int] | None,
+    ratio: float,
+    prefixes: Prefixes | None = None,
+    budget: int | None = None,
+) -> list[_Unit]:
     members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups if groups is not None else range(len(lengths))):
-        members.setdefault(group, []).append(i)
-    units = [_Unit(tuple(m), sum(lengths[i] for i in m), sum(cost(lengths[i], ratio) for i in m)) for m in members.values()]
+    if groups is not None or prefixes is None:
+        for i, group in enumerate(groups if groups is not None else range(len(lengths))):
+            members.setdefault(group, []).append(i)
+    else:
+        for i, family in enumerate(prefixes.families):
+            # Those that share nothing are numbered below all families.
+            members.setdefault(family if family >= 0 else -1 - i, []).append(i)
+    sets = [tuple(m) for m in members.values()]
+    if groups is None and prefixes is not None and budget is not None:
+        # What no caller has grouped may be cut, and every part has a parent of its own.
+        sets = [part for found in sets for part in _cut(found, lengths, prefixes, budget)]
+    units = [_unit(found, lengths, ratio, prefixes) for found in sets]
     # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
+
+
+def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefixes: Prefixes | None) -> _Unit:
+    """Return the tokens and the cost of documents in one micro-batch, in which a common prefix is computed once."""
+    tokens, total = 0, 0.0
+    counts: dict[int, int] = {}
+    for i in members:
+        family = -1 if prefixes is None else prefixes.families[i]
+        if family >= 0:
+            counts[family] = counts.get(family, 0) + 1
+    seen: set[int] = set()
+    for i in members:
+        family = -1 if prefixes is None else prefixes.families[i]
+        if prefixes is None or counts.get(family, 0) < 2:
+            tokens += lengths[i]
+            total += cost(lengths[i], ratio)
+            continue
+        parent = prefixes.parents[family]
+        if family not in seen:
+            seen.add(family)
+            tokens += parent
+            total += cost(parent, ratio)
+        tokens += lengths[i] - parent
+        # A child's own tokens, and what they attend to: the whole document less what the parent attends to.
+        total += cost(lengths[i], ratio) - cost(parent, ratio)
+    return _Unit(members, tokens, total)
+
+
+def _cut(members: tuple[int, ...], lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[tuple[int, ...]]:
+    """Cut a family that exceeds the budget into as few parts as possible, of similar size."""
+    family = prefixes.families[members[0]]
+    parent = prefixes.parents[family] if family >= 0 else 0
+    own = [lengths[i] - parent for i in members]
+    room = budget - parent
+    if len(members) < 2 or sum(own) <= room:
+        return [members]
+    if max(own) > room:
+        # A document is too long by itself, which is for the caller to say.
+        return [(i,) for i in members]
+    limit = room
+    parts = _in_order(members, own, limit)
+    # The smallest limit with as many parts makes them even.
+    low, high = max(own), room
+    while low < high:
+        limit = (low + high) // 2
+        if len(_in_order(members, own, limit)) <= len(parts):
+            high = limit
+        else:
+            low = limit + 1
+    return _in_order(members, own, low)
+
+
+def _in_order(members: Sequence[int], sizes: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+    parts: list[list[int]] = [[]]
+    used = 0
+    for i, size in zip(members, sizes, strict=True):
+        if parts[-1] and used + size > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(i)
+        used += size
+    return [tuple(part) for part in parts]
 
 
 def balance(
@@ -142,6 +220,7 @@ def partition(
     names: Sequence[str] | None = None,
     ratio: float = attention_ratio(DEFAULT_HIDDEN_SIZE),
     setting: str = "engine.micro_batch.max_tokens",
+    prefixes: Prefixes | None = None,
 ) -> list[list[int]]:
     """Split one rank's data-parallel shard into as few micro-batches as possible, within the budget and of similar cost.
 
@@ -154,6 +233,7 @@ def partition(
         names: The names of the sequences, for messages.
         ratio: The relative cost of attention, from `attention_ratio`.
         setting: The name of the budget's setting, for messages.
+        prefixes: The prefixes that each micro-batch computes once. Documents of one family stay together as far as the budget allows.
 
     Returns:
         The micro-batches as lists of indices in ascending order; every sequence is in exactly one of them.
@@ -161,7 +241,7 @@ def partition(
     Raises:
         BudgetError: A single sequence or group exceeds the budget.
     """
-    units = _units(lengths, groups, ratio)
+    units = _units(lengths, groups, ratio, prefixes, max_tokens)
     for unit in units:
         if unit.tokens > max_tokens:
             first = names[unit.members[0]] if names else f"sequence {unit.members[0]}"
@@ -183,6 +263,19 @@ def partition(
         _split_most_expensive(bins)
     bins = _refine(bins, budget=max_tokens)
     return sorted(sorted(i for unit in contents for i in unit.members) for contents in bins)
+
+
+def count_units(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None, prefixes: Prefixes | None
+) -> tuple[int, list[int]]:
+    """Return into how many micro-batches `partition` splits at most, and the lengths of the parents that need not be computed again."""
+    units = _units(lengths, groups, 0.0, prefixes, max_tokens)
+    spared: list[int] = []
+    for unit in units if prefixes is not None else ():
+        families = [family for i in unit.members if (family := prefixes.families[i]) >= 0]
+        for family in set(families):
+            spared += [prefixes.parents[family]] * (families.count(family) - 1)
+    return len(units), spared
 
 
 def _fill(units: Sequence[_Unit], count: int, budget: int) -> list[list[_Unit]] | None:

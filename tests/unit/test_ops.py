@@ -146,7 +146,7 @@ def test_packed_attention(kernel: str, window: int | None, softcap: float | None
     q, k, v, sinks = inputs(dtype)
     want = plain_attention(q, k, v, window, softcap, sinks if with_sinks else None)
     if kernel == "by_document":
-        got = by_document(q, k, v, BOUNDS, 0.3, window, softcap, sinks if with_sinks else None)
+        got = by_document(q, k, v, context(), 0.3, window, softcap, sinks if with_sinks else None)
     else:
         got = flex(q, k, v, context(), 0.3, window, softcap, sinks if with_sinks else None)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-12)
@@ -155,7 +155,88 @@ def test_packed_attention(kernel: str, window: int | None, softcap: float | None
 def test_attention_control_sees_a_wrong_border() -> None:
     q, k, v, _ = inputs(torch.float64)
     want = plain_attention(q, k, v, None, None, None)
-    assert (by_document(q, k, v, (0, 1, 15, 40), 0.3, None, None, None) - want).abs().max() > 1e-2
+    wrong = PackedContext(bounds=(0, 1, 15, 40), cu_seqlens=torch.tensor((0, 1, 15, 40), dtype=torch.int32))
+    assert (by_document(q, k, v, wrong, 0.3, None, None, None) - want).abs().max() > 1e-2
+
+
+# ---- common prefixes ----------------------------------------------------------------------------------------------------
+
+SEGMENTS = (0, 6, 10, 17, 18, 22, 23)
+PARENTS = (-1, 0, 0, 0, -1, 4)
+"""A parent with three children, and one with a single token for a child."""
+
+
+def family() -> PackedContext:
+    return PackedContext(bounds=SEGMENTS, cu_seqlens=torch.tensor(SEGMENTS, dtype=torch.int32), parents=PARENTS)
+
+
+def plain_families(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Each child behind a copy of its parent, as a document of its own."""
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype)
+    for segment, parent in enumerate(PARENTS):
+        own = list(range(SEGMENTS[segment], SEGMENTS[segment + 1]))
+        before = [] if parent < 0 else list(range(SEGMENTS[parent], SEGMENTS[parent + 1]))
+        tokens = before + own
+        alone = PackedContext(bounds=(0, len(tokens)), cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32))
+        found = by_document(q[tokens], k[tokens], v[tokens], alone, 0.3, window, softcap, sinks)
+        out = out.index_put((torch.tensor(own),), found[len(before) :])
+    return out
+
+
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), CASES)
+@pytest.mark.parametrize("kernel", ["by_document", "flex"])
+def test_children_attend_to_their_parent(kernel: str, window: int | None, softcap: float | None, with_sinks: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float64 if kernel == "by_document" else torch.float32
+    # Flex has no backward pass on a CPU.
+    has_grads = kernel == "by_document"
+    leaves = [torch.randn(SEGMENTS[-1], n, 16, dtype=dtype, requires_grad=has_grads) for n in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=dtype) if with_sinks else None
+    weight = torch.randn(SEGMENTS[-1], 4, 16, dtype=dtype)
+    want = plain_families(leaves[0], leaves[1], leaves[2], window, softcap, sinks)
+    run = by_document if kernel == "by_document" else flex
+    got = run(leaves[0], leaves[1], leaves[2], family(), 0.3, window, softcap, sinks)
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=bound)
+    if not has_grads:
+        return
+    grads, wanted = (torch.autograd.grad((x * weight).sum(), leaves) for x in (got, want))
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=10 * bound)
+
+
+def test_keys_of_a_family_are_gathered_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the CUDA kernel is given, computed by its definition: queries are aligned with the end of their keys.
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, **options: Any
+    ) -> Tensor:
+        assert (longest_q, longest_k) == (7, 13)
+        left, _ = options["window_size"]
+        out = []
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            repeats = q.shape[1] // k.shape[1]
+            own = (x[c:d].repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
+            out.append(
+                attention_module._sdpa(
+                    q[a:b].transpose(0, 1)[None], *(x[None] for x in own), 0.3, None if left < 0 else left + 1
+                )
+            )
+        return torch.cat([x[0].transpose(0, 1) for x in out])
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(SEGMENTS[-1], n, 16, dtype=torch.float64) for n in (4, 2, 2))
+    monkeypatch.setattr(attention_module, "varlen_attn", kernel)
+    for window in (None, 5):
+        got = attention_module.varlen(q, k, v, family(), 0.3, window)
+        torch.testing.assert_close(got, plain_families(q, k, v, window, None, None), rtol=1e-12, atol=1e-12)
+
+
+def test_a_child_that_sees_its_sibling_is_noticed() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(SEGMENTS[-1], n, 16, dtype=torch.float64) for n in (4, 2, 2))
+    wrong = PackedContext(bounds=SEGMENTS, cu_seqlens=family().cu_seqlens, parents=(-1, 0, 1, 0, -1, 4))
+    want = plain_families(q, k, v, None, None, None)
+    assert (by_document(q, k, v, wrong, 0.3, None, None, None) - want).abs().max() > 1e-2
 
 
 def rank_ulysses(heads: int, kv: int) -> float:
@@ -214,7 +295,7 @@ def trace(monkeypatch: pytest.MonkeyPatch, kernel: Any, softcaps: tuple[float, .
             bounds = (0, 7, tokens)
             borders = PackedContext(bounds=bounds, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
             got = flex(q, q, q, borders, 0.3, None, softcap, None)
-            want = by_document(q, q, q, bounds, 0.3, None, softcap, None)
+            want = by_document(q, q, q, borders, 0.3, None, softcap, None)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

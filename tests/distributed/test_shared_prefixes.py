@@ -1,0 +1,207 @@
+"""Steps in which each common prefix is computed once equal plain Hugging Face, one whole document at a time."""
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.engine import step_plan
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.packing.microbatch import balance
+from drivetrain.engine.packing.prefixes import SharedLayout, shared_layout
+from drivetrain.engine.registry import engine_class
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.harness import run_ranks
+
+OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+
+
+def families(seed: int) -> list[list[int]]:
+    """Prompts with three answers each, an answer that is the beginning of another one, equal answers, and documents of their own."""
+    prompts, answers = tiny_documents(3, seed=seed, longest=24), tiny_documents(12, seed=100 + seed, longest=16)
+    documents = [prompts[i % 3] + answers[i] for i in range(9)]
+    documents += [documents[0][:-1], documents[1], answers[10], answers[11]]
+    return [document[:40] for document in documents]
+
+
+def build(folder: Path | str, backend: str, parallel: ParallelConfig, **settings: Any) -> BaseEngine:
+    lora = settings.pop("lora", LoraConfig())
+    config = EngineConfig(
+        backend=backend,
+        parallel=parallel,
+        micro_batch=MicroBatchConfig(max_tokens=settings.pop("max_tokens", 160)),
+        share_prefixes=settings.pop("share", "on"),
+        **settings,
+    )
+    model = ModelConfig(path=str(folder), lora=lora)
+    return engine_class(backend)(model=model, engine=config, optim=OPTIM).initialize()
+
+
+def compare(folder: Path, backend: str, parallel: ParallelConfig, steps: int = 2, **settings: Any) -> list[tuple[float, ...]]:
+    """Relative differences (loss, gradient norm) to the reference, and the share of tokens that was not computed, per step."""
+    engine = build(folder, backend, parallel, **settings)
+    reference = Reference(folder, OPTIM)
+    off = []
+    rank, size = engine.topology.dp_rank, engine.topology.dp_size
+    for step in range(steps):
+        documents = families(step)
+        masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
+        # Answers to one prompt stay together.
+        groups = [i % 3 for i in range(9)] + [0, 1, 3, 4]
+        mine = balance([len(d) for d in documents], size, groups=groups)[rank]
+        batch = from_lists([documents[i] for i in mine], supervised=[masks[i] for i in mine])
+        got = engine.train_batch(batch, SFTLoss())
+        want = reference.step(documents, masks)
+        assert got.grad_norm is not None
+        off.append(
+            (
+                abs(got.loss - want.loss) / want.loss,
+                abs(got.grad_norm - want.grad_norm) / want.grad_norm,
+                got.shared_tokens / got.tokens,
+            )
+        )
+    engine.close()
+    return off
+
+
+def check(off: list[tuple[float, ...]]) -> None:
+    for loss_off, norm_off, saved in off:
+        assert loss_off <= 1e-6
+        assert norm_off <= 1e-5
+        assert saved > 0.1
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [
+        ("fsdp", "qwen3"),
+        # Windows and soft caps; sinks; latent attention; a mixture of experts; learned positions.
+        ("fsdp", "gemma2"),
+        ("fsdp", "gpt_oss"),
+        ("mcore", "qwen3"),
+        *(
+            pytest.param("fsdp", family, marks=pytest.mark.slow)
+            for family in ("mistral", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2", "llama")
+        ),
+        *(
+            pytest.param("mcore", family, marks=pytest.mark.slow)
+            for family in ("gemma2", "gemma3_text", "deepseek_v3", "qwen3_moe", "llama")
+        ),
+    ],
+)
+def test_a_family_equals_document_by_document(backend: str, family: str, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    check(compare(folder, backend, ParallelConfig()))
+    # Families are cut where they exceed the budget.
+    check(compare(folder, backend, ParallelConfig(), steps=1, max_tokens=48))
+
+
+def rank_compare(
+    root: str, backend: str, axes: dict[str, Any], family: str, settings: dict[str, Any]
+) -> list[tuple[float, ...]]:
+    folder = Path(root) / "model"
+    if dist.get_rank() == 0:
+        save_tiny_model(folder, family, **({"num_hidden_layers": 4} if axes.get("vpp") else {}))
+    dist.barrier()
+    return compare(folder, backend, ParallelConfig(**axes), steps=5, **settings)
+
+
+LAYOUTS = [
+    ("fsdp", 2, {"cp": 2}, "qwen3", {}),
+    ("fsdp", 2, {"dp_shard": 2}, "qwen3", {"recompute": "full"}),
+    ("fsdp", 4, {"cp": 4}, "qwen3", {}),
+    ("fsdp", 4, {"dp_replicate": 2, "dp_shard": 2}, "qwen3", {}),
+    ("fsdp", 2, {"cp": 2}, "gpt_oss", {}),
+    ("mcore", 2, {"tp": 2, "tp_sequence": True}, "qwen3", {}),
+    ("mcore", 2, {"pp": 2}, "llama", {}),
+    ("mcore", 2, {"pp": 2, "vpp": 2}, "llama", {}),
+    ("mcore", 2, {"cp": 2}, "gemma2", {"recompute": "selective"}),
+    ("mcore", 2, {"ep": 2}, "qwen3_moe", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "nproc", "axes", "family", "settings"), LAYOUTS)
+def test_layouts_equal_document_by_document(
+    backend: str, nproc: int, axes: dict[str, Any], family: str, settings: dict[str, Any]
+) -> None:
+    root = tempfile.mkdtemp()
+    try:
+        for off in run_ranks(rank_compare, nproc, root, backend, axes, family, settings, timeout_s=240):
+            check(off)
+    finally:
+        shutil.rmtree(root)
+
+
+def test_outputs_are_those_of_whole_documents(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    reference = Reference(folder, OPTIM)
+    documents = families(7)
+    batch = from_lists(documents)
+    shared, alone = (build(folder, "fsdp", ParallelConfig(), share=share) for share in ("on", "off"))
+    want = torch.cat([torch.cat([reference.log_probs(d), torch.zeros(1)]) for d in documents])
+    for tokens in (None, torch.arange(batch.num_tokens) % 5 == 1):
+        request = OutputRequest(log_probs=True, entropy=True)
+        got, plain = (engine.infer_batch(batch, request, tokens=tokens) for engine in (shared, alone))
+        for name in ("log_probs", "entropy"):
+            torch.testing.assert_close(got[name], plain[name], rtol=1e-5, atol=1e-5)
+        chosen = torch.ones(batch.num_tokens, dtype=torch.bool) if tokens is None else tokens
+        torch.testing.assert_close(got["log_probs"], torch.where(chosen, want, 0.0), rtol=1e-5, atol=2e-5)
+    for engine in (shared, alone):
+        engine.close()
+
+
+def test_auto_shares_where_it_pays(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    engine = build(folder, "fsdp", ParallelConfig(), share="auto")
+    much, little = families(0), [[1, 2, 3, 4, *range(10, 40)], [1, 2, 3, 5, *range(50, 90)]]
+    assert engine.forward_backward(from_lists(much), SFTLoss(), forward_only=True).shared_tokens > 0
+    assert engine.forward_backward(from_lists(little), SFTLoss(), forward_only=True).shared_tokens == 0
+    engine.close()
+
+
+def test_a_model_whose_positions_depend_on_the_length_shares_nothing(tmp_path: Path, process_group: None) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = save_tiny_model(tmp_path / "model", "llama", rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"engine\.share_prefixes=on .*rope_type=dynamic"):
+        build(folder, "mcore", ParallelConfig())
+    engine = build(folder, "mcore", ParallelConfig(), share="auto")
+    assert engine.forward_backward(from_lists(families(0)), SFTLoss(), forward_only=True).shared_tokens == 0
+    engine.close()
+
+
+def shifted(layout: SharedLayout) -> SharedLayout:
+    """The negative control: the parent's last token counts for the children's first one."""
+    first = torch.tensor([layout.bounds[s] for s, parent in enumerate(layout.parents) if parent >= 0])
+    index = layout.index.clone()
+    index[first] -= 1
+    return replace(layout, index=index)
+
+
+def siblings(layout: SharedLayout) -> SharedLayout:
+    """The negative control: a child sees its sibling instead of its parent."""
+    parents = [s - 1 if parent >= 0 else -1 for s, parent in enumerate(layout.parents)]
+    return replace(layout, parents=tuple(parents))
+
+
+@pytest.mark.parametrize("defect", [shifted, siblings])
+def test_a_wrong_layout_is_noticed(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch, defect: Any) -> None:
+    def wrong(*args: Any) -> SharedLayout | None:
+        layout = shared_layout(*args)
+        return None if layout is None else defect(layout)
+
+    monkeypatch.setattr(step_plan, "shared_layout", wrong)
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    with pytest.raises(AssertionError):
+        check(compare(folder, "fsdp", ParallelConfig(), steps=1))
