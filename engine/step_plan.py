@@ -14,7 +14,8 @@ from .loss import Loss, OutputRequest
 from .packing.batch import PackedBatch, check_read
 from .packing.convert import unsupervised
 from .packing.microbatch import count_units, partition
-from .packing.prefixes import Prefixes, SharedLayout, find_prefixes, shared_layout
+from .packing.prefixes import Prefixes
+from .packing.sharing import SharedLayout, find_prefixes, shared_layout
 from .parallel.topology import Topology
 
 log = logging.getLogger(__name__)

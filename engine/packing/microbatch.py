@@ -271,7 +271,9 @@ def count_units(
     """Return into how many micro-batches `partition` splits at most, and the lengths of the parents that need not be computed again."""
     units = _units(lengths, groups, 0.0, prefixes, max_tokens)
     spared: list[int] = []
-    for unit in units if prefixes is not None else ():
+    if prefixes is None:
+        return len(units), spared
+    for unit in units:
         families = [family for i in unit.members if (family := prefixes.families[i]) >= 0]
         for family in set(families):
             spared += [prefixes.parents[family]] * (families.count(family) - 1)

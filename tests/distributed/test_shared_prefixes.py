@@ -19,7 +19,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
-from drivetrain.engine.packing.prefixes import SharedLayout, shared_layout
+from drivetrain.engine.packing.sharing import SharedLayout, shared_layout
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.harness import run_ranks
@@ -52,7 +52,7 @@ def compare(folder: Path, backend: str, parallel: ParallelConfig, steps: int = 2
     """Relative differences (loss, gradient norm) to the reference, and the share of tokens that was not computed, per step."""
     engine = build(folder, backend, parallel, **settings)
     reference = Reference(folder, OPTIM)
-    off = []
+    off: list[tuple[float, ...]] = []
     rank, size = engine.topology.dp_rank, engine.topology.dp_size
     for step in range(steps):
         documents = families(step)
@@ -112,7 +112,8 @@ def rank_compare(
 ) -> list[tuple[float, ...]]:
     folder = Path(root) / "model"
     if dist.get_rank() == 0:
-        save_tiny_model(folder, family, **({"num_hidden_layers": 4} if axes.get("vpp") else {}))
+        more: dict[str, Any] = {"num_hidden_layers": 4} if axes.get("vpp") else {}
+        save_tiny_model(folder, family, **more)
     dist.barrier()
     return compare(folder, backend, ParallelConfig(**axes), steps=5, **settings)
 

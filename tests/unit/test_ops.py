@@ -215,12 +215,9 @@ def test_keys_of_a_family_are_gathered_for_the_kernel(monkeypatch: pytest.Monkey
         out = []
         for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
             repeats = q.shape[1] // k.shape[1]
-            own = (x[c:d].repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
-            out.append(
-                attention_module._sdpa(
-                    q[a:b].transpose(0, 1)[None], *(x[None] for x in own), 0.3, None if left < 0 else left + 1
-                )
-            )
+            keys, values = (x[c:d].repeat_interleave(repeats, 1).transpose(0, 1)[None] for x in (k, v))
+            window = None if left < 0 else left + 1
+            out.append(attention_module._sdpa(q[a:b].transpose(0, 1)[None], keys, values, 0.3, window))
         return torch.cat([x[0].transpose(0, 1) for x in out])
 
     torch.manual_seed(0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import BudgetError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import count_units, partition
-from drivetrain.engine.packing.prefixes import Prefixes, find_prefixes, shared_layout
+from drivetrain.engine.packing.prefixes import Prefixes
+from drivetrain.engine.packing.sharing import find_prefixes, shared_layout
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7)
 
