@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.engine.config import ParallelConfig
+from drivetrain.engine.config import ParallelConfig, SharePrefixes
 from drivetrain.trainers.config.rl import GroupConfig
 from helpers.harness import run_ranks
 from helpers.hybridflow import example
@@ -33,9 +33,11 @@ def assert_equal(got: dict[str, list[float]], wanted: dict[str, list[float]]) ->
                 assert one == pytest.approx(other, rel=1e-5), (name, step)
 
 
-def rank_steps(models: str, backend: str, parallel: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+def rank_steps(
+    models: str, backend: str, parallel: dict[str, Any], share: SharePrefixes = "off"
+) -> dict[str, dict[str, list[float]]]:
     layout = ParallelConfig(**parallel)
-    return {name: steps_of_phases(config_of(Path(models), name, backend, layout)) for name in ALGORITHMS}
+    return {name: steps_of_phases(config_of(Path(models), name, backend, layout, share=share)) for name in ALGORITHMS}
 
 
 LAYOUTS = [
@@ -52,6 +54,16 @@ def test_five_steps_equal_plain_float64(
     models: Path, float64: dict[str, Any], backend: str, nproc: int, parallel: dict[str, Any]
 ) -> None:
     for got in run_ranks(rank_steps, nproc, str(models), backend, parallel, timeout_s=240):
+        for name in ALGORITHMS:
+            assert_equal(got[name], float64[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "nproc", "parallel"), LAYOUTS)
+def test_five_steps_with_shared_prompts_equal_plain_float64(
+    models: Path, float64: dict[str, Any], backend: str, nproc: int, parallel: dict[str, Any]
+) -> None:
+    for got in run_ranks(rank_steps, nproc, str(models), backend, parallel, "on", timeout_s=240):
         for name in ALGORITHMS:
             assert_equal(got[name], float64[name])
 

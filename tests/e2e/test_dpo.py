@@ -145,14 +145,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("share", ["off", pytest.param("on", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_loss_equals_float64_document_by_document(pairs_task: Path, case: str) -> None:
+def test_every_loss_equals_float64_document_by_document(pairs_task: Path, case: str, share: str) -> None:
     kind, options = case.partition(",")[0], CASES[case]
     settings = [f"dpo.{name}={str(value).lower()}" for name, value in options.items()]
     against = [f"reference.path={pairs_task / 'other'}"] if kind in ("sigmoid", "ipo", "hinge") else []
     run = words(
         pairs_task,
-        case.replace(", ", "-").replace(" ", "-"),
+        f"{case.replace(', ', '-').replace(' ', '-')}-{share}",
+        f"engine.share_prefixes={share}",
         f"dpo.loss={kind}",
         *against,
         *settings,

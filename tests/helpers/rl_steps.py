@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.trainers.config.rl import (
     FrozenRoleConfig,
@@ -53,13 +53,21 @@ def recorded() -> list[list[dict[str, Any]]]:
 
 
 def config_of(
-    models: Path, algorithm: str, backend: str, parallel: ParallelConfig | None = None, group: GroupConfig | None = None
+    models: Path,
+    algorithm: str,
+    backend: str,
+    parallel: ParallelConfig | None = None,
+    group: GroupConfig | None = None,
+    share: SharePrefixes = "off",
 ) -> RLConfig:
     """The settings of a run on the models of the HybridFlow example."""
     return RLConfig(
         model=ModelConfig(path=str(models / "policy")),
         engine=EngineConfig(
-            backend=backend, parallel=parallel or ParallelConfig(), micro_batch=MicroBatchConfig(max_tokens=64)
+            backend=backend,
+            parallel=parallel or ParallelConfig(),
+            micro_batch=MicroBatchConfig(max_tokens=64),
+            share_prefixes=share,
         ),
         optim=OptimConfig(lr=1e-3, betas=(0.9, 0.999)),
         reference=FrozenRoleConfig(model=ModelConfig(path=str(models / "reference"))),

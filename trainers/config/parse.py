@@ -175,6 +175,8 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
     for name, _, section in own_sections(cls):
         known |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
+    nested = [key for name, _, section in own_sections(cls) for key in keys(section, f"{name}.")]
+    switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} <= {*key.type.split(" | ")}]
     free = {key.name for key in keys(cls) if key.type.startswith("dict[")} | {
         f"{name}.options" for name in own if f"{name}.options" in known
     }
@@ -185,6 +187,10 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             for name in lists:
                 if isinstance(value := OmegaConf.select(layer, name), str):
                     OmegaConf.update(layer, name, [value])
+            for name in switches:
+                # In YAML on and off are true and false.
+                if isinstance(value := OmegaConf.select(layer, name), bool):
+                    OmegaConf.update(layer, name, "on" if value else "off")
         base = OmegaConf.structured(cls)
         if options is not None:
             with read_write(base.engine):  # a frozen dataclass becomes a read-only node
