@@ -120,6 +120,8 @@ def check_refs(group: Any) -> None:
 def cluster() -> Iterator[None]:
     # Functions of the helpers are found by the processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A group of an earlier test in this process may have started one.
+    ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
     yield
     ray.shutdown()

@@ -30,6 +30,8 @@ ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
 def cluster() -> Iterator[None]:
     # The functions of the helpers are found by the processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A group of an earlier test in this process may have started one.
+    ray.shutdown()
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
     yield
     ray.shutdown()
