@@ -21,7 +21,7 @@ from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.links import Links
 from ..data_plane.plan import ITEM_SIZES, aligned, pool_of, rank_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
-from .digests import Tally, host_digest
+from .digests import Tally
 from .hooks import SyncParams
 
 if TYPE_CHECKING:
@@ -274,9 +274,8 @@ def _received(incoming: _Channel, outgoing: Sequence[_Channel], tally: Tally) ->
             for (name, dtype, shape, digest), piece in zip(bucket.contents, pieces, strict=True):
                 progress.advance()
                 tensor = piece.view(DTYPES[dtype]).view(shape)
-                if not wrong and host_digest(tensor) != digest:
+                if tally.add(name, tensor) != digest and not wrong:
                     wrong = f"{name} arrived with other bytes than it was sent with"
-                tally.add(name, tensor)
                 if not wrong:
                     yield name, tensor
     except RemoteError as e:
