@@ -63,11 +63,11 @@ def test_what_goes_wrong_is_counted_and_never_a_reward_of_zero() -> None:
         "swallow",
         "abc",
     ]
-    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=1.0)) as scorer:
+    with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=2.0)) as scorer:
         scores = scorer.score(samples_of(*moods))
         found = {m: o for m, o in zip(moods, scores.outcomes[MOODY], strict=True) if o is not None}
         for mood in ("hang", "sleep", "deaf", "swallow"):
-            assert (found[mood].kind, found[mood].message) == ("timeout", "it took more than 1 s and was killed")
+            assert (found[mood].kind, found[mood].message) == ("timeout", "it took more than 2 s and was killed")
         assert found["exit"].message == "its process ended (exit code 3)"
         assert found["kill"].message == "its process ended (exit code -9)"
         assert found["memory"].message.startswith("MemoryError")
