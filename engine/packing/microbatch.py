@@ -269,10 +269,10 @@ def count_units(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None, prefixes: Prefixes | None
 ) -> tuple[int, list[int]]:
     """Return into how many micro-batches `partition` splits at most, and the lengths of the parents that need not be computed again."""
+    if prefixes is None:
+        return len(lengths) if groups is None else len(set(groups)), []
     units = _units(lengths, groups, 0.0, prefixes, max_tokens)
     spared: list[int] = []
-    if prefixes is None:
-        return len(units), spared
     for unit in units:
         families = [family for i in unit.members if (family := prefixes.families[i]) >= 0]
         for family in set(families):

@@ -20,11 +20,6 @@ class Controllers:
     def __init__(self, *, several: bool) -> None:
         self._several = several and dist.get_world_size() > 1
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is the only one, or the first."""
-        return not self._several or dist.get_rank() == 0
-
     def once(self, run: Callable[[], T]) -> T:
         """Call a function in the first process, and return its result, or raise its error, in all of them."""
         return call_on_first(run) if self._several else run()
