@@ -51,3 +51,15 @@ def process_group() -> Iterator[None]:
     init_distributed()
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """No test leaves a default process group behind: tests of the same process that come later could not make their own."""
+    import torch.distributed as dist
+
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group behind")
