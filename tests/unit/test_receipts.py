@@ -1,14 +1,18 @@
 """Receipts of weights: digests that see every change, and streams in which something was lost, doubled or damaged."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from drivetrain.engine.errors import ModelError, RemoteError, WorkerError
+from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.groups.receipts import agreed_receipt
-from drivetrain.workers.model_worker import param_sync
+from drivetrain.workers.model_worker import buckets, param_sync
+from drivetrain.workers.model_worker.buckets import Bucket, LinkChannel, Packer
 from drivetrain.workers.model_worker.digests import Tally, device_sums, host_digest
 
 TENSORS = [
@@ -23,16 +27,17 @@ class Wire:
     """A channel in memory."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Any, list[torch.Tensor]]] = []
+        self.sent: list[Bucket] = []
 
-    def send(self, bucket: Any, pieces: Sequence[torch.Tensor]) -> None:
-        self.sent.append((bucket, [piece.clone() for piece in pieces]))
+    def send(self, bucket: Bucket) -> None:
+        # The sender uses the memory again.
+        self.sent.append(replace(bucket, data=bucket.data.clone()))
 
-    def receive(self) -> tuple[Any, list[torch.Tensor]]:
-        bucket, pieces = self.sent.pop(0)
+    def receive(self) -> Bucket:
+        bucket = self.sent.pop(0)
         if bucket.error:
             raise RemoteError(bucket.error)
-        return bucket, pieces
+        return bucket
 
 
 def sent(wire: Wire, tensors: Any = TENSORS) -> Tally:
@@ -48,7 +53,7 @@ def received(wire: Wire) -> tuple[list[tuple[str, torch.Tensor]], Tally]:
 
 
 def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_sync, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
     wire = Wire()
     before = sent(wire)
     found, after = received(wire)
@@ -59,12 +64,12 @@ def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flipped_bit_a_lost_and_a_doubled_bucket_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_sync, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     for damage, message in (
-        (lambda frames: frames[0][1][0].bitwise_xor_(1), "a arrived with other bytes than it was sent with"),
-        (lambda frames: frames.pop(1), "the 3 tensors that arrived are not those that were sent"),
-        (lambda frames: frames.insert(1, frames[0]), "the 5 tensors that arrived"),
-        (lambda frames: frames.insert(0, frames.pop(1)), "the 4 tensors that arrived"),
+        (lambda sent: sent[0].data[:1].bitwise_xor_(1), "a arrived with other bytes than it was sent with"),
+        (lambda sent: sent.pop(1), "the 3 tensors that arrived are not those that were sent"),
+        (lambda sent: sent.insert(1, sent[0]), "the 5 tensors that arrived"),
+        (lambda sent: sent.insert(0, sent.pop(1)), "the 4 tensors that arrived"),
     ):
         wire = Wire()
         sent(wire)
@@ -73,6 +78,80 @@ def test_a_flipped_bit_a_lost_and_a_doubled_bucket_are_noticed(monkeypatch: pyte
             received(wire)
         # The stream was read to its end, so that the next one is not mistaken for it.
         assert wire.sent == []
+
+
+class OnItsWay:
+    """A transfer that has arrived when it is told so."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self.waits: list[float] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return self.arrived
+
+
+class SlowWire:
+    """A channel that reads memory when it likes."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.sendings: list[OnItsWay] = []
+
+    def send(self, bucket: Bucket) -> Any:
+        self.buckets.append(bucket)
+        self.sendings.append(OnItsWay())
+        return self.sendings[-1]
+
+    def receive(self) -> Bucket:
+        raise NotImplementedError
+
+
+def test_memory_is_used_again_when_it_has_arrived_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 16)
+    wire, tally = SlowWire(), Tally(in_host=True)
+    packer = Packer([wire])
+    for i in range(buckets.IN_FLIGHT + 3):
+        packer.add(f"{i}", torch.full((4,), float(i)), tally)
+    packer.flush()
+    # Nothing has arrived: all have memory of their own, and only one wait was worth its time.
+    assert [bucket.data.view(torch.float32)[0].item() for bucket in wire.buckets] == [0, 1, 2, 3, 4, 5]
+    assert [wait for sending in wire.sendings for wait in sending.waits if wait] == [buckets.PATIENCE_S]
+    for sending in wire.sendings:
+        sending.arrived = True
+    packer.add("again", torch.full((4,), 7.0), tally)
+    assert wire.buckets[0].data.view(torch.float32)[0].item() == 7
+    # A larger tensor does not fit.
+    packer.add("larger", torch.full((8,), 8.0), tally)
+    packer.flush()
+    assert [tensor[0].item() for _, tensor, _ in wire.buckets[-1].tensors()] == [8]
+    assert [bucket.data.numel() for bucket in wire.buckets[-2:]] == [16, 32]
+
+
+def test_large_small_and_odd_tensors_between_pools(tmp_path: Path) -> None:
+    tensors = [
+        ("odd", torch.arange(7, dtype=torch.uint8)),
+        ("double", torch.randn(3, 5, dtype=torch.float64)),
+        ("transposed", torch.randn(4, 6).t()),
+        ("none", torch.zeros(0, 3)),
+        ("large", torch.randn(5 * 2**20)),
+        ("complex", torch.randn(2**20 + 1, dtype=torch.complex128)),
+        ("last", torch.tensor(True)),
+    ]
+    ends = [Links(f"p{i}/0", f"ipc://{tmp_path}/{i}", None, 30.0) for i in range(2)]
+    for links in ends:
+        links.set_addresses({f"p{i}/0": other.address for i, other in enumerate(ends)})
+    channels = [LinkChannel(links, "p0/0", "p1/0", "1/x") for links in ends]
+    out, back = Tally(in_host=True), Tally(in_host=True)
+    for _ in param_sync._sent(iter(tensors), channels[:1], out):
+        pass
+    found = dict(param_sync._received(channels[1], [], back))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+    assert len(found) == len(tensors)
+    assert out.digest() == back.digest()
+    for links in ends:
+        links.close()
 
 
 def test_a_source_that_fails_half_way_says_so() -> None:

@@ -5,66 +5,31 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...engine.checkpoint.retention import folder_name
-from ...engine.errors import CheckpointError, ConfigError, RewardError, disk_error
-from ...workers.rewards.pool import Target, title_of
+from ...engine.errors import ConfigError, RewardError, disk_error
+from ...workers.rewards.pool import Target
 from ..config.parse import changes
 from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from ..data.order import Cursor
 from ..hub import check_push, push
-from ..loop.early_stopping import EarlyStopping
-from ..loop.loggers import Logger, check_loggers, make_loggers, plot_metrics
+from ..loop.loggers import check_loggers
 from ..loop.signals import StopSignal
-from ..run_folder import lock_folders, write_config
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
-from .checkpoints import RunCheckpoints
-from .collect import Collector, Prompts, load_data
-from .controllers import Controllers
+from .collect import load_data
 from .evaluation import evaluate
 from .lane import check_judged
-from .metrics import PANELS, RLLines, RLSummary, answer_metrics, shown, staleness
-from .phases import Phases
-from .roles import Roles, build_roles, check_roles
-from .session import open_phases
-from .step_bundles import StepBundles
+from .metrics import RLSummary, answer_metrics, shown, staleness
+from .roles import build_roles, check_roles
+from .run import Run, early_stopping_of, open_run
 from .update import add_old_log_probs
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
-    """Everything that the steps of a run need.
-
-    Args:
-        phases: The phases.
-        prompts: The prompts.
-        collector: The collection of a step's answers.
-        checkpoints: The checkpoints.
-        bundles: The update of a step, and what repeats it elsewhere.
-        controllers: The processes of the controller.
-        loggers: The loggers; empty in processes that log nothing.
-        early_stopping: The tracker of the best evaluation.
-        start: The last completed step, and the position of the next prompt.
-        total_steps: The number of the last step.
-    """
-
-    phases: Phases
-    prompts: Prompts
-    collector: Collector
-    checkpoints: RunCheckpoints
-    bundles: StepBundles
-    controllers: Controllers
-    loggers: Sequence[Logger]
-    early_stopping: EarlyStopping
-    start: tuple[int, Cursor]
-    total_steps: int
 
 
 @dataclass(kw_only=True)
@@ -115,7 +80,7 @@ class RLTrainer:
                 "rewards.use is not set, so nothing says which answers are good; give names, such as rewards.use=[answer]"
             )
         Adaptive(config.rl, self._algorithm)
-        self._early_stopping("")
+        early_stopping_of(config, "")
         check_loggers(config.trainer.loggers)
         if config.trainer.push_to_hub is not None:
             check_push(config.trainer.push_to_hub)
@@ -139,7 +104,7 @@ class RLTrainer:
                 "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
             )
         roles = build_roles(self.config, self._algorithm, total_steps)
-        with self._started(roles, prompts, total_steps) as run:
+        with open_run(self.config, self._algorithm, roles, prompts, functions=self._rewards, total_steps=total_steps) as run:
             outcome = self._steps(run)
             self._finish(run, outcome)
             summary = next((logger for logger in run.loggers if isinstance(logger, RLSummary)), None)
@@ -283,100 +248,6 @@ class RLTrainer:
         if run.phases.has_adapters:
             outputs["adapter"] = actor.export(str(where / "adapter"), adapters="only")
         return {**outputs, "model": actor.export(str(where / "hf"))}
-
-    # ---- the beginning -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _started(self, roles: Roles, prompts: Prompts, total_steps: int) -> Iterator[Run]:
-        """Open everything that the steps need, and plot the metrics at the end, even if the run failed."""
-        config = self.config
-        with ExitStack() as opened:
-            if config.group.kind != "local":
-                # Before models are loaded; with a local group only its processes can agree on an error.
-                lock_folders(config.trainer, opened)
-            sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
-            phases, controllers = opened.enter_context(
-                open_phases(config, self._algorithm, roles, functions=self._rewards, prompts=sets)
-            )
-            if config.group.kind == "local":
-                controllers.once(lambda: lock_folders(config.trainer, opened))
-            checkpoints = RunCheckpoints(config, phases.group, controllers)
-            early_stopping = self._early_stopping("" if prompts.held_out is None else prompts.held_out.digest)
-            start = self._resume(checkpoints, phases, prompts, early_stopping)
-            loggers = self._loggers(controllers, start[0], total_steps)
-            opened.callback(self._close_loggers, loggers)
-            yield Run(
-                phases=phases,
-                prompts=prompts,
-                collector=Collector(config, phases, prompts),
-                checkpoints=checkpoints,
-                bundles=StepBundles(config, phases, controllers),
-                controllers=controllers,
-                loggers=loggers,
-                early_stopping=early_stopping,
-                start=start,
-                total_steps=total_steps,
-            )
-
-    def _resume(
-        self, checkpoints: RunCheckpoints, phases: Phases, prompts: Prompts, early_stopping: EarlyStopping
-    ) -> tuple[int, Cursor]:
-        """Load the checkpoint to start from, if there is one; return the last completed step and the position of the next prompt."""
-        restored = checkpoints.resume()
-        if restored is None:
-            return 0, Cursor()
-        try:
-            cursor = prompts.order.restore(restored.extra["data"], epochs=self.config.trainer.max_steps is None)
-        except CheckpointError as e:
-            raise CheckpointError(f"{restored.folder}: {e}") from e
-        phases.adaptive.restore(restored.extra.get("adaptive", {}))
-        early_stopping.restore(restored.extra.get("watch", {}))
-        best = early_stopping.best_step
-        if best is not None and not checkpoints.has(best):
-            # It was loaded from another run's folder, or deleted by hand. What is not there cannot be exported.
-            log.warning(
-                "the checkpoint of the best %s, step %d, is not in %s; the search for the best starts over",
-                early_stopping.metric,
-                best,
-                checkpoints.root,
-            )
-            early_stopping.reset()
-        return restored.step, cursor
-
-    def _loggers(self, controllers: Controllers, resumed: int, total_steps: int) -> list[Logger]:
-        config, loggers = self.config, []
-        output = Path(config.trainer.output_dir)
-
-        def open_loggers() -> None:
-            # Functions of the program stand there too, where they can be read; another one is another run.
-            named = (*config.rewards.use, *(f"{f.__module__}:{title_of(f)}" for f in self._rewards if not isinstance(f, str)))
-            named += tuple(f for f in self._rewards if isinstance(f, str))
-            write_config(replace(config, rewards=replace(config.rewards, use=named)), resumed=resumed > 0)
-            try:
-                loggers.extend(make_loggers(config.trainer, output, total_steps, resumed, asdict(config), RLLines()))
-            except OSError as e:
-                raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
-            loggers.append(RLSummary(total_steps))
-
-        controllers.once(open_loggers)
-        return loggers
-
-    def _close_loggers(self, loggers: Sequence[Logger]) -> None:
-        output = Path(self.config.trainer.output_dir)
-        try:
-            for logger in loggers:
-                logger.close()
-            if loggers and "jsonl" in self.config.trainer.loggers:
-                plot_metrics(output / "metrics.jsonl", output / "rewards.png", str(output), PANELS)
-        except OSError as e:
-            # An error such as a full disk is reported, but must not hide the error that may have ended the run.
-            log.warning("the metrics or their plot could not be written completely: %s", e.strerror or e)
-
-    def _early_stopping(self, data: str) -> EarlyStopping:
-        trainer = self.config.trainer
-        samples = self.config.rl.eval_samples
-        names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
-        return EarlyStopping(trainer.best_metric, trainer.patience, data, dict.fromkeys(names, False))
 
     def _announce(self, run: Run, step: int) -> None:
         config, prompts = self.config, run.prompts

@@ -7,6 +7,7 @@ are encrypted and authenticated by CURVE, with keys that only the workers of the
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from ...engine import progress
 from ...engine.errors import ManifestError, WorkerLostError
 from .plan import Keys
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Bytes of one message. The receiver copies one while the next one is on its way."""
 LINGER_MS = 1_000
 _POLL_MS = 1_000
@@ -43,6 +44,26 @@ class Header(msgspec.Struct, frozen=True):
     size: int
     error: str = ""
     about: Any = None
+
+
+class Sending:
+    """A transfer that is on its way.
+
+    Args:
+        tracker: ZeroMQ's, of its bytes.
+    """
+
+    def __init__(self, tracker: zmq.MessageTracker) -> None:
+        self._tracker = tracker
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for at most this long; return whether the bytes have been sent, so that their memory may change."""
+        # With a timeout of 0, `wait` looks at the first chunk only.
+        if self._tracker.done:
+            return True
+        with suppress(zmq.NotDone):
+            self._tracker.wait(timeout_s)
+        return bool(self._tracker.done)
 
 
 class Links:
@@ -88,8 +109,8 @@ class Links:
         """Set the addresses of all workers, by place."""
         self._addresses = dict(addresses)
 
-    def send(self, target: str, title: str, pieces: Sequence[Any], *, about: Any = None, error: str = "") -> None:
-        """Send bytes. Returns when they are on their way; the memory must not change before the peer has them.
+    def send(self, target: str, title: str, pieces: Sequence[Any], *, about: Any = None, error: str = "") -> Sending:
+        """Send bytes. Returns when they are on their way; the memory must not change before they have been sent.
 
         Args:
             target: The place that receives.
@@ -97,15 +118,20 @@ class Links:
             pieces: The bytes, as buffers.
             about: Plain data for the receiver.
             error: Why there is nothing to send.
+
+        Returns:
+            What tells when they have been sent.
         """
         socket = self._peer(target)
         views = [memoryview(piece).cast("B") for piece in pieces]
         size = sum(view.nbytes for view in views)
         socket.send(msgspec.msgpack.encode(Header(self._name, title, size, error, about)))
+        chunks = []
         for view in views:
             for begin in range(0, view.nbytes, CHUNK_BYTES):
                 socket.send(self._name.encode(), zmq.SNDMORE)
-                socket.send(view[begin : begin + CHUNK_BYTES], copy=False)
+                chunks.append(socket.send(view[begin : begin + CHUNK_BYTES], copy=False, track=True))
+        return Sending(zmq.MessageTracker(*chunks))
 
     def receive_header(self, source: str, title: str) -> Header:
         """Return the header of the next transfer of a peer.
@@ -125,6 +151,19 @@ class Links:
             left = header.size
             while left:
                 left -= self._next(source, header.title).buffer.nbytes
+
+    def receive_chunk(self, header: Header) -> memoryview:
+        """Return the bytes of a transfer that is a single chunk, in the memory in which they arrived.
+
+        Raises:
+            ManifestError: It is not a single chunk.
+            WorkerLostError: The peer sends nothing in time.
+        """
+        chunk: memoryview = self._next(header.source, header.title).buffer
+        if chunk.nbytes != header.size:
+            raise ManifestError(f"{header.source} sends {header.title!r} in chunks; {self._name} expects a single one")
+        progress.advance()
+        return chunk
 
     def receive_into(self, header: Header, pieces: Sequence[Any]) -> None:
         """Copy the bytes of a transfer into writable buffers, of the sizes of those that are sent.

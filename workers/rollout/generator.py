@@ -20,6 +20,7 @@ from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .generation import FinishReason, Generation
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .placement import Placement
+from .readiness import Readiness
 from .sampling import seed_of
 from .token_stream import Limits, RequestId, TokenStream, check_prompt
 
@@ -80,10 +81,8 @@ class BaseGenerator(ABC):
         self.running: dict[RequestId, TokenStream] = {}
         """The requests that are being generated, in the order in which they began."""
         self.reset_stats()
-        self.placement = Placement()
-        """Where the parameters and the cache are."""
-        self._complete, self._outdated, self._paused, self._warned = True, False, False, False
-        self._reason = ""
+        self._readiness = Readiness()
+        self._paused, self._warned = False, False
 
     @classmethod
     def check(cls, config: RolloutConfig, processes: int) -> None:
@@ -209,7 +208,7 @@ class BaseGenerator(ABC):
         sample: int,
         images: Sequence[str] = (),
     ) -> TokenStream:
-        self._check_ready()
+        self._readiness.check()
         if images:
             prompt = self.expand_images(prompt, images)
         limits = self.limits()
@@ -244,7 +243,7 @@ class BaseGenerator(ABC):
         """
         if self._paused or not (self.waiting or self.running):
             return False
-        self._check_ready()
+        self._readiness.check()
         try:
             with torch.inference_mode():
                 self.run_step()
@@ -314,14 +313,12 @@ class BaseGenerator(ABC):
                 loaded a complete set of weights; its requests wait.
             ConfigError: The parameters are absent.
         """
-        if self.placement.parameters == "absent":
-            raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
-        self._complete, self._reason = False, "are a mix of two models because loading new ones failed"
+        self._readiness.loading()
         self._interrupt()
         with torch.no_grad():
             self.copy_weights(weights)
         self.version = self.version + 1 if version is None else version
-        self._complete, self._outdated = True, False
+        self._readiness.loaded()
 
     def discard_weights(self, reason: str) -> None:
         """Refuse to generate until complete weights have been loaded, because the present ones are not to be trusted.
@@ -330,7 +327,7 @@ class BaseGenerator(ABC):
             reason: Why; for messages.
         """
         self._interrupt()
-        self._complete, self._reason = False, reason
+        self._readiness.distrust(reason)
 
     def to(self, place: str, part: str | None = None) -> None:
         """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
@@ -345,10 +342,9 @@ class BaseGenerator(ABC):
         """
         target = self.placement.moved(place, part)
         self._interrupt()
-        if target.parameters == "absent":
-            self._outdated = True
+        self._readiness.moving(target)
         self.move(target)
-        self.placement = target
+        self._readiness.moved(target)
 
     def stats(self) -> GeneratorStats:
         """Return the state of the generator."""
@@ -367,23 +363,17 @@ class BaseGenerator(ABC):
     @property
     def complete(self) -> bool:
         """Whether the last weights were loaded completely."""
-        return self._complete
+        return self._readiness.complete
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters and the cache are."""
+        return self._readiness.placement
 
     @property
     def ready(self) -> bool:
         """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
-        return self._complete and not self._outdated and self.placement == Placement() and not self._paused
-
-    def _check_ready(self) -> None:
-        if self.placement.parameters == "absent":
-            raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
-        if not self._complete:
-            raise ModelError(f"the rollout's weights {self._reason}; load a complete set (sync_weights)")
-        if self._outdated and self.placement == Placement():
-            raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
-        if self.placement != Placement():
-            what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
-            raise ConfigError(f"the rollout's {what}; call to('device') first")
+        return self._readiness.ready and not self._paused
 
     def _warn_of_length(self, length: int, max_tokens: int, context: int | None) -> None:
         if context is not None and length + max_tokens > context and not self._warned:

@@ -1,0 +1,199 @@
+"""Tensors that travel together, packed into one piece of memory, and the ways from process to process that they take."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...engine.errors import ConfigError, RemoteError
+from ...engine.parallel.process_groups import EngineGroups
+from ..data_plane.links import CHUNK_BYTES, Links, Sending
+from ..data_plane.plan import ITEM_SIZES, aligned
+from ..data_plane.store import DTYPE_NAMES, DTYPES
+from .digests import Tally
+
+BUCKET_BYTES = 8 * 2**20
+"""Size of a bucket, unless a single tensor is larger."""
+IN_FLIGHT = 3
+"""Number of buckets whose memory may be on its way to a process of another pool."""
+ADDRESS = 8
+"""Memory of tensors begins at a multiple of this many bytes."""
+PATIENCE_S = 1.0
+"""For how long to wait for memory that is on its way. A target that takes nothing for this long may have failed."""
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Tensors that travel together, or the end of a stream of them.
+
+    Args:
+        contents: Name, data type, shape and digest of each tensor; nothing at the end.
+        data: Their bytes `[bytes]`, aligned for any data type.
+        total: At the end, the digest of all tensors.
+        error: At the end, why the source failed.
+    """
+
+    contents: Sequence[tuple[str, str, tuple[int, ...], str]] = ()
+    data: Tensor = field(default=_NOTHING, repr=False)
+    total: str = ""
+    error: str = ""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, str]]:
+        """Yield the name, the tensor and the digest of each."""
+        places, _ = _places(self.contents)
+        for (name, dtype, shape, digest), (begin, end) in zip(self.contents, places, strict=True):
+            yield name, self.data[begin:end].view(DTYPES[dtype]).view(shape), digest
+
+
+def _places(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[list[tuple[int, int]], int]:
+    return aligned(torch.Size(shape).numel() * ITEM_SIZES[dtype] for _, dtype, shape, _ in contents)
+
+
+class Channel(Protocol):
+    """One way from a process to others."""
+
+    def send(self, bucket: Bucket) -> Sending | None:
+        """Send a bucket; return what tells when its memory may change, or nothing if it may at once."""
+        ...
+
+    def receive(self) -> Bucket:
+        """Return the next bucket.
+
+        Raises:
+            RemoteError: The source failed.
+        """
+        ...
+
+
+class BroadcastChannel:
+    """Within a pool.
+
+    Args:
+        groups: The groups of this transfer.
+        source: The rank that sends.
+        targets: The ranks that receive.
+    """
+
+    def __init__(self, groups: EngineGroups, source: int, targets: Sequence[int]) -> None:
+        self._source = source
+        self._group = groups.get([source, *targets], "gloo")
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket to all."""
+        dist.broadcast_object_list([bucket.contents, bucket.total, bucket.error], src=self._source, group=self._group)
+        if bucket.data.numel():
+            dist.broadcast(bucket.data, src=self._source, group=self._group)
+
+    def receive(self) -> Bucket:
+        """Return the next bucket; see `Channel`."""
+        header: list[Any] = [None] * 3
+        dist.broadcast_object_list(header, src=self._source, group=self._group)
+        contents, total, error = header
+        if error:
+            raise RemoteError(error)
+        _, size = _places(contents)
+        data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.broadcast(data, src=self._source, group=self._group)
+        return Bucket(contents=contents, data=data, total=total)
+
+
+class LinkChannel:
+    """Between pools.
+
+    Args:
+        links: The connections of this process.
+        source: The place that sends.
+        target: The place that receives.
+        title: What is sent.
+    """
+
+    def __init__(self, links: Links, source: str, target: str, title: str) -> None:
+        self._links, self._source, self._target, self._title = links, source, target, title
+
+    def send(self, bucket: Bucket) -> Sending:
+        """Send a bucket. Its memory must not change before it has been sent."""
+        pieces = [bucket.data.numpy()] if bucket.data.numel() else []
+        about = [bucket.contents, bucket.total]
+        return self._links.send(self._target, self._title, pieces, about=about, error=bucket.error)
+
+    def receive(self) -> Bucket:
+        """Return the next bucket; see `Channel`."""
+        header = self._links.receive_header(self._source, self._title)
+        if header.error:
+            raise RemoteError(header.error)
+        contents, total = header.about
+        if 0 < header.size <= CHUNK_BYTES:
+            data = torch.frombuffer(self._links.receive_chunk(header), dtype=torch.uint8)
+            if data.data_ptr() % ADDRESS:
+                data = data.clone()
+        else:
+            data = torch.empty(header.size, dtype=torch.uint8)
+            self._links.receive_into(header, [data.numpy()] if header.size else [])
+        return Bucket(
+            contents=[(n, dtype, tuple(shape), digest) for n, dtype, shape, digest in contents], data=data, total=total
+        )
+
+
+class Packer:
+    """Copies tensors into buckets and sends these.
+
+    Memory that has arrived is used again: fresh pages would take longer than the copies.
+
+    Args:
+        channels: Where to send to.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = channels
+        self._contents: list[tuple[str, str, tuple[int, ...], str]] = []
+        self._memory, self._size = _NOTHING, 0
+        self._in_flight: deque[tuple[Tensor, list[Sending]]] = deque()
+        self._patience_s = PATIENCE_S
+
+    def add(self, name: str, tensor: Tensor, tally: Tally) -> None:
+        """Copy a tensor, whose memory may then change, and count its copy.
+
+        Raises:
+            ConfigError: Its data type cannot be sent.
+        """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"{name} is {tensor.dtype}, which cannot be sent; it must be one of {', '.join(DTYPES)}")
+        (_, (begin, end)), _ = aligned([self._size, tensor.numel() * tensor.itemsize])
+        if end > self._memory.numel():
+            self.flush()
+            begin, end = 0, end - begin
+            self._memory = self._free_memory(max(end, BUCKET_BYTES), pinned=tensor.is_cuda)
+        copy = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor.detach())
+        self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))
+        self._size = end
+
+    def flush(self) -> None:
+        """Send what has been added."""
+        if not self._contents:
+            return
+        bucket = Bucket(contents=self._contents, data=self._memory[: self._size])
+        sendings = [sending for channel in self._channels if (sending := channel.send(bucket)) is not None]
+        self._in_flight.append((self._memory, sendings))
+        self._contents, self._memory, self._size = [], _NOTHING, 0
+
+    def _free_memory(self, size: int, *, pinned: bool) -> Tensor:
+        while self._in_flight:
+            memory, sendings = self._in_flight[0]
+            patience_s = self._patience_s if len(self._in_flight) >= IN_FLIGHT else 0.0
+            if not all(sending.wait(patience_s) for sending in sendings):
+                if patience_s:
+                    # ZeroMQ keeps the memory until the target takes it, or this process ends.
+                    self._patience_s = 0.0
+                break
+            self._in_flight.popleft()
+            if memory.numel() >= size and memory.is_pinned() == pinned:
+                return memory
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
