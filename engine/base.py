@@ -122,6 +122,11 @@ class BaseEngine(CheckpointableEngine):
             )
         return "off"
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether documents that begin alike may be computed together; see `EngineConfig.share_prefixes`."""
+        return self._sharing() != "off"
+
     def _resolved(self) -> ParallelConfig:
         """Return the parallel layout, resolved if the number of processes is already known."""
         if not dist.is_initialized():

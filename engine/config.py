@@ -198,7 +198,7 @@ class EngineConfig:
     compile: bool = setting(False, "compile each layer with torch.compile")
     offload: OffloadConfig = setting(factory=OffloadConfig, help="state that is kept outside the device")
     share_prefixes: SharePrefixes = setting(
-        "off",
+        "auto",
         "compute what documents begin with in common once per micro-batch; auto: where that saves at least a tenth of the tokens; on: wherever it saves any",
     )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")

@@ -120,7 +120,7 @@ class StepResult:
         tokens: The number of tokens in the global batch.
         sequences: The number of documents in the global batch.
         micro_batches: The number of micro-batches on each rank.
-        shared_tokens: How many of them were not computed, because another document begins with them too.
+        shared_tokens: How many of the tokens were not computed, because another document begins with them too.
         flops: The FLOPs that the global batch needs, as counted by `flops.ModelShape`.
         peak_gib: The peak memory so far of the rank that has used most, in GiB: GPU memory, or the process's memory without a
             GPU.

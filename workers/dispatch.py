@@ -13,6 +13,7 @@ import numpy as np
 
 from ..engine.errors import BatchError, ConfigError
 from ..engine.packing.microbatch import balance
+from ..engine.packing.prefixes import Prefixes
 
 Split = Literal["all", "dp", "minibatches"]
 Returns = Literal["tokens", "rows", "objects", "numbers"]
@@ -105,26 +106,31 @@ class MiniBatches:
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}; it must be at least 1")
 
-    def steps(self, groups: Sequence[int]) -> list[list[int]]:
+    def steps(self, groups: Sequence[int], prefixes: Prefixes | None = None) -> list[list[int]]:
         """Return the sequences of each optimizer step.
 
         Args:
             groups: The group of each sequence of the batch.
+            prefixes: Which sequences begin alike. They follow each other also in a new order, so few steps have a part of them only.
         """
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
-        units = list(members.values())
+        families: dict[int, list[list[int]]] = {}
+        for i, unit in enumerate(members.values()):
+            family = -1 if prefixes is None else prefixes.families[unit[0]]
+            families.setdefault(family if family >= 0 else -1 - i, []).append(unit)
+        blocks = list(families.values())
         size = len(groups) if self.size is None else self.size
         steps: list[list[int]] = []
         for epoch in range(self.epochs):
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(units)) if self.shuffle else range(len(units))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(blocks)) if self.shuffle else range(len(blocks))
             step: list[int] = []
-            for unit in order:
-                if step and len(step) + len(units[unit]) > size:
+            for unit in (unit for block in order for unit in blocks[block]):
+                if step and len(step) + len(unit) > size:
                     steps.append(sorted(step))
                     step = []
-                step += units[unit]
+                step += unit
             steps += [sorted(step)] if step else []
         return steps
 
@@ -142,7 +148,14 @@ class Assignment:
     steps: list[list[list[int]]] | None = None
 
 
-def assign_rows(lengths: Sequence[int], groups: Sequence[int] | None, dp_size: int, ratio: float) -> Assignment:
+def assign_rows(
+    lengths: Sequence[int],
+    groups: Sequence[int] | None,
+    dp_size: int,
+    ratio: float,
+    *,
+    prefixes: Prefixes | None = None,
+) -> Assignment:
     """Assign the sequences of a batch to ranks, balanced by cost.
 
     Args:
@@ -150,21 +163,44 @@ def assign_rows(lengths: Sequence[int], groups: Sequence[int] | None, dp_size: i
         groups: The group of each sequence; None if each is a group of its own.
         dp_size: The number of data-parallel ranks.
         ratio: The relative cost of attention.
+        prefixes: The prefixes that each rank computes once.
     """
-    return Assignment(rows=balance(lengths, dp_size, groups=groups, ratio=ratio))
+    return Assignment(rows=balance(lengths, dp_size, groups=groups, ratio=ratio, prefixes=prefixes))
 
 
 def assign_mini_batches(
-    lengths: Sequence[int], groups: Sequence[int] | None, dp_size: int, ratio: float, mini_batches: MiniBatches
+    lengths: Sequence[int],
+    groups: Sequence[int] | None,
+    dp_size: int,
+    ratio: float,
+    mini_batches: MiniBatches,
+    *,
+    prefixes: Prefixes | None = None,
+    shares: bool = False,
 ) -> Assignment:
     """Assign each optimizer step of an update separately, so that every step is balanced.
 
-    A rank receives each of its sequences once, no matter how many steps use it.
+    A rank receives each of its sequences once, no matter how many steps use it. Which sequences a step has does not depend on the ranks,
+    nor on whether they compute common prefixes once.
+
+    Args:
+        lengths: The number of tokens of each sequence.
+        groups: The group of each sequence; None if each is a group of its own.
+        dp_size: The number of data-parallel ranks.
+        ratio: The relative cost of attention.
+        mini_batches: The optimizer steps.
+        prefixes: Which sequences begin alike.
+        shares: Whether each rank computes common prefixes once.
     """
-    groups = list(range(len(lengths))) if groups is None else groups
     rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for step in mini_batches.steps(groups):
-        assigned = balance([lengths[i] for i in step], dp_size, groups=[groups[i] for i in step], ratio=ratio)
+    for step in mini_batches.steps(range(len(lengths)) if groups is None else groups, prefixes):
+        assigned = balance(
+            [lengths[i] for i in step],
+            dp_size,
+            groups=None if groups is None else [groups[i] for i in step],
+            ratio=ratio,
+            prefixes=prefixes.select(step) if prefixes is not None and shares else None,
+        )
         for rank, part in enumerate(assigned):
             rank_steps[rank].append([step[i] for i in part])
     rows = [sorted({i for step in rank for i in step}) for rank in rank_steps]

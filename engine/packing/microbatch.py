@@ -7,13 +7,16 @@ set of sequences that must not be split: one sequence, or all sequences of a gro
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import BudgetError
 from .prefixes import Prefixes
 
 DEFAULT_HIDDEN_SIZE = 2048
+WORTH_CUTTING = 0.01
+"""By which share the maximum cost of a rank must be lower for a family to be cut between ranks."""
 
 
 def attention_ratio(hidden_size: int) -> float:
@@ -42,7 +45,7 @@ def _units(
     groups: Sequence[int] | None,
     ratio: float,
     prefixes: Prefixes | None = None,
-    budget: int | None = None,
+    cut: Callable[[tuple[int, ...]], list[tuple[int, ...]]] | None = None,
 ) -> list[_Unit]:
     members: dict[int, list[int]] = {}
     if groups is not None or prefixes is None:
@@ -53,9 +56,9 @@ def _units(
             # Those that share nothing are numbered below all families.
             members.setdefault(family if family >= 0 else -1 - i, []).append(i)
     sets = [tuple(m) for m in members.values()]
-    if groups is None and prefixes is not None and budget is not None:
+    if groups is None and cut is not None:
         # What no caller has grouped may be cut, and every part has a parent of its own.
-        sets = [part for found in sets for part in _cut(found, lengths, prefixes, budget)]
+        sets = [part for found in sets for part in cut(found)]
     units = [_unit(found, lengths, ratio, prefixes) for found in sets]
     # Most expensive first; ties are broken by members, so that the order does not depend on how groups are numbered.
     return sorted(units, key=lambda u: (-u.cost, u.members))
@@ -85,6 +88,12 @@ def _unit(members: tuple[int, ...], lengths: Sequence[int], ratio: float, prefix
         # A child's own tokens, and what they attend to: the whole document less what the parent attends to.
         total += cost(lengths[i], ratio) - cost(parent, ratio)
     return _Unit(members, tokens, total)
+
+
+def _cut_to(
+    lengths: Sequence[int], prefixes: Prefixes | None, budget: int
+) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]] | None:
+    return None if prefixes is None else lambda members: _cut(members, lengths, prefixes, budget)
 
 
 def _cut(members: tuple[int, ...], lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[tuple[int, ...]]:
@@ -129,6 +138,7 @@ def balance(
     *,
     groups: Sequence[int] | None = None,
     ratio: float = attention_ratio(DEFAULT_HIDDEN_SIZE),
+    prefixes: Prefixes | None = None,
 ) -> list[list[int]]:
     """Distribute sequences over data-parallel ranks so that the maximum cost of a rank is as low as possible.
 
@@ -140,13 +150,31 @@ def balance(
         parts: The number of ranks.
         groups: The group of each sequence; the sequences of a group stay together.
         ratio: The relative cost of attention, from `attention_ratio`.
+        prefixes: The prefixes that each rank computes once. The documents of a family stay together unless cutting it lowers the
+            maximum.
 
     Returns:
         The indices of the sequences of each rank, in ascending order. With fewer units than ranks, some ranks have none.
     """
-    units = _units(lengths, groups, ratio)
-    bins = _refine(_difference(units, parts))
-    return [sorted(i for unit in contents for i in unit.members) for contents in bins]
+    best: list[list[_Unit]] = []
+    lowest, pieces = math.inf, 1
+    whole = _units(lengths, groups, ratio, prefixes)
+    largest = max((len(unit.members) for unit in whole), default=1) if groups is None and parts > 1 else 1
+    while pieces == 1 or pieces < 2 * largest:
+        units = whole if pieces == 1 else _units(lengths, groups, ratio, prefixes, lambda found, n=pieces: _pieces(found, n))  # type: ignore[misc]
+        bins = _refine(_difference(units, parts))
+        highest = max(sum(unit.cost for unit in contents) for contents in bins)
+        if highest < lowest * (1 - WORTH_CUTTING):
+            best, lowest = bins, highest
+        pieces *= 2
+    return [sorted(i for unit in contents for i in unit.members) for contents in best]
+
+
+def _pieces(members: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Cut a family into a number of parts of similar size, as far as it has members."""
+    count = min(count, len(members))
+    ends = [len(members) * i // count for i in range(count + 1)]
+    return [members[first:last] for first, last in pairwise(ends)]
 
 
 def _difference(units: Sequence[_Unit], parts: int) -> list[list[_Unit]]:
@@ -241,7 +269,7 @@ def partition(
     Raises:
         BudgetError: A single sequence or group exceeds the budget.
     """
-    units = _units(lengths, groups, ratio, prefixes, max_tokens)
+    units = _units(lengths, groups, ratio, prefixes, _cut_to(lengths, prefixes, max_tokens))
     for unit in units:
         if unit.tokens > max_tokens:
             first = names[unit.members[0]] if names else f"sequence {unit.members[0]}"
@@ -271,7 +299,7 @@ def count_units(
     """Return into how many micro-batches `partition` splits at most, and the lengths of the parents that need not be computed again."""
     if prefixes is None:
         return len(lengths) if groups is None else len(set(groups)), []
-    units = _units(lengths, groups, 0.0, prefixes, max_tokens)
+    units = _units(lengths, groups, 0.0, prefixes, _cut_to(lengths, prefixes, max_tokens))
     spared: list[int] = []
     for unit in units:
         families = [family for i in unit.members if (family := prefixes.families[i]) >= 0]

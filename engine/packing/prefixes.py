@@ -19,6 +19,32 @@ class Prefixes:
     families: tuple[int, ...]
     parents: tuple[int, ...]
 
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[int], lengths: Sequence[int]) -> "Prefixes":
+        """Return the families of answers to prompts.
+
+        Args:
+            prompts: The number of each answer's prompt.
+            lengths: The number of tokens of each answer's prompt.
+        """
+        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        tokens = dict(zip(prompts, lengths, strict=True))
+        return cls(
+            families=tuple(numbers[prompt] for prompt in prompts),
+            # The last token is the answers' own.
+            parents=tuple(max(0, tokens[prompt] - 1) for prompt in numbers),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["Prefixes"]) -> "Prefixes":
+        """Return the families of several batches, one after the other, which have no family in common."""
+        families: list[int] = []
+        parents: list[int] = []
+        for part in parts:
+            families += [family if family < 0 else family + len(parents) for family in part.families]
+            parents += part.parents
+        return cls(families=tuple(families), parents=tuple(parents))
+
     def saved(self) -> int:
         """Return how many tokens need not be computed, if no family is cut."""
         counts = [0] * len(self.parents)

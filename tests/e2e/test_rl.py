@@ -83,6 +83,7 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
     assert phases(["train", str(bundle), "engine.micro_batch.max_tokens=40"]) == 0
     printed = capfd.readouterr().out
     assert "critic/grad_norm" in printed
+    assert printed.endswith("the repeated step is the recorded one\n")
     # The comparison can fail.
     assert phases(["train", str(bundle), "rl.critic_clip=0.001", "rl.loss.clip_low=0.0001", "rl.loss.clip_high=0.0001"]) == 1
     assert "(differs)" in capfd.readouterr().out
@@ -91,6 +92,9 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
 def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
     settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04", "group.offload=host")
+    for phase in ("rollout", "score", "train"):
+        assert phases([phase, "--help"]) == 0
+        assert capfd.readouterr().out.startswith(f"drivetrain rl {phase} ")
     assert phases(["rollout", answers, *settings]) == 0
     assert phases(["train", answers]) == 1
     assert "run drivetrain rl score on it first" in capfd.readouterr().err

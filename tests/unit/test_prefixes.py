@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from drivetrain.engine.errors import BudgetError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.engine.packing.microbatch import count_units, partition
+from drivetrain.engine.packing.microbatch import balance, count_units, partition
 from drivetrain.engine.packing.prefixes import Prefixes
 from drivetrain.engine.packing.sharing import find_prefixes, shared_layout
+from drivetrain.workers.dispatch import MiniBatches
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7)
 
@@ -144,3 +145,65 @@ def test_a_large_family_is_cut_evenly_and_its_parent_repeated() -> None:
     assert len(partition(lengths, 51, prefixes=prefixes, groups=[0] * 8)) == 1
     with pytest.raises(BudgetError, match="sequence 0 has 23 tokens"):
         partition(lengths, 22, prefixes=prefixes)
+
+
+LENGTHS_OF_GROUPS = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=6
+)
+
+
+def answers(groups: list[tuple[int, list[int]]]) -> tuple[list[int], Prefixes]:
+    """The lengths of answers with their prompts, and what is known of them."""
+    prompts = [i for i, (_, some) in enumerate(groups) for _ in some]
+    sizes = [prompt for prompt, some in groups for _ in some]
+    lengths = [prompt + answer for prompt, some in groups for answer in some]
+    return lengths, Prefixes.of_prompts(prompts, sizes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS_OF_GROUPS, st.integers(1, 4))
+def test_ranks_are_balanced_by_what_they_compute(groups: list[tuple[int, list[int]]], parts: int) -> None:
+    lengths, prefixes = answers(groups)
+    shares = balance(lengths, parts, prefixes=prefixes, ratio=0.0)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    highest = max(computed(lengths, prefixes, share) for share in shares)
+    for other in (balance(lengths, parts, ratio=0.0), balance(lengths, parts, groups=prefixes.families, ratio=0.0)):
+        # A rank that happens to get two parts of a family computes even less than was reckoned with.
+        assert highest <= max(computed(lengths, prefixes, share) for share in other) * 1.5
+
+
+def test_a_family_stays_on_one_rank_unless_that_is_a_disadvantage() -> None:
+    lengths, prefixes = answers([(100, [10] * 4)] * 4)
+    for share in balance(lengths, 2, prefixes=prefixes):
+        assert len({prefixes.families[i] for i in share}) == 2
+    # One prompt, two ranks: better twice than one rank without work.
+    lengths, prefixes = answers([(100, [50] * 8)])
+    assert [len(share) for share in balance(lengths, 2, prefixes=prefixes)] == [4, 4]
+    # Without knowing of them, the answers to a prompt are spread.
+    lengths, prefixes = answers([(100, [10, 20, 30, 40])] * 4)
+    assert any(len({prefixes.families[i] for i in share}) > 2 for share in balance(lengths, 2))
+    # What a caller has grouped is never cut.
+    assert sorted(map(len, balance([50] * 8, 2, groups=[0] * 8, prefixes=answers([(10, [40] * 8)])[1]))) == [0, 8]
+
+
+@settings(deadline=None, max_examples=100)
+@given(LENGTHS_OF_GROUPS, st.integers(1, 9), st.booleans())
+def test_optimizer_steps_have_as_many_sequences_and_fewer_families(
+    groups: list[tuple[int, list[int]]], size: int, shuffle: bool
+) -> None:
+    lengths, prefixes = answers(groups)
+    some = MiniBatches(size=size, shuffle=shuffle, epochs=2, seed=3)
+    steps, plain = some.steps(range(len(lengths)), prefixes), some.steps(range(len(lengths)))
+    assert [len(step) for step in steps] == [len(step) for step in plain]
+    half = len(steps) // 2
+    for epoch in (steps[:half], steps[half:]):
+        assert sorted(i for step in epoch for i in step) == list(range(len(lengths)))
+        # At most one family continues in the next step.
+        assert sum(len({prefixes.families[i] for i in step}) for step in epoch) <= len(groups) + len(epoch) - 1
+
+
+def test_families_of_several_batches() -> None:
+    one, two = Prefixes.of_prompts([5, 5, 9], [3, 3, 1]), Prefixes(families=(-1, 0, 0), parents=(7,))
+    assert one == Prefixes(families=(0, 0, 1), parents=(2, 0))
+    assert Prefixes.join([one, two]) == Prefixes(families=(0, 0, 1, -1, 2, 2), parents=(2, 0, 7))
+    assert Prefixes.join([]) == Prefixes(families=(), parents=())

@@ -138,6 +138,7 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens": result.tokens,
+        "shared_tokens": result.shared_tokens,
         "sequences": result.sequences,
         "micro_batches": result.micro_batches,
         "seconds": seconds,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from ...engine.packing.prefixes import Prefixes
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.rewards.sample import RewardSample
 from ...workers.rewards.scorer import PendingScores
@@ -102,6 +103,9 @@ def join(parts: Sequence[Answers]) -> Answers:
     ref = DataRef.of(first.ref.buffer, ids)
     # As for a single part: an update may distribute the answers to a prompt.
     ref = replace(ref, passengers=first.ref.passengers).without_groups()
+    prefixes = [part.ref.prefixes for part in parts if part.ref.prefixes is not None]
+    if len(prefixes) == len(parts):
+        ref = ref.with_prefixes(Prefixes.join(prefixes))
     baselines = [part.baselines for part in parts if part.baselines is not None]
     return Answers(
         ref=ref,

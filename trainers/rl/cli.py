@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from ...engine.config import ParallelConfig
 from ...engine.errors import CheckpointError, ConfigError
+from ...engine.packing.prefixes import Prefixes
 from ...engine.parallel.process import report_failure
 from ...engine.registry import is_installed
 from ..config.parse import parse, parse_over
@@ -42,13 +43,36 @@ log = logging.getLogger(__name__)
 TOLERANCE = {"loss": 1e-6, "grad_norm": 1e-5}
 """The relative difference up to which a repeated step counts as equal, in float32 and float64."""
 SCORERS = ("reference", "critic", "reward")
+HELP = {
+    "rollout": """drivetrain rl rollout OUT key=value ...
+
+Answers all prompts of data.train once, in order, and writes the answers with their tokens, log-probabilities and versions to the
+replay bundle OUT. Takes the settings of drivetrain grpo.
+
+  drivetrain rl rollout answers.safetensors recipe=grpo model.path=MODEL data.train=prompts.jsonl rewards.use=[answer]""",
+    "score": """drivetrain rl score BUNDLE OUT key=value ...
+
+Judges the answers of a bundle, and writes them to OUT with their rewards and, where the algorithm needs them, the log-probabilities of
+the reference, the values of the critic and the rewards of the reward model. Takes the settings of the bundle, changed by key=value. Names
+of code in the bundle are ignored unless they are repeated here.
+
+  drivetrain rl score answers.safetensors scored.safetensors""",
+    "train": """drivetrain rl train BUNDLE [OUT] key=value ...
+
+Makes one update of the policy with the scored answers of a bundle, in this process; with OUT the updated model is written to that folder.
+Takes the settings of the bundle, changed by key=value. A bundle that a run wrote (trainer.bundle_every) is that step with its checkpoints:
+loss and gradient norm are compared with those of the run, and the exit code is 1 if they differ.
+
+  drivetrain rl train scored.safetensors updated
+  drivetrain rl train runs/grpo/bundles/step-00000010.safetensors""",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a phase and return the exit code."""
     words = list(argv)
     if not words or any(word in ("-h", "--help") for word in words):
-        print((__doc__ or "").strip())
+        print(HELP[words[0]] if words and words[0] in HELP else (__doc__ or "").strip())
         return 0
     phases = {"rollout": (_rollout, 1, 1), "score": (_score, 2, 2), "train": (_train, 1, 2)}
     if words[0] not in phases:
@@ -113,7 +137,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     # Something has to hold the answers.
     needed = needed or {"advantage"}
     with open_phases(config, algorithm, roles, only=needed) as (phases, _):
-        ref = phases.group.put(bundle.batch.with_passengers(*bundle.batch.token_fields))
+        ref = phases.group.put(bundle.batch.with_passengers(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         answers, counts = phases.judge(phases.score(answers))
         check_judged(answers, counts)
@@ -133,7 +157,7 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
         for role, folder in bundle.checkpoints.items():
             phases.group[role].load_checkpoint(str(_inside(paths[0].parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
-        ref = phases.group.put(bundle.batch, role="actor")
+        ref = phases.group.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
         answers = add_old_log_probs(phases, Answers(ref=ref, rows=bundle.rows))
         metrics = train(phases, answers, bundle.step)
         exported = phases.group["actor"].export(str(paths[1].absolute())) if len(paths) > 1 else None
@@ -162,6 +186,10 @@ def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config
         print(f"{name:16} {value:.9g} recorded, {found:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}")
     if worst:
         print("error: the repeated step is not the recorded one", file=sys.stderr)
+    else:
+        print(
+            "the repeated step is the recorded one" if exact else "not judged, because sums of 16 bits depend on their order"
+        )
     return worst
 
 
@@ -214,6 +242,11 @@ def _inside(folder: Path, relative: str) -> Path:
     if not path.is_relative_to(folder.resolve()):
         raise ConfigError(f"the bundle names the checkpoint {relative}, which is outside of {folder}")
     return path
+
+
+def _prefixes(bundle: Bundle) -> Prefixes:
+    """Return which answers begin alike, by which those of a step are put together."""
+    return Prefixes.of_prompts([row.group for row in bundle.rows], [len(row.prompt.ids) for row in bundle.rows])
 
 
 def _write(phases: Phases, answers: Answers, path: Path, *, step: int) -> None:

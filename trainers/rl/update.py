@@ -170,6 +170,7 @@ def means(results: Sequence[StepResult]) -> dict[str, float]:
         **{name: sum(values) / len(values) for name, values in found.items()},
         "lr": results[-1].lr or 0.0,
         "updates": float(len(results)),
+        "shared_tokens": float(sum(result.shared_tokens for result in results)),
         "skipped": float(sum(result.skipped for result in results)),
         "peak_gib": max(result.peak_gib for result in results),
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ...engine.errors import BatchError
+from ...engine.packing.prefixes import Prefixes
 from .sequence_buffer import SequenceBuffer
 
 
@@ -22,6 +23,7 @@ class DataRef:
         group_ids: The group of each sample, which is never split over ranks; None if each is a group of its own.
         names: The origin of each sample, for messages; None for its number.
         passengers: The names of fields that nothing needs to read.
+        prefixes: Which samples begin alike, if that is known. They stay together where that is no disadvantage.
     """
 
     ids: tuple[str, ...]
@@ -31,6 +33,7 @@ class DataRef:
     group_ids: tuple[int, ...] | None = None
     names: tuple[str, ...] | None = None
     passengers: frozenset[str] = frozenset()
+    prefixes: Prefixes | None = None
 
     @classmethod
     def of(cls, buffer: SequenceBuffer, ids: Sequence[str]) -> Self:
@@ -89,6 +92,7 @@ class DataRef:
             lengths=tuple(self.lengths[row] for row in rows),
             group_ids=None if self.group_ids is None else tuple(self.group_ids[row] for row in rows),
             names=None if self.names is None else tuple(self.names[row] for row in rows),
+            prefixes=None if self.prefixes is None else self.prefixes.select(rows),
         )
 
     def __or__(self, other: object) -> Self:
@@ -158,6 +162,16 @@ class DataRef:
     def without_groups(self) -> Self:
         """Return the reference with each sample as a group of its own, which may be on any rank."""
         return replace(self, group_ids=None)
+
+    def with_prefixes(self, prefixes: Prefixes) -> Self:
+        """Return the reference with what is known of samples that begin alike.
+
+        Raises:
+            BatchError: The number of samples is not the same.
+        """
+        if len(prefixes.families) != len(self):
+            raise BatchError(f"prefixes has {len(prefixes.families)} entries for {len(self)} samples")
+        return replace(self, prefixes=prefixes)
 
     def with_passengers(self, *names: str) -> Self:
         """Return the reference with these fields declared as passengers, which nothing needs to read."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
+from ...engine.packing.prefixes import Prefixes
+from ...engine.packing.sharing import find_prefixes
 from ..batch_adapters import adapt_batch
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Load
@@ -228,7 +230,8 @@ class CallPlanner:
         if dispatch.columns is not None and call.options.get(dispatch.columns) is not None:
             check_columns(call.options[dispatch.columns], batch.num_sequences)
         groups = None if batch.group_ids is None else batch.groups()
-        assignment = self._assign(batch.lengths, groups, dispatch, infos, call.mini_batches)
+        prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares else None
+        assignment = self._assign(batch.lengths, groups, prefixes, dispatch, infos, call.mini_batches)
         shares = Shares(places=group.places(call.role), infos=infos, assignment=assignment)
         ref = group.put_batch(batch, shares)
         try:
@@ -261,21 +264,23 @@ class CallPlanner:
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Shares:
-        assignment = self._assign(ref.lengths, ref.group_ids, dispatch, infos, mini_batches)
+        assignment = self._assign(ref.lengths, ref.group_ids, ref.prefixes, dispatch, infos, mini_batches)
         return Shares(places=self._group.places(role), infos=infos, assignment=assignment)
 
     def _assign(
         self,
         lengths: Sequence[int],
         groups: Sequence[int] | None,
+        prefixes: Prefixes | None,
         dispatch: Dispatch,
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Assignment:
-        dp_size, ratio = infos[0].dp_size, infos[0].ratio
+        dp_size, ratio, shares = infos[0].dp_size, infos[0].ratio, infos[0].shares
         if dispatch.split == "dp":
-            return assign_rows(lengths, groups, dp_size, ratio)
-        return assign_mini_batches(lengths, groups, dp_size, ratio, mini_batches or MiniBatches())
+            return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes if shares else None)
+        steps = mini_batches or MiniBatches()
+        return assign_mini_batches(lengths, groups, dp_size, ratio, steps, prefixes=prefixes, shares=shares)
 
     def _declared(self) -> set[str]:
         # The passengers of one role are accepted by all, because the same batch goes from role to role.

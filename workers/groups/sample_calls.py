@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.errors import BatchError
+from ...engine.packing.prefixes import Prefixes
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, Load, Round, part_of
 from ..data_plane.redistributor import Need, plan_redistribution
@@ -210,12 +211,15 @@ class SampleCall:
         for name, _ in self.shares.outputs():
             reply = replies[name]
             buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [name])
+        # The lower half of a response's group is the row of its prompt.
+        prompts = [self.ref.lengths[row & 0xFFFFFFFF] for row, _, _ in found]
         return DataRef(
             ids=tuple(sample for _, sample, _ in found),
             lengths=tuple(length for _, _, length in found),
             keys=keys,
             buffer=buffer,
             group_ids=tuple(row for row, _, _ in found),
+            prefixes=Prefixes.of_prompts([row for row, _, _ in found], prompts),
             passengers=frozenset({"finished", "versions"}),
         )
 

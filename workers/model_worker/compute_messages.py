@@ -69,12 +69,14 @@ class InitializeOk(ComputeReply, kw_only=True):
         dp_size: The number of data-parallel shards.
         answers: Whether the rank is the output rank of its shard.
         ratio: The relative cost of attention, for balancing the shards.
+        shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
     """
 
     dp_rank: Count
     dp_size: Count
     answers: bool
     ratio: float
+    shares: bool = False
 
 
 class Call(ComputeRequest, kw_only=True):

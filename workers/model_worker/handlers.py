@@ -134,7 +134,9 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
     info = worker.host.build(
         request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
     )
-    return c.InitializeOk(dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio)
+    return c.InitializeOk(
+        dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio, shares=info.shares
+    )
 
 
 def call(worker: ModelWorker, request: c.Call) -> c.CallOk:

@@ -127,17 +127,21 @@ class RankInfo:
         dp_size: The number of data-parallel shards.
         answers: Whether the process is the output rank of its shard.
         ratio: The relative cost of attention, for balancing the shards.
+        shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
     """
 
     dp_rank: int
     dp_size: int
     answers: bool
     ratio: float
+    shares: bool = False
 
 
 def info_of(reply: InitializeOk) -> RankInfo:
     """Return what a worker has replied to `initialize`."""
-    return RankInfo(dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio)
+    return RankInfo(
+        dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio, shares=reply.shares
+    )
 
 
 class RoleHost:
@@ -362,6 +366,7 @@ def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
         dp_size=topology.dp_size,
         answers=topology.is_output_rank,
         ratio=engine.model_shape.attention_ratio,
+        shares=engine.shares_prefixes,
     )
 
 
