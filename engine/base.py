@@ -112,6 +112,8 @@ class BaseEngine(CheckpointableEngine):
 
     def _sharing(self) -> SharePrefixes:
         """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""
+        if not self.capabilities.shared_prefixes:
+            return "off"
         kind = length_dependent_rope(self.hf_config)
         if kind is None:
             return self.config.share_prefixes

@@ -21,6 +21,7 @@ class Capabilities:
         precisions: The supported pairs (params, compute); reduce may be either of the two or float32.
         optimizers: The supported values of `optim.name`.
         quantizations: The supported values of `model.quantization`.
+        shared_prefixes: Whether attention knows the parents of segments (`PackedContext.parents`), so that documents can share prefixes.
     """
 
     axes: frozenset[str]
@@ -33,6 +34,7 @@ class Capabilities:
     precisions: frozenset[tuple[str, str]]
     optimizers: frozenset[str]
     quantizations: frozenset[str] = frozenset({"none"})
+    shared_prefixes: bool = False
 
     def check(self, engine: EngineConfig, model: ModelConfig, optimizer: str | None) -> None:
         """Check that the backend supports the settings.
@@ -82,6 +84,10 @@ class Capabilities:
             )
         if engine.compile and not self.compile:
             raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} does not support it; set it to false")
+        if engine.share_prefixes == "on" and not self.shared_prefixes:
+            raise CapabilityError(
+                f"engine.share_prefixes=on: backend {engine.backend!r} does not support it; set it to auto or off"
+            )
         pair = (engine.precision.params, engine.precision.compute)
         if pair not in self.precisions:
             supported = "; ".join(f"params={a} with compute={b}" for a, b in sorted(self.precisions))

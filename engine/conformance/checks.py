@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..base import BaseEngine
 from ..errors import BatchError, BudgetError, ConfigError, NonFiniteError, RemoteError
-from ..loss import Loss, LossSums, OutputRequest, TokenOutputs, loss_mask
+from ..loss import Loss, LossSums, OutputRequest, StepResult, TokenOutputs, loss_mask
 from ..packing.batch import PackedBatch
+from ..registry import engine_class
 from .engine_factory import OPTIM, ConformanceError, EngineFactory, assert_close, assert_raises, assert_that, weights_of
 from .reference import Reference
 from .tiny import tiny_documents
@@ -55,26 +56,56 @@ class MeanNLL:
 
 def check_reference(engine_factory: EngineFactory) -> None:
     """Check loss, gradient norm and parameters over five AdamW steps with clipping against plain Hugging Face."""
-    reference = Reference(engine_factory.folder, OPTIM)
     with engine_factory.engine() as engine:
-        for step in range(5):
-            documents = tiny_documents(9, seed=step)
-            masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
-            indices = engine_factory.indices(engine, documents)
-            batch = engine_factory.pack(documents, indices, supervised=[masks[i] for i in indices])
-            result = engine.train_batch(batch, MeanNLL())
-            expected = reference.step(documents, masks)
-            assert_close(f"loss of step {step}", result.loss, expected.loss, LOSS_BOUND)
-            assert_close(f"gradient norm of step {step}", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
-        weights = weights_of(engine)
-        for name, value in reference.weights().items():
-            error = (weights[name] - value).abs()
-            largest, fraction = float(error.max()), float((error > WEIGHT_BOUND).float().mean())
-            assert_that(
-                fraction <= max(RARE, 1 / error.numel()) and largest <= OPTIM.lr,
-                f"parameter {name} differs by {largest:.1e} after five steps, {100 * fraction:.2g}% of it by more than "
-                f"{WEIGHT_BOUND}",
-            )
+        _check_steps(engine_factory, engine, lambda step: tiny_documents(9, seed=step))
+
+
+def check_shared_prefixes(engine_factory: EngineFactory) -> None:
+    """Check the same with documents that begin alike, which an engine that can computes once, and their outputs.
+
+    Each of the documents is one of three beginnings with one of three ends, one is the beginning of another, and two are equal.
+    """
+
+    def families(step: int) -> list[list[int]]:
+        beginnings, ends = tiny_documents(3, seed=step, longest=24), tiny_documents(9, seed=100 + step, longest=16)
+        documents = [beginnings[i % 3] + ends[i] for i in range(9)]
+        return [*documents, documents[0][:-1], documents[1]]
+
+    can = engine_class(engine_factory.backend).capabilities.shared_prefixes
+    with engine_factory.engine(share_prefixes="on" if can else "auto") as engine:
+        results = _check_steps(engine_factory, engine, families)
+        shared = [result.shared_tokens for result in results]
+        # With more ranks there are families that no rank has two of.
+        assert_that(not can or sum(shared) > 0 or engine.topology.dp_size > 1, f"no tokens were shared: {shared}")
+    with engine_factory.engine(share_prefixes="on" if can else "auto", max_tokens=64, optim=None) as engine:
+        documents = families(6)
+        _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
+
+
+def _check_steps(
+    engine_factory: EngineFactory, engine: BaseEngine, documents_of: Callable[[int], list[list[int]]]
+) -> list[StepResult]:
+    reference, results = Reference(engine_factory.folder, OPTIM), []
+    for step in range(5):
+        documents = documents_of(step)
+        masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
+        indices = engine_factory.indices(engine, documents)
+        batch = engine_factory.pack(documents, indices, supervised=[masks[i] for i in indices])
+        result = engine.train_batch(batch, MeanNLL())
+        expected = reference.step(documents, masks)
+        assert_close(f"loss of step {step}", result.loss, expected.loss, LOSS_BOUND)
+        assert_close(f"gradient norm of step {step}", result.grad_norm or math.nan, expected.grad_norm, NORM_BOUND)
+        results.append(result)
+    weights = weights_of(engine)
+    for name, value in reference.weights().items():
+        error = (weights[name] - value).abs()
+        largest, fraction = float(error.max()), float((error > WEIGHT_BOUND).float().mean())
+        assert_that(
+            fraction <= max(RARE, 1 / error.numel()) and largest <= OPTIM.lr,
+            f"parameter {name} differs by {largest:.1e} after five steps, {100 * fraction:.2g}% of it by more than "
+            f"{WEIGHT_BOUND}",
+        )
+    return results
 
 
 def _gradient(
@@ -172,30 +203,35 @@ def check_non_finite(engine_factory: EngineFactory) -> None:
 
 def check_infer(engine_factory: EngineFactory) -> None:
     """Check that outputs are in the caller's order and equal to those of each document computed alone."""
-    documents = tiny_documents(7, seed=6)
-    reference = Reference(engine_factory.folder, OPTIM)
     with engine_factory.engine(max_tokens=32, optim=None) as engine:
-        indices = engine_factory.indices(engine, documents)[::-1]
-        batch = engine_factory.pack(documents, indices)
-        outputs = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
-        all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
-        greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
-        for position, i in enumerate(indices):
-            start, end = batch.bounds[position], batch.bounds[position + 1]
-            expected = reference.log_probs(documents[i], temperature=0.7).detach()
-            actual = outputs["log_probs"][start : end - 1]
-            error = float((actual - expected).abs().max()) if len(expected) else 0.0
-            assert_that(error <= 1e-4, f"log-probabilities of document {i} differ by {error:.1e}")
-            assert_that(
-                float(outputs["log_probs"][end - 1]) == 0.0,
-                "the last token of a document has a log-probability, although it has no next token",
-            )
-            distribution = torch.log_softmax(reference.logits(documents[i])[:-1] / 0.7, -1)
-            entropy = -(distribution.exp() * distribution).sum(-1).detach()
-            error = float((outputs["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
-            assert_that(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
-            likeliest = reference.logits(documents[i]).argmax(-1)
-            assert_that(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
+        documents = tiny_documents(7, seed=6)
+        _check_outputs(engine_factory, engine, documents, engine_factory.indices(engine, documents)[::-1])
+
+
+def _check_outputs(
+    engine_factory: EngineFactory, engine: BaseEngine, documents: Sequence[Sequence[int]], indices: Sequence[int]
+) -> None:
+    reference = Reference(engine_factory.folder, OPTIM)
+    batch = engine_factory.pack(documents, indices)
+    outputs = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
+    all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
+    greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
+    for position, i in enumerate(indices):
+        start, end = batch.bounds[position], batch.bounds[position + 1]
+        expected = reference.log_probs(documents[i], temperature=0.7).detach()
+        actual = outputs["log_probs"][start : end - 1]
+        error = float((actual - expected).abs().max()) if len(expected) else 0.0
+        assert_that(error <= 1e-4, f"log-probabilities of document {i} differ by {error:.1e}")
+        assert_that(
+            float(outputs["log_probs"][end - 1]) == 0.0,
+            "the last token of a document has a log-probability, although it has no next token",
+        )
+        distribution = torch.log_softmax(reference.logits(documents[i])[:-1] / 0.7, -1)
+        entropy = -(distribution.exp() * distribution).sum(-1).detach()
+        error = float((outputs["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
+        assert_that(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
+        likeliest = reference.logits(documents[i]).argmax(-1)
+        assert_that(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
 
 
 def check_weights(engine_factory: EngineFactory) -> None:
@@ -326,6 +362,7 @@ def check_checkpoint(engine_factory: EngineFactory) -> None:
 
 CHECKS: dict[str, Callable[[EngineFactory], None]] = {
     "reference": check_reference,
+    "shared_prefixes": check_shared_prefixes,
     "partition": check_partition,
     "shares": check_shares,
     "zero_weight": check_zero_weight,

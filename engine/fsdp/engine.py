@@ -56,6 +56,7 @@ class FSDPEngine(BaseEngine):
             }
         ),
         optimizers=frozenset({"adamw", "sgd"}),
+        shared_prefixes=True,
     )
 
     options_type = FSDPOptions

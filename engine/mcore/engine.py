@@ -58,6 +58,7 @@ class MCoreEngine(BaseEngine):
         offload_optimizer=frozenset({"none"}),
         precisions=frozenset({("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")}),
         optimizers=frozenset({"adamw"}),
+        shared_prefixes=True,
     )
 
     options_type = MCoreOptions

@@ -13,6 +13,7 @@ from drivetrain.trainers.parity.cli import (
     FSDP,
     MCORE,
     MCORE_MOE,
+    UNSHARED,
     Job,
     Row,
     compare_with_reference,
@@ -29,6 +30,7 @@ DENSE = ("llama", "qwen2", "qwen3", "mistral")
 MATRIX = {
     **{f"fsdp:{axes}": DENSE for axes in FSDP},
     **{f"mcore:{axes}": DENSE for axes in MCORE},
+    **dict.fromkeys(UNSHARED, DENSE[:1]),
     **dict.fromkeys(("fsdp:dp_shard=2,ep=2", *(f"mcore:{axes}" for axes in MCORE_MOE)), ("qwen3_moe",)),
 }
 FAST = {
@@ -86,6 +88,9 @@ def test_row_agrees_with_plain_hugging_face(word: str, models: tuple[str, ...], 
         for row, result in zip(rows, results, strict=True)
     ]
     assert all(told["ok"] for told in judged), "\n".join(table(judged, references(job)))
+    # With few samples on each rank not all rows have what is worth sharing.
+    for row, told in zip(rows, judged, strict=True):
+        assert told["shared"] == 0 if row.share == "off" else told["shared"] > 0.1 or "dp" in row.layout or "ep" in row.axes
 
 
 BUFFERS = ("deepseek_v3", "glm4_moe", "apertus")
@@ -110,7 +115,7 @@ def test_a_row_that_is_off_fails() -> None:
     row = parse_row("mcore:tp=2,tp_sequence=true", "qwen3")
     assert (row.layout, row.nproc) == ("tp2 ts", 2)
     steps = [{"loss": 2.0, "grad_norm": 3.0}, {"loss": 1.0, "grad_norm": 4.0}]
-    right = {"steps": steps, "weights_off": 1e-6}
+    right = {"steps": steps, "weights_off": 1e-6, "shared": 0.25}
     assert compare_with_reference(row, right, {"steps": steps}, "float32")["ok"]
     for wrong in (
         {**right, "steps": [steps[0], {**steps[1], "loss": 1.0 + 3e-6}]},
@@ -136,6 +141,7 @@ def test_rows_by_default() -> None:
     assert {row.model for row in every if "ep" in row.axes} == {"qwen3_moe"}
     assert {(row.backend, row.layout) for row in every if row.model == "qwen3"} >= {("fsdp", "cp4"), ("mcore", "pp2 vpp2")}
     assert [row.model for row in default_rows(None, ["moe"])] == ["qwen3_moe"] * 5
+    assert {row.layout for row in every if row.share == "off"} == {"1 share=off"}
     assert len(default_rows(None, ["short", "mcore:tp=2"])) == len(default_rows(None, ["short"])), "a row stands there once"
 
 
@@ -146,6 +152,8 @@ def test_rows_by_default() -> None:
         (["--rows", "mcore:xp=2"], "'xp' is not an axis"),
         (["--rows", "mcore:tp"], "'tp' has no valid size"),
         (["--rows", "mcore:tp=2,tp=4"], "tp is given twice"),
+        (["--rows", "mcore:share=yes"], "share is auto, on, off, not 'yes'"),
+        (["--rows", "mcore:share=on,share=off"], "share is given twice"),
         (["--steps", "0"], "--steps=0; it must be at least 1"),
         (["--data", "nowhere.jsonl"], "--data nowhere.jsonl does not exist"),
         (["--json", "nowhere/x.json"], "the folder does not exist"),

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from ... import __version__
-from ...engine.config import ParallelConfig
+from ...engine.config import ParallelConfig, SharePrefixes
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.registry import backends, spec_of
 
@@ -44,6 +44,7 @@ MCORE = (
 )
 FSDP_MOE = ("", "dp_shard=2,ep=2")
 MCORE_MOE = ("ep=2,dp_shard=2", "ep=2,dp_shard=2,pp=2", "tp=2,tp_sequence=true,ep=2")
+UNSHARED = ("fsdp:share=off", "mcore:share=off")
 SHORT = ("fsdp", "fsdp:dp_shard=2", "mcore", "mcore:tp=2", "mcore:pp=2")
 
 
@@ -55,11 +56,13 @@ class Row:
         backend: The value of `engine.backend`.
         axes: The axes of the layout whose size is not 1.
         model: The family of a tiny model, or a folder.
+        share: The value of `engine.share_prefixes`.
     """
 
     backend: str
     axes: dict[str, Any] = field(default_factory=dict)
     model: str
+    share: SharePrefixes = "auto"
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -81,11 +84,11 @@ class Row:
             for axis, size in self.axes.items()
             if size is True or size > 1
         ]
-        return " ".join(parts) or "1"
+        return " ".join([*(parts or ["1"]), *([f"share={self.share}"] if self.share != "auto" else [])])
 
 
 def parse_row(word: str, model: str) -> Row:
-    """Parse a row such as `mcore:tp=2,pp=2`.
+    """Parse a row such as `mcore:tp=2,pp=2`; `share=off` sets `engine.share_prefixes`.
 
     Raises:
         ConfigError: An engine or axis is unknown, or an axis has no valid size.
@@ -93,26 +96,32 @@ def parse_row(word: str, model: str) -> Row:
     backend, _, rest = word.partition(":")
     spec_of(backend)
     axes: dict[str, Any] = {}
+    share: SharePrefixes | None = None
     for part in filter(None, rest.split(",")):
         axis, _, value = part.partition("=")
         known = ParallelConfig.__dataclass_fields__
-        if axis in axes:
+        if axis in axes or (axis == "share" and share is not None):
             raise ConfigError(f"--rows {word}: {axis} is given twice")
+        if axis == "share":
+            if value not in get_args(SharePrefixes):
+                raise ConfigError(f"--rows {word}: share is {', '.join(get_args(SharePrefixes))}, not {value!r}")
+            share = cast("SharePrefixes", value)
+            continue
         if axis not in known:
-            raise ConfigError(f"--rows {word}: {axis!r} is not an axis; the axes are {', '.join(known)}")
+            raise ConfigError(f"--rows {word}: {axis!r} is not an axis; the axes are {', '.join(known)}, and share")
         if axis == "tp_sequence" and value in ("true", "false"):
             axes[axis] = value == "true"
         elif axis != "tp_sequence" and value.isdigit() and int(value) > 0:
             axes[axis] = int(value)
         else:
             raise ConfigError(f"--rows {word}: {part!r} has no valid size; write it as in mcore:tp=2,tp_sequence=true,pp=2")
-    return Row(backend=backend, axes=axes, model=model)
+    return Row(backend=backend, axes=axes, model=model, share=share or "auto")
 
 
 SETS: dict[str, tuple[str, ...]] = {
     "short": SHORT,
-    "fsdp-all": tuple(f"fsdp:{axes}" for axes in FSDP),
-    "mcore-all": tuple(f"mcore:{axes}" for axes in MCORE),
+    "fsdp-all": (*(f"fsdp:{axes}" for axes in FSDP), UNSHARED[0]),
+    "mcore-all": (*(f"mcore:{axes}" for axes in MCORE), UNSHARED[1]),
     "moe": (*(f"fsdp:{axes}" for axes in FSDP_MOE), *(f"mcore:{axes}" for axes in MCORE_MOE)),
 }
 
@@ -197,7 +206,7 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
 
     Args:
         row: The row.
-        result: The output of its workers, with `steps` and `weights_off`, or with `error`; None if they ended without a
+        result: The output of its workers, with `steps`, `weights_off` and `shared`, or with `error`; None if they ended without a
             result.
         reference: The reference of its model, with `steps` and, for bfloat16, `rounding`.
         dtype: Either float32 or bfloat16.
@@ -211,6 +220,7 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
         "loss_rel": None,
         "grad_norm_rel": None,
         "weights_off": None,
+        "shared": None,
         "ok": False,
     }
     if result is None:
@@ -228,6 +238,7 @@ def compare_with_reference(row: Row, result: dict[str, Any] | None, reference: d
         "loss_rel": differences["loss"],
         "grad_norm_rel": differences["grad_norm"],
         "weights_off": result["weights_off"],
+        "shared": result["shared"],
         "ok": weights_ok and all(differences[k] <= bounds[k] for k in differences),
         "bounds": bounds,
     }
@@ -241,7 +252,7 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
         reference = references.get(model, {}).get("steps", [])
         numbers = "  ".join(f"{s['loss']:.6f}/{s['grad_norm']:.4f}" for s in reference)
         lines += [f"{model}, plain Hugging Face: loss/gradient norm  {numbers}"] if reference else [f"{model}"]
-        lines += [f"  {'engine':6} {'layout':16} {'processes':>9}  {'loss':>8} {'grad norm':>9} {'weights':>8}"]
+        lines += [f"  {'engine':6} {'layout':16} {'processes':>9} {'shared':>6}  {'loss':>8} {'grad norm':>9} {'weights':>8}"]
         seen_errors: set[str] = set()
         for row in rows:
             head = f"  {row['backend']:6} {row['layout']:16} {row['nproc']:9}  "
@@ -250,7 +261,7 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
                 seen_errors.add(row["error"])
                 continue
             lines.append(
-                f"{head}{row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  "
+                f"{head[:-1]}{row['shared']:6.0%}  {row['loss_rel']:8.1e} {row['grad_norm_rel']:9.1e} {row['weights_off']:8.1e}  "
                 f"{'ok' if row['ok'] else 'FAIL'}"
             )
             if not row["ok"]:
@@ -258,7 +269,7 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
         bounds = next((row["bounds"] for row in rows if "bounds" in row), None)
         if bounds is not None:
             weights = f"{WEIGHT_BOUND:8.1e}" if bounds["weights"] is not None else f"{'-':>8}"
-            lines.append(f"  {'allowed':33}   {bounds['loss']:8.1e} {bounds['grad_norm']:9.1e} {weights}")
+            lines.append(f"  {'allowed':40}   {bounds['loss']:8.1e} {bounds['grad_norm']:9.1e} {weights}")
     return lines
 
 

@@ -33,7 +33,7 @@ from .cli import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 LAYERS = 4
-CHATS = 64
+CHATS, QUESTIONS = 64, 3
 
 
 def model_folder(job: Job, model: str) -> Path:
@@ -71,9 +71,13 @@ def _write_chats(path: Path) -> None:
     def text(longest: int) -> str:
         return "".join(random.choices(DIGITS + "+=", k=random.randint(1, longest)))
 
+    # Half of them are answers to a few questions, so that documents of a batch begin alike.
+    questions = [{"role": "user", "content": "".join(random.choices(DIGITS, k=40))} for _ in range(QUESTIONS)]
     with open(path, "w") as file:
-        for _ in range(CHATS):
+        for i in range(CHATS):
             turns = [{"role": role, "content": text(25)} for role in ("user", "assistant") * random.randint(1, 2)]
+            if i % 2:
+                turns = [questions[i % QUESTIONS], {"role": "assistant", "content": text(25)}]
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
@@ -87,6 +91,7 @@ def config_of(job: Job, row: Row) -> SFTConfig:
             parallel=row.parallel,
             precision=PrecisionConfig(params="float32", compute="bfloat16" if job.dtype == "bfloat16" else "float32"),
             micro_batch=MicroBatchConfig(max_tokens=job.max_tokens),
+            share_prefixes=row.share,
         ),
         optim=OPTIM,
     )
@@ -176,17 +181,18 @@ def run_row(job: Job, row: Row) -> dict[str, Any]:
         return {"error": str(e)}
     try:
         batches = loader_of(samples, config).batches(Cursor())
-        steps = []
+        steps, shared, tokens = [], 0, 0
         for _ in range(job.steps):
             batch, _ = next(batches)
             result = engine.train_batch(batch.shard_of(engine).batch, SFTLoss())
             steps.append({"loss": result.loss, "grad_norm": result.grad_norm})
+            shared, tokens = shared + result.shared_tokens, tokens + result.tokens
         reference_weights = load_file(str(_weights_file(job, row)))
         with engine.named_weights() as stream:
             largest_difference = max(
                 float((value.cpu().float() - reference_weights[name]).abs().max()) for name, value in stream
             )
-        return {"steps": steps, "weights_off": largest_difference}
+        return {"steps": steps, "weights_off": largest_difference, "shared": shared / tokens}
     except DrivetrainError as e:
         return {"error": str(e)}
     finally:
