@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig,
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.packing.sharing import SharedLayout, shared_layout
+from drivetrain.engine.rank_slice import RankSlice
 from drivetrain.engine.registry import engine_class
+from drivetrain.engine.step_plan import MicroBatch
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -36,7 +39,7 @@ def families(seed: int) -> list[list[int]]:
 
 
 def build(folder: Path | str, backend: str, parallel: ParallelConfig, **settings: Any) -> BaseEngine:
-    lora = settings.pop("lora", LoraConfig())
+    lora, head = settings.pop("lora", LoraConfig()), settings.pop("head", "lm")
     config = EngineConfig(
         backend=backend,
         parallel=parallel,
@@ -44,7 +47,7 @@ def build(folder: Path | str, backend: str, parallel: ParallelConfig, **settings
         share_prefixes=settings.pop("share", "on"),
         **settings,
     )
-    model = ModelConfig(path=str(folder), lora=lora)
+    model = ModelConfig(path=str(folder), lora=lora, head=head)
     return engine_class(backend)(model=model, engine=config, optim=OPTIM).initialize()
 
 
@@ -151,7 +154,7 @@ def test_outputs_are_those_of_whole_documents(tmp_path: Path, process_group: Non
     documents = families(7)
     batch = from_lists(documents)
     shared, alone = (build(folder, "fsdp", ParallelConfig(), share=share) for share in ("on", "off"))
-    want = torch.cat([torch.cat([reference.log_probs(d), torch.zeros(1)]) for d in documents])
+    want = torch.cat([torch.cat([reference.log_probs(d), torch.zeros(1)]) for d in documents]).detach()
     for tokens in (None, torch.arange(batch.num_tokens) % 5 == 1):
         request = OutputRequest(log_probs=True, entropy=True)
         got, plain = (engine.infer_batch(batch, request, tokens=tokens) for engine in (shared, alone))
@@ -161,6 +164,84 @@ def test_outputs_are_those_of_whole_documents(tmp_path: Path, process_group: Non
         torch.testing.assert_close(got["log_probs"], torch.where(chosen, want, 0.0), rtol=1e-5, atol=2e-5)
     for engine in (shared, alone):
         engine.close()
+
+
+@dataclass(frozen=True)
+class SquaredValues:
+    """Half the squared distance of the value of every token, also of prompts, to a number that depends on the document."""
+
+    request: OutputRequest = OutputRequest(values=True)
+    linear: bool = False
+
+    def tokens(self, batch: PackedBatch) -> torch.Tensor:
+        return torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.input_ids.device)
+
+    def weights(self, batch: PackedBatch) -> dict[str, float]:
+        return {"value": float(batch.num_tokens)}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        assert outputs.values is not None
+        lengths = torch.tensor(batch.lengths, device=batch.input_ids.device)
+        targets = torch.repeat_interleave(lengths / 10, lengths)
+        return LossSums(terms={"value": 0.5 * ((outputs.values - targets) ** 2).sum()}, metrics={})
+
+
+def rank_same_as_alone(folder: str, backend: str, axes: dict[str, Any], settings: dict[str, Any]) -> list[float]:
+    """The largest relative differences of losses and gradient norms over five steps to an engine that shares nothing."""
+    parallel, results = ParallelConfig(**axes), {}
+    for share in ("on", "off"):
+        engine = build(folder, backend, parallel, share=share, **settings)
+        loss = SquaredValues() if settings.get("head") == "value" else SFTLoss()
+        results[share] = []
+        for step in range(5):
+            documents = families(step)
+            rank, size = engine.topology.dp_rank, engine.topology.dp_size
+            mine = balance([len(d) for d in documents], size)[rank]
+            results[share].append(engine.train_batch(from_lists([documents[i] for i in mine]), loss))
+        engine.close()
+    assert all(got.shared_tokens > 0 for got in results["on"])
+    pairs = list(zip(results["on"], results["off"], strict=True))
+    assert len({got.grad_norm for got, _ in pairs}) == 5
+    return [
+        max(abs(got.loss - want.loss) / want.loss for got, want in pairs),
+        max(abs(got.grad_norm - want.grad_norm) / want.grad_norm for got, want in pairs),  # type: ignore[operator]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "axes", "settings"),
+    [
+        ("fsdp", {}, {"lora": LoraConfig(rank=4)}),
+        ("fsdp", {}, {"head": "value"}),
+        pytest.param("fsdp", {"cp": 2}, {"lora": LoraConfig(rank=4), "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param("fsdp", {"dp_shard": 2}, {"head": "value"}, marks=pytest.mark.slow),
+        pytest.param("mcore", {"tp": 2}, {"lora": LoraConfig(rank=4)}, marks=pytest.mark.slow),
+        pytest.param("mcore", {"pp": 2}, {"head": "value"}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_and_values_are_those_of_whole_documents(
+    tmp_path: Path, backend: str, axes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    nproc = 2 if axes else 1
+    for loss_off, norm_off in run_ranks(rank_same_as_alone, nproc, str(folder), backend, axes, settings, timeout_s=240):
+        assert loss_off <= 1e-6
+        assert norm_off <= 1e-5
+
+
+def test_without_its_adapters_a_model_shares_too(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    reference, documents = Reference(folder, OPTIM), families(3)
+    batch = from_lists(documents)
+    engine = build(folder, "fsdp", ParallelConfig(), lora=LoraConfig(rank=4), max_tokens=1024)
+    for _ in range(2):
+        assert engine.train_batch(batch, SFTLoss()).shared_tokens > 0
+    want = torch.cat([torch.cat([reference.log_probs(d), torch.zeros(1)]) for d in documents]).detach()
+    request = OutputRequest(log_probs=True)
+    with engine.disable_adapter():
+        torch.testing.assert_close(engine.infer_batch(batch, request)["log_probs"], want, rtol=1e-5, atol=2e-5)
+    assert float((engine.infer_batch(batch, request)["log_probs"] - want).abs().max()) > 1e-4
+    engine.close()
 
 
 def test_auto_shares_where_it_pays(tmp_path: Path, process_group: None) -> None:
@@ -194,6 +275,25 @@ def siblings(layout: SharedLayout) -> SharedLayout:
     """The negative control: a child sees its sibling instead of its parent."""
     parents = [s - 1 if parent >= 0 else -1 for s, parent in enumerate(layout.parents)]
     return replace(layout, parents=tuple(parents))
+
+
+def test_a_wrong_position_is_noticed(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the positions of all parents are off by one."""
+    right = RankSlice.from_micro_batch
+
+    def wrong(micro_batch: MicroBatch, *args: Any) -> RankSlice:
+        part, layout = right(micro_batch, *args), micro_batch.layout
+        if layout is None:
+            return part
+        positions = part.position_ids.clone()
+        for parent in set(layout.parents) - {-1}:
+            positions[layout.bounds[parent] : layout.bounds[parent + 1]] += 1
+        return replace(part, position_ids=positions)
+
+    monkeypatch.setattr(RankSlice, "from_micro_batch", wrong)
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    with pytest.raises(AssertionError):
+        check(compare(folder, "fsdp", ParallelConfig(), steps=1))
 
 
 @pytest.mark.parametrize("defect", [shifted, siblings])

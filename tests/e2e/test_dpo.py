@@ -289,11 +289,12 @@ def test_a_run_of_another_trainer_is_not_gone_on_with(pairs_task: Path, capfd: p
 
 
 def test_a_resumed_dpo_run_equals_the_uninterrupted_one(pairs_task: Path) -> None:
-    common = ["trainer.save_every=1", "data.shuffle=true", "trainer.export_hf=false"]
+    common = ["trainer.save_every=1", "data.shuffle=true", "trainer.export_hf=false", "engine.share_prefixes=on"]
     assert dpo.main(words(pairs_task, "whole", *common)) == 0
     assert dpo.main(words(pairs_task, "parts", *common, "trainer.max_steps=2")) == 0
     assert dpo.main(words(pairs_task, "parts", *common)) == 0
     for a, b in zip(records(pairs_task / "parts"), records(pairs_task / "whole"), strict=True):
+        assert a["shared_tokens"] > 0
         assert all(a[k] == b[k] for k in ("loss", "grad_norm", "reward_margin"))
 
 
@@ -317,6 +318,10 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
         loss, metrics = reward_loss(trained.model, pairs[step * SIZE : (step + 1) * SIZE], 0.05)
         wanted.append((*trained.step(loss), metrics))
     near(got, wanted)
+    shared = [w for w in run if not w.startswith(("trainer.output_dir", "data.eval", "trainer.best"))]
+    assert rm.main([*shared, f"trainer.output_dir={pairs_task / 'rm-shared'}", "engine.share_prefixes=on"]) == 0
+    near(records(pairs_task / "rm-shared"), wanted)
+    assert all(record["shared_tokens"] > 0 for record in records(pairs_task / "rm-shared"))
     # Equal scores of the export, in plain transformers, padded too.
     model: Any = AutoModelForSequenceClassification.from_pretrained(pairs_task / "rm" / "hf", dtype=torch.float64).eval()
     texts = [p.chosen[0] for p in pairs]

@@ -1,7 +1,7 @@
 """What phases work with, opened and closed together: the group, the rewards, the ledger."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -53,10 +53,7 @@ def open_phases(
         used = {spec.pool for spec in specs.values()}
         roles = replace(roles, specs=specs, pools={name: size for name, size in roles.pools.items() if name in used})
     is_local = config.group.kind == "local"
-    joins = is_local and not dist.is_initialized()
-    with ExitStack() as opened:
-        if is_local:
-            init_distributed(timedelta(minutes=config.trainer.timeout_minutes))
+    with _process_group(config) if is_local else nullcontext(), ExitStack() as opened:
         controllers = Controllers(several=is_local)
         # What is wrong with the rewards is said before models are loaded.
         lane = RewardLane(config, functions, controllers) if judges else None
@@ -84,6 +81,19 @@ def open_phases(
             has_dropout="actor" in group.roles and has_dropout(group, roles),
         )
         yield phases, controllers
+
+
+@contextmanager
+def _process_group(config: RLConfig) -> Iterator[None]:
+    """Join the processes of torchrun, unless the program has done so."""
+    joins = not dist.is_initialized()
+    init_distributed(timedelta(minutes=config.trainer.timeout_minutes))
+    try:
+        yield
+    except BaseException:
+        # Peers may be waiting in a collective that this process never enters; then it must end.
+        if joins and dist.get_world_size() == 1:
+            close_distributed()
+        raise
     if joins:
-        # Not after an error: its peers may be waiting in a collective that this process never enters; it must end.
         close_distributed()
