@@ -12,11 +12,19 @@ import torch.distributed as dist
 
 from drivetrain.engine import step_plan
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.config import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.config import (
+    EngineConfig,
+    LoraConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    SharePrefixes,
+)
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.loss import LossSums, OutputRequest, StepResult, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
@@ -188,8 +196,10 @@ class SquaredValues:
 
 def rank_same_as_alone(folder: str, backend: str, axes: dict[str, Any], settings: dict[str, Any]) -> list[float]:
     """The largest relative differences of losses and gradient norms over five steps to an engine that shares nothing."""
-    parallel, results = ParallelConfig(**axes), {}
-    for share in ("on", "off"):
+    parallel = ParallelConfig(**axes)
+    results: dict[SharePrefixes, list[StepResult]] = {}
+    shares: tuple[SharePrefixes, ...] = ("on", "off")
+    for share in shares:
         engine = build(folder, backend, parallel, share=share, **settings)
         loss = SquaredValues() if settings.get("head") == "value" else SFTLoss()
         results[share] = []

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.errors import ModelError, RemoteError, WorkerError
+from drivetrain.engine.errors import ModelError, RemoteError, WorkerError, WorkerLostError
+from drivetrain.workers.data_plane import blocks
+from drivetrain.workers.data_plane.blocks import BlockPool, BlockReader, SharedBlock
 from drivetrain.workers.data_plane.links import Links
+from drivetrain.workers.data_plane.manager import DataManager
+from drivetrain.workers.data_plane.store import DataStore
 from drivetrain.workers.groups.receipts import agreed_receipt
 from drivetrain.workers.model_worker import buckets, param_sync
 from drivetrain.workers.model_worker.buckets import Bucket, LinkChannel, Packer
@@ -25,6 +29,8 @@ TENSORS = [
 
 class Wire:
     """A channel in memory."""
+
+    shares_memory = False
 
     def __init__(self) -> None:
         self.sent: list[Bucket] = []
@@ -42,7 +48,7 @@ class Wire:
 
 def sent(wire: Wire, tensors: Any = TENSORS) -> Tally:
     tally = Tally(in_host=True)
-    for _ in param_sync._sent(iter(tensors), [wire], tally):
+    for _ in param_sync._sent(iter(tensors), [wire], tally, BlockPool()):
         pass
     return tally
 
@@ -95,6 +101,8 @@ class OnItsWay:
 class SlowWire:
     """A channel that reads memory when it likes."""
 
+    shares_memory = False
+
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self.sendings: list[OnItsWay] = []
@@ -111,8 +119,8 @@ class SlowWire:
 def test_memory_is_used_again_when_it_has_arrived_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 16)
     wire, tally = SlowWire(), Tally(in_host=True)
-    packer = Packer([wire])
-    for i in range(buckets.IN_FLIGHT + 3):
+    packer = Packer([wire], BlockPool())
+    for i in range(blocks.IN_FLIGHT + 3):
         packer.add(f"{i}", torch.full((4,), float(i)), tally)
     packer.flush()
     # Nothing has arrived: all have memory of their own, and only one wait was worth its time.
@@ -129,7 +137,8 @@ def test_memory_is_used_again_when_it_has_arrived_and_not_before(monkeypatch: py
     assert [bucket.data.numel() for bucket in wire.buckets[-2:]] == [16, 32]
 
 
-def test_large_small_and_odd_tensors_between_pools(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_large_small_and_odd_tensors_between_pools(tmp_path: Path, transport: str) -> None:
     tensors = [
         ("odd", torch.arange(7, dtype=torch.uint8)),
         ("double", torch.randn(3, 5, dtype=torch.float64)),
@@ -139,18 +148,91 @@ def test_large_small_and_odd_tensors_between_pools(tmp_path: Path) -> None:
         ("complex", torch.randn(2**20 + 1, dtype=torch.complex128)),
         ("last", torch.tensor(True)),
     ]
-    ends = [Links(f"p{i}/0", f"ipc://{tmp_path}/{i}", None, 30.0) for i in range(2)]
-    for links in ends:
-        links.set_addresses({f"p{i}/0": other.address for i, other in enumerate(ends)})
-    channels = [LinkChannel(links, "p0/0", "p1/0", "1/x") for links in ends]
-    out, back = Tally(in_host=True), Tally(in_host=True)
-    for _ in param_sync._sent(iter(tensors), channels[:1], out):
+    ends = connected(tmp_path, transport)
+    channels = [LinkChannel(links, BlockReader(), "p0/0", "p1/0", "1/x") for links in ends]
+    assert channels[0].shares_memory == (transport == "ipc")
+    out, back, pool = Tally(in_host=True), Tally(in_host=True), BlockPool()
+    for _ in param_sync._sent(iter(tensors), channels[:1], out, pool):
         pass
     found = dict(param_sync._received(channels[1], [], back))
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
     assert len(found) == len(tensors)
     assert out.digest() == back.digest()
     for links in ends:
+        links.close()
+
+
+def connected(folder: Path, transport: str, discard: Any = None) -> list[Links]:
+    """Two workers of different pools."""
+    where = {"ipc": f"ipc://{folder}/{{}}", "tcp": "tcp://127.0.0.1:*"}[transport]
+    more = () if discard is None else (discard,)
+    ends = [Links(f"p{i}/0", where.format(i), None, 30.0, *more) for i in range(2)]
+    for links in ends:
+        links.set_addresses({f"p{i}/0": other.address for i, other in enumerate(ends)})
+    return ends
+
+
+def test_a_reading_ends_with_the_last_tensor() -> None:
+    block, reader = SharedBlock(64), BlockReader()
+    block.data.copy_(torch.arange(64, dtype=torch.uint8))
+    reading = block.lend()
+    data = reader.read(*block.address, 24)
+    kept = data.view(torch.float64)[1:]
+    assert data.tolist() == list(range(24))
+    del data
+    assert not reading.wait(0.01)
+    del kept
+    assert reading.wait(0.0)
+    # It is read twice at the same time, by what it was lent to first, and then.
+    first, second = block.lend(), block.lend()
+    one, other = reader.read(*block.address, 8), reader.read(*block.address, 8)
+    del one
+    assert first.wait(0.0)
+    assert not second.wait(0.0)
+    del other
+    assert second.wait(0.0)
+
+
+def test_a_block_of_a_process_that_has_ended_cannot_be_read() -> None:
+    block = SharedBlock(8)
+    address = block.address
+    del block
+    with pytest.raises(WorkerLostError, match="the memory of a process of another pool cannot be opened"):
+        BlockReader().read(*address, 8)
+
+
+def test_a_pool_keeps_few_small_blocks_and_what_is_on_its_way() -> None:
+    pool = BlockPool()
+    sizes = [8, 8, 8, 8, blocks.KEPT_BYTES + 1]
+    taken = [pool.take(size, pinned=False, shared=True, patience_s=0.0)[0] for size in sizes]
+    unread = taken[1]
+    assert isinstance(unread, SharedBlock)
+    unread.in_flight = [unread.lend()]
+    for block in taken:
+        pool.give(block)
+    pool.trim()
+    # The first one is free, the second is not, the others are too many or too large.
+    again = [pool.take(8, pinned=False, shared=True, patience_s=0.0)[0] for _ in range(2)]
+    assert again[0] is taken[0]
+    assert all(block is not unread for block in again)
+    # Another kind of memory is not taken for it.
+    pool.give(again[0])
+    assert not pool.take(8, pinned=False, shared=False, patience_s=0.0)[0].shared
+
+
+def test_the_memory_of_a_transfer_that_was_given_up_comes_back(tmp_path: Path) -> None:
+    manager, pool = DataManager(DataStore()), BlockPool()
+    source, target = connected(tmp_path, "ipc", manager.discard)
+    for title in ("1/x", "2/x"):
+        channel = LinkChannel(source, BlockReader(), "p0/0", "p1/0", title)
+        for _ in param_sync._sent(iter(TENSORS), [channel], Tally(in_host=True), pool):
+            pass
+    assert not any(block.is_free() for block in pool._blocks)
+    found = param_sync._received(LinkChannel(target, manager.reader, "p0/0", "p1/0", "2/x"), [], Tally(in_host=True))
+    assert [name for name, _ in found] == [name for name, _ in TENSORS]
+    del found
+    assert all(block.is_free() for block in pool._blocks)
+    for links in (source, target):
         links.close()
 
 

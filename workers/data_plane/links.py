@@ -6,7 +6,7 @@ are encrypted and authenticated by CURVE, with keys that only the workers of the
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +37,7 @@ class Header(msgspec.Struct, frozen=True):
         size: The number of bytes that follow.
         error: Why nothing follows; empty if all is well.
         about: What the receiver needs to know beside the bytes.
+        block: Where the receiver reads the bytes itself, as for `BlockReader.read`; None if they follow.
     """
 
     source: str
@@ -44,6 +45,7 @@ class Header(msgspec.Struct, frozen=True):
     size: int
     error: str = ""
     about: Any = None
+    block: tuple[str, int, int, int] | None = None
 
 
 class Sending:
@@ -74,10 +76,18 @@ class Links:
         endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The keys; None on one machine.
         timeout_s: For how long to wait for a peer, in seconds.
+        discard: Called with the header of a transfer that nobody takes any more.
     """
 
-    def __init__(self, name: str, endpoint: str, keys: Keys | None, timeout_s: float) -> None:
-        self._name, self._keys, self._timeout_s = name, keys, timeout_s
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        keys: Keys | None,
+        timeout_s: float,
+        discard: Callable[[Header], None] = lambda header: None,
+    ) -> None:
+        self._name, self._keys, self._timeout_s, self._discard = name, keys, timeout_s, discard
         self._context = zmq.Context()
         self._authenticator: Any = None
         self._peers: dict[str, zmq.Socket[bytes]] = {}
@@ -109,7 +119,20 @@ class Links:
         """Set the addresses of all workers, by place."""
         self._addresses = dict(addresses)
 
-    def send(self, target: str, title: str, pieces: Sequence[Any], *, about: Any = None, error: str = "") -> Sending:
+    def is_near(self, target: str) -> bool:
+        """Return whether a worker is on this machine."""
+        return self._addresses.get(target, "").startswith("ipc://")
+
+    def send(
+        self,
+        target: str,
+        title: str,
+        pieces: Sequence[Any],
+        *,
+        about: Any = None,
+        block: tuple[str, int, int, int] | None = None,
+        error: str = "",
+    ) -> Sending:
         """Send bytes. Returns when they are on their way; the memory must not change before they have been sent.
 
         Args:
@@ -117,6 +140,7 @@ class Links:
             title: What is sent, the same on both sides.
             pieces: The bytes, as buffers.
             about: Plain data for the receiver.
+            block: The bytes in memory that the receiver can open.
             error: Why there is nothing to send.
 
         Returns:
@@ -125,7 +149,7 @@ class Links:
         socket = self._peer(target)
         views = [memoryview(piece).cast("B") for piece in pieces]
         size = sum(view.nbytes for view in views)
-        socket.send(msgspec.msgpack.encode(Header(self._name, title, size, error, about)))
+        socket.send(msgspec.msgpack.encode(Header(self._name, title, size, error, about, block)))
         chunks = []
         for view in views:
             for begin in range(0, view.nbytes, CHUNK_BYTES):
@@ -148,6 +172,7 @@ class Links:
                 self._inbox[source].appendleft(header)
                 raise ManifestError(f"{self._name} waits for {title!r} of {source}, which sends {header.title!r}")
             # Of a transfer that was given up here.
+            self._discard(header)
             left = header.size
             while left:
                 left -= self._next(source, header.title).buffer.nbytes

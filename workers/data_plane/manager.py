@@ -1,6 +1,7 @@
 """Executes redistributions: bytes between the stores of workers, within a pool by its process group, between pools by links."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine import progress
-from ...engine.errors import DataMissingError, DrivetrainError, RemoteError
+from ...engine.errors import DataMissingError, DrivetrainError, RemoteError, WorkerLostError
 from ...engine.parallel.process_groups import EngineGroups
-from .links import Links
+from .blocks import BlockPool, BlockReader
+from .links import Header, Links
 from .plan import Load, Round, Step, pool_of, rank_of
 from .store import DataStore, empty_pieces
 
@@ -25,7 +27,15 @@ class DataManager:
     def __init__(self, store: DataStore) -> None:
         self.store = store
         self.links: Links | None = None
+        self.blocks, self.reader = BlockPool(), BlockReader()
         self._groups: EngineGroups | None = None
+
+    def discard(self, header: Header) -> None:
+        """Give back the memory of another process that a transfer is in, which is not read here."""
+        if header.block is not None:
+            # Of a process that has ended nothing is left.
+            with suppress(WorkerLostError):
+                self.reader.read(*header.block)
 
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
         """Take part in a redistribution. Collective over the places of each step, which all have the same plan.

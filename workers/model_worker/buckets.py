@@ -1,6 +1,5 @@
 """Tensors that travel together, packed into one piece of memory, and the ways from process to process that they take."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from ...engine.errors import ConfigError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
-from ..data_plane.links import CHUNK_BYTES, Links, Sending
+from ..data_plane.blocks import CAN_SHARE, Block, BlockPool, BlockReader, InFlight, SharedBlock
+from ..data_plane.links import CHUNK_BYTES, Links
 from ..data_plane.plan import ITEM_SIZES, aligned
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from .digests import Tally
 
 BUCKET_BYTES = 8 * 2**20
 """Size of a bucket, unless a single tensor is larger."""
-IN_FLIGHT = 3
-"""Number of buckets whose memory may be on its way to a process of another pool."""
 ADDRESS = 8
 """Memory of tensors begins at a multiple of this many bytes."""
 PATIENCE_S = 1.0
@@ -35,12 +33,14 @@ class Bucket:
     Args:
         contents: Name, data type, shape and digest of each tensor; nothing at the end.
         data: Their bytes `[bytes]`, aligned for any data type.
+        block: The memory that these begin.
         total: At the end, the digest of all tensors.
         error: At the end, why the source failed.
     """
 
     contents: Sequence[tuple[str, str, tuple[int, ...], str]] = ()
     data: Tensor = field(default=_NOTHING, repr=False)
+    block: Block | None = field(default=None, repr=False)
     total: str = ""
     error: str = ""
 
@@ -58,7 +58,12 @@ def _places(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[
 class Channel(Protocol):
     """One way from a process to others."""
 
-    def send(self, bucket: Bucket) -> Sending | None:
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the process that receives can read a shared block itself."""
+        ...
+
+    def send(self, bucket: Bucket) -> InFlight | None:
         """Send a bucket; return what tells when its memory may change, or nothing if it may at once."""
         ...
 
@@ -79,6 +84,8 @@ class BroadcastChannel:
         source: The rank that sends.
         targets: The ranks that receive.
     """
+
+    shares_memory = False
 
     def __init__(self, groups: EngineGroups, source: int, targets: Sequence[int]) -> None:
         self._source = source
@@ -105,20 +112,32 @@ class BroadcastChannel:
 
 
 class LinkChannel:
-    """Between pools.
+    """Between pools. On one machine the target reads the source's memory.
 
     Args:
         links: The connections of this process.
+        reader: Opens the memory of other processes.
         source: The place that sends.
         target: The place that receives.
         title: What is sent.
     """
 
-    def __init__(self, links: Links, source: str, target: str, title: str) -> None:
-        self._links, self._source, self._target, self._title = links, source, target, title
+    def __init__(self, links: Links, reader: BlockReader, source: str, target: str, title: str) -> None:
+        self._links, self._reader = links, reader
+        self._source, self._target, self._title = source, target, title
 
-    def send(self, bucket: Bucket) -> Sending:
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both processes are on one machine."""
+        return CAN_SHARE and self._links.is_near(self._target)
+
+    def send(self, bucket: Bucket) -> InFlight:
         """Send a bucket. Its memory must not change before it has been sent."""
+        if isinstance(bucket.block, SharedBlock) and bucket.data.numel() and self.shares_memory:
+            reading = bucket.block.lend()
+            place = (*bucket.block.address, bucket.data.numel())
+            self._links.send(self._target, self._title, [], about=[bucket.contents, bucket.total], block=place)
+            return reading
         pieces = [bucket.data.numpy()] if bucket.data.numel() else []
         about = [bucket.contents, bucket.total]
         return self._links.send(self._target, self._title, pieces, about=about, error=bucket.error)
@@ -129,7 +148,9 @@ class LinkChannel:
         if header.error:
             raise RemoteError(header.error)
         contents, total = header.about
-        if 0 < header.size <= CHUNK_BYTES:
+        if header.block is not None:
+            data = self._reader.read(*header.block)
+        elif 0 < header.size <= CHUNK_BYTES:
             data = torch.frombuffer(self._links.receive_chunk(header), dtype=torch.uint8)
             if data.data_ptr() % ADDRESS:
                 data = data.clone()
@@ -148,13 +169,15 @@ class Packer:
 
     Args:
         channels: Where to send to.
+        blocks: The memory.
     """
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = channels
+    def __init__(self, channels: Sequence[Channel], blocks: BlockPool) -> None:
+        self._channels, self._blocks = channels, blocks
+        self._shared = any(channel.shares_memory for channel in channels)
         self._contents: list[tuple[str, str, tuple[int, ...], str]] = []
-        self._memory, self._size = _NOTHING, 0
-        self._in_flight: deque[tuple[Tensor, list[Sending]]] = deque()
+        self._block: Block | None = None
+        self._size = 0
         self._patience_s = PATIENCE_S
 
     def add(self, name: str, tensor: Tensor, tally: Tally) -> None:
@@ -166,34 +189,26 @@ class Packer:
         if tensor.dtype not in DTYPE_NAMES:
             raise ConfigError(f"{name} is {tensor.dtype}, which cannot be sent; it must be one of {', '.join(DTYPES)}")
         (_, (begin, end)), _ = aligned([self._size, tensor.numel() * tensor.itemsize])
-        if end > self._memory.numel():
+        if self._block is None or end > self._block.data.numel():
             self.flush()
             begin, end = 0, end - begin
-            self._memory = self._free_memory(max(end, BUCKET_BYTES), pinned=tensor.is_cuda)
-        copy = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+            self._block, impatient = self._blocks.take(
+                max(end, BUCKET_BYTES), pinned=tensor.is_cuda, shared=self._shared, patience_s=self._patience_s
+            )
+            if impatient:
+                # What is on its way keeps its memory until the target takes it, or this process ends.
+                self._patience_s = 0.0
+        copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
         copy.copy_(tensor.detach())
         self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))
         self._size = end
 
     def flush(self) -> None:
         """Send what has been added."""
-        if not self._contents:
+        if self._block is None:
             return
-        bucket = Bucket(contents=self._contents, data=self._memory[: self._size])
-        sendings = [sending for channel in self._channels if (sending := channel.send(bucket)) is not None]
-        self._in_flight.append((self._memory, sendings))
-        self._contents, self._memory, self._size = [], _NOTHING, 0
-
-    def _free_memory(self, size: int, *, pinned: bool) -> Tensor:
-        while self._in_flight:
-            memory, sendings = self._in_flight[0]
-            patience_s = self._patience_s if len(self._in_flight) >= IN_FLIGHT else 0.0
-            if not all(sending.wait(patience_s) for sending in sendings):
-                if patience_s:
-                    # ZeroMQ keeps the memory until the target takes it, or this process ends.
-                    self._patience_s = 0.0
-                break
-            self._in_flight.popleft()
-            if memory.numel() >= size and memory.is_pinned() == pinned:
-                return memory
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        block, self._block = self._block, None
+        bucket = Bucket(contents=self._contents, data=block.data[: self._size], block=block)
+        block.in_flight = [sent for channel in self._channels if (sent := channel.send(bucket)) is not None]
+        self._blocks.give(block)
+        self._contents, self._size = [], 0

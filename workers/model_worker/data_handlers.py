@@ -201,7 +201,7 @@ def listen(worker: ModelWorker, request: d.Listen) -> d.Listening:
     """Open the socket for the data of other pools."""
     if worker.data.links is not None:
         raise OpError("bad_request", f"{worker.place} listens already, at {worker.data.links.address}")
-    worker.data.links = Links(worker.place, request.endpoint, request.keys, worker.settings.timeout_s)
+    worker.data.links = Links(worker.place, request.endpoint, request.keys, worker.settings.timeout_s, worker.data.discard)
     return d.Listening(address=worker.data.links.address)
 
 

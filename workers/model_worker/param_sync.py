@@ -15,6 +15,7 @@ from torch import Tensor
 from ...engine import progress
 from ...engine.errors import ConfigError, ModelError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
+from ..data_plane.blocks import BlockPool
 from ..data_plane.plan import pool_of, rank_of
 from .buckets import BroadcastChannel, Bucket, Channel, LinkChannel, Packer
 from .digests import Tally
@@ -53,7 +54,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
                     for _ in stream:
                         progress.advance()
                     return None
-                pairs = _sent(stream, outgoing, tally)
+                pairs = _sent(stream, outgoing, tally, worker.data.blocks)
                 if is_target:
                     _load(worker, hook, pairs)
                 else:
@@ -79,7 +80,7 @@ def _channels(worker: "ModelWorker", hook: SyncParams, groups: EngineGroups) -> 
         links = worker.data.links
         if links is None:
             raise ConfigError("this worker has no connections to other pools; send listen and peers first")
-        link = LinkChannel(links, root, first, hook.title)
+        link = LinkChannel(links, worker.data.reader, root, first, hook.title)
         if name == root:
             outgoing.append(link)
         else:
@@ -117,9 +118,9 @@ def _load(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
         )
 
 
-def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally) -> Pairs:
+def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: BlockPool) -> Pairs:
     """Yield a stream, count it, and send it on in buckets."""
-    packer = Packer(channels)
+    packer = Packer(channels, blocks)
     try:
         for name, tensor in stream:
             progress.advance()
@@ -133,6 +134,8 @@ def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally) -> Pairs:
         for channel in channels:
             channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
         raise
+    finally:
+        blocks.trim()
     for channel in channels:
         channel.send(Bucket(total=tally.digest()))
 
