@@ -24,7 +24,11 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "tp"],
             [*TORCHRUN, "2", "-m", "benchmarks.mcore", "--steps", str(steps), "--layout", "dp"],
         ],
-        "preference": [["-m", "benchmarks.preference", "--task", task, "--steps", str(steps)] for task in ("dpo", "rm")],
+        "preference": [
+            ["-m", "benchmarks.preference", "--task", task, "--steps", str(steps), *more]
+            for task in ("dpo", "rm")
+            for more in ([], ["--shared"])
+        ],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
@@ -37,7 +41,7 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             *([*TORCHRUN, str(ranks), "-m", "benchmarks.sharded_memory"] for ranks in (1, 2, 4)),
         ],
         "serving": [["-m", "benchmarks.serving"]],
-        "rl": [["-m", "benchmarks.rl"], ["-m", "benchmarks.rl_sync"]],
+        "rl": [["-m", "benchmarks.rl"], ["-m", "benchmarks.rl_update"], ["-m", "benchmarks.rl_sync"]],
         "gpu": [["-m", "benchmarks.gpu"]],
     }
 

@@ -1,8 +1,9 @@
 """A DPO or reward-model step against a bare loop on the same packed pairs: CPU seconds of both, measured in one run.
 
-    python -m benchmarks.preference --task dpo | rm
+    python -m benchmarks.preference --task dpo | rm [--shared]
 
-The documents of the step benchmark form 8 pairs. The engine's time covers what the trainer does: distribute the data, run the frozen
+The documents of the step benchmark form 8 pairs; with `--shared` the two of a pair begin with the same prompt, which is half of their
+tokens, and an engine that computes every document by itself takes its turn too. The engine's time covers what the trainer does: distribute the data, run the frozen
 reference, make the step. The bare loop, the engine and a second bare loop run every batch in turn; the ratio is the median over batches of
 the bare loops' time divided by the engine's, and the spread is that of the two bare loops.
 """
@@ -24,7 +25,8 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks.bare import BareLoop
 from benchmarks.step import TOKENS, documents, model_config
-from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
+from drivetrain.engine.base import BaseEngine
+from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, SharePrefixes
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
@@ -86,16 +88,23 @@ class BareRM(BareLoop):
         return loss
 
 
-def global_batch(step: int) -> GlobalBatch:
+def global_batch(step: int, shared: bool) -> GlobalBatch:
     """Return a step's documents as pairs."""
     texts, supervised = documents(step)
+    if shared:
+        for i in range(0, len(texts), 2):
+            both = texts[i] + texts[i + 1]
+            size = len(both) // 2
+            prompt = size // 2
+            texts[i], texts[i + 1] = both[:size], both[:prompt] + both[prompt - size :]
+            supervised[i] = supervised[i + 1] = [j >= prompt for j in range(size)]
     samples = [Sample(str(i), t, s, i % 2 == 0) for i, (t, s) in enumerate(zip(texts, supervised, strict=True))]
     return GlobalBatch(lengths=[len(t) for t in texts], read=lambda i: samples[i], width=2, compared=True)
 
 
-def method_of(task: str, folder: str) -> tuple[Method, Any]:
+def method_of(task: str, folder: str, share: SharePrefixes) -> tuple[Method, Any]:
     """Return the trainer's method and its config."""
-    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=TOKENS))
+    engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=TOKENS), share_prefixes=share)
     optim = OptimConfig(lr=LR, betas=(0.9, 0.999))
     if task == "dpo":
         config = DPOConfig(model=ModelConfig(path=f"{folder}/lm"), engine=engine, optim=optim)
@@ -117,11 +126,20 @@ def write_models(folder: str, bare: BareLoop, task: str) -> None:
     model.save_pretrained(f"{folder}/rm")
 
 
+def built(task: str, folder: str, share: SharePrefixes) -> tuple[Method, BaseEngine]:
+    """Return the trainer's method and its engine."""
+    method, config = method_of(task, folder, share)
+    engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
+    method.setup(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model needs no samples
+    return method, engine.initialize()
+
+
 def main() -> None:
     """Run the benchmark and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=("dpo", "rm"), default="dpo")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--shared", action="store_true", help="the two of a pair share a prompt, half of their tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
     init_distributed()
@@ -129,18 +147,18 @@ def main() -> None:
     bare, again = make(model_config(), "none", LR), make(model_config(), "none", LR)
     with tempfile.TemporaryDirectory() as folder:
         write_models(folder, bare, args.task)
-        method, config = method_of(args.task, folder)
-        engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)
-        method.setup(engine, None, None, None)  # type: ignore[arg-type]  # a frozen model needs no samples
-        engine.initialize()
+        ours = {"engine": built(args.task, folder, "auto")}
+        if args.shared:
+            ours["alone"] = built(args.task, folder, "off")
     rows, rounded = [], 0.0
     for step in range(-2, args.steps):
-        pairs = global_batch(step + 2)
+        pairs = global_batch(step + 2, args.shared)
         batch = pairs.shard(0, 1, 0.0).batch
         seconds, losses, norms = [], [], []
-        for which in ("bare", "engine", "again"):
+        for which in ("bare", "engine", "again", *(["alone"] if args.shared else [])):
             start = time.process_time()
-            if which == "engine":
+            if which in ours:
+                method, engine = ours[which]
                 result = engine.train_batch(method.batch(engine, pairs, training=True), method.loss)
                 losses.append(result.loss)
                 norms.append(result.grad_norm or 0.0)
@@ -156,7 +174,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "case": f"{args.task}, 8 pairs",
+                "case": f"{args.task}, 8 pairs{' that share prompts' if args.shared else ''}",
                 "steps": len(rows),
                 "bare_s": round(statistics.median(r[0] for r in rows), 3),
                 "engine_s": round(statistics.median(r[1] for r in rows), 3),
@@ -164,13 +182,17 @@ def main() -> None:
                 "bare_against_bare": round(statistics.median(r[0] / r[2] for r in rows), 3),
                 "spread": f"{min(r[0] / r[2] for r in rows):.3f} to {max(r[0] / r[2] for r in rows):.3f}",
                 "loss_off_first_steps": f"{rounded:.1e}",
-                "peak_gb_of_all_three": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+                **(
+                    {"ratio_alone": round(statistics.median((r[0] + r[2]) / 2 / r[3] for r in rows), 3)} if args.shared else {}
+                ),
+                "peak_gb_of_all": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
             }
         ),
         flush=True,
     )
-    method.close()
-    engine.close()
+    for method, engine in ours.values():
+        method.close()
+        engine.close()
     torch.distributed.destroy_process_group()
 
 

@@ -293,10 +293,9 @@ def plan_step(
 
 
 def _shared_prefixes(batch: PackedBatch, share: SharePrefixes) -> Prefixes | None:
-    prefixes = None if share == "off" else find_prefixes(batch)
-    if prefixes is not None and share == "auto" and prefixes.saved() < WORTHWHILE * batch.num_tokens:
+    if share == "off":
         return None
-    return prefixes
+    return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1)
 
 
 def _summarize_shard(

@@ -175,8 +175,8 @@ def assign_mini_batches(
     ratio: float,
     mini_batches: MiniBatches,
     *,
+    families: Prefixes | None = None,
     prefixes: Prefixes | None = None,
-    shares: bool = False,
 ) -> Assignment:
     """Assign each optimizer step of an update separately, so that every step is balanced.
 
@@ -189,17 +189,17 @@ def assign_mini_batches(
         dp_size: The number of data-parallel ranks.
         ratio: The relative cost of attention.
         mini_batches: The optimizer steps.
-        prefixes: Which sequences begin alike.
-        shares: Whether each rank computes common prefixes once.
+        families: Which sequences begin alike, and so follow each other in the steps.
+        prefixes: The prefixes that each rank computes once.
     """
     rank_steps: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for step in mini_batches.steps(range(len(lengths)) if groups is None else groups, prefixes):
+    for step in mini_batches.steps(range(len(lengths)) if groups is None else groups, families):
         assigned = balance(
             [lengths[i] for i in step],
             dp_size,
             groups=None if groups is None else [groups[i] for i in step],
             ratio=ratio,
-            prefixes=prefixes.select(step) if prefixes is not None and shares else None,
+            prefixes=None if prefixes is None else prefixes.select(step),
         )
         for rank, part in enumerate(assigned):
             rank_steps[rank].append([step[i] for i in part])

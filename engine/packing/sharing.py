@@ -19,13 +19,17 @@ from .batch import PackedBatch
 from .prefixes import Prefixes, best_runs
 
 
-def find_prefixes(batch: PackedBatch) -> Prefixes | None:
+def find_prefixes(batch: PackedBatch, least: float = 1) -> Prefixes | None:
     """Find the families that save the most tokens: within each group, or, without `group_ids`, among all documents.
 
     Only documents whose positions are equal too share a prefix. Depends on the batch alone, so all ranks that have it agree.
 
+    Args:
+        batch: The documents.
+        least: The number of tokens from which on it is worth the while.
+
     Returns:
-        The families; None if there are none, or if the batch has media or positions of several axes.
+        The families; None if they save less than that, or if the batch has media or positions of several axes.
     """
     if batch.num_sequences < 2 or batch.media or batch.position_ids.dim() > 1:
         return None
@@ -45,15 +49,19 @@ def find_prefixes(batch: PackedBatch) -> Prefixes | None:
         equal = (ids[a : a + size] == ids[c : c + size]) & (positions[a : a + size] == positions[c : c + size])
         return size if equal.all() else int(np.argmin(equal))
 
+    lists = [[common(one, other) for one, other in pairwise(members)] for members in groups.values()]
+    # No document shares more than with its neighbor. In most batches that are not worth the while this is seen here.
+    if sum(max(0, size - 1) for shared in lists for size in shared) < least:
+        return None
     families = [-1] * batch.num_sequences
     parents: list[int] = []
-    for members in groups.values():
-        shared = [common(one, other) for one, other in pairwise(members)]
+    for members, shared in zip(groups.values(), lists, strict=True):
         for first, last, parent in best_runs(shared):
             for i in members[first:last]:
                 families[i] = len(parents)
             parents.append(parent)
-    return Prefixes(families=tuple(families), parents=tuple(parents)) if parents else None
+    found = Prefixes(families=tuple(families), parents=tuple(parents))
+    return found if found.saved() >= least else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -53,6 +53,16 @@ def test_documents_that_share_nothing(documents: list[list[int]]) -> None:
     assert found(documents) is None
 
 
+def test_what_is_not_worth_the_while_is_left() -> None:
+    batch = from_lists([[5, 6, 7, 8, 1], [5, 6, 7, 8, 2], [5, 6, 9]])
+    prefixes = find_prefixes(batch, least=3)
+    assert prefixes is not None
+    assert prefixes.saved() == 3
+    # Of neighbors four tokens are common, but not all of them can be saved.
+    assert find_prefixes(batch, least=3.5) is None
+    assert find_prefixes(batch, least=9) is None
+
+
 def test_groups_and_positions_are_respected() -> None:
     documents = [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 3]]
     assert found(documents, group_ids=[0, 1, 0]) == Prefixes(families=(0, -1, 0), parents=(2,))

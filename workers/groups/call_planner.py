@@ -231,7 +231,7 @@ class CallPlanner:
             check_columns(call.options[dispatch.columns], batch.num_sequences)
         groups = None if batch.group_ids is None else batch.groups()
         prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares else None
-        assignment = self._assign(batch.lengths, groups, prefixes, dispatch, infos, call.mini_batches)
+        assignment = self._assign(batch.lengths, groups, None, prefixes, dispatch, infos, call.mini_batches)
         shares = Shares(places=group.places(call.role), infos=infos, assignment=assignment)
         ref = group.put_batch(batch, shares)
         try:
@@ -264,23 +264,25 @@ class CallPlanner:
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Shares:
-        assignment = self._assign(ref.lengths, ref.group_ids, ref.prefixes, dispatch, infos, mini_batches)
+        prefixes = ref.prefixes if infos[0].shares else None
+        assignment = self._assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, dispatch, infos, mini_batches)
         return Shares(places=self._group.places(role), infos=infos, assignment=assignment)
 
     def _assign(
         self,
         lengths: Sequence[int],
         groups: Sequence[int] | None,
+        families: Prefixes | None,
         prefixes: Prefixes | None,
         dispatch: Dispatch,
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Assignment:
-        dp_size, ratio, shares = infos[0].dp_size, infos[0].ratio, infos[0].shares
+        dp_size, ratio = infos[0].dp_size, infos[0].ratio
         if dispatch.split == "dp":
-            return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes if shares else None)
+            return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes)
         steps = mini_batches or MiniBatches()
-        return assign_mini_batches(lengths, groups, dp_size, ratio, steps, prefixes=prefixes, shares=shares)
+        return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes)
 
     def _declared(self) -> set[str]:
         # The passengers of one role are accepted by all, because the same batch goes from role to role.
