@@ -15,6 +15,7 @@ from ..config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, P
 from ..packing.batch import PackedBatch
 from ..packing.convert import from_lists
 from ..packing.microbatch import balance
+from ..packing.sharing import find_prefixes
 from ..registry import engine_class
 from .tiny import save_tiny_model
 
@@ -72,7 +73,8 @@ class EngineFactory:
 
     def indices(self, engine: BaseEngine, documents: Sequence[Sequence[int]]) -> list[int]:
         """Return the indices of the documents in this rank's data-parallel shard."""
-        return balance([len(d) for d in documents], engine.topology.dp_size)[engine.topology.dp_rank]
+        prefixes = find_prefixes(from_lists(documents)) if engine.shares_prefixes else None
+        return balance([len(d) for d in documents], engine.topology.dp_size, prefixes=prefixes)[engine.topology.dp_rank]
 
     def pack(self, documents: Sequence[Sequence[int]], mine: Sequence[int], **fields: Any) -> PackedBatch:
         """Pack the documents with the indices `mine`, which may be empty."""

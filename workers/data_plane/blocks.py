@@ -2,10 +2,10 @@
 
 import mmap
 import os
+import secrets
 import time
 import weakref
 from collections import OrderedDict
-from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +20,9 @@ KEPT_BYTES = 16 * 2**20
 """Size up to which a block is kept for the next transfer."""
 CAN_SHARE = hasattr(os, "memfd_create")
 
-_HEAD = 4096
-"""Where the bytes of a shared block begin: behind the number of its readings that have ended, on a page of their own."""
+_COUNT, _NAME, _HEAD = 8, 32, 4096
+"""A shared block begins with the number of its readings that have ended, and its name; its bytes begin on a page of their own."""
 _POLL_S = 0.0002
-_serials = count(1)
 
 
 class InFlight(Protocol):
@@ -49,10 +48,18 @@ class Block:
         """The memory `[size]` uint8."""
         self.pinned = pinned
         self.in_flight: list[InFlight] = []
+        self.is_new = True
+        """Whether it has not been used yet."""
+        self.is_late = False
+        """Whether it was waited for in vain since it was last free, so that nobody waits for it again."""
 
     def is_free(self, wait_s: float = 0.0) -> bool:
         """Wait for at most this long; return whether the memory may change."""
-        return all(some.wait(wait_s) for some in self.in_flight)
+        if all(some.wait(0.0 if self.is_late else wait_s) for some in self.in_flight):
+            self.in_flight, self.is_late = [], False
+            return True
+        self.is_late = self.is_late or wait_s > 0
+        return False
 
 
 class SharedBlock(Block):
@@ -69,11 +76,12 @@ class SharedBlock(Block):
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, _HEAD + size)
         memory = mmap.mmap(file, _HEAD + size)
+        name = secrets.token_hex(_NAME // 2)
+        memory[_COUNT : _COUNT + _NAME] = name.encode()
         self.data = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD, count=size)
-        self.pinned = False
-        self.in_flight = []
-        self.address = (f"/proc/{os.getpid()}/fd/{file}", next(_serials), size)
-        """What another process opens: the file, a number that no other block of this process has, and the size."""
+        self.pinned, self.in_flight, self.is_new, self.is_late = False, [], True, False
+        self.address = (f"/proc/{os.getpid()}/fd/{file}", name, size)
+        """What another process opens: the file, the name that stands in it, and the size."""
         self._ended, self._lent = np.frombuffer(memory, np.uint64, 1), 0
 
     def lend(self) -> InFlight:
@@ -101,72 +109,84 @@ class BlockPool:
     def __init__(self) -> None:
         self._blocks: list[Block] = []
 
-    def take(self, size: int, *, pinned: bool, shared: bool, patience_s: float) -> tuple[Block, bool]:
-        """Return a block whose memory may change, and whether one was waited for in vain.
+    def take(self, size: int, *, pinned: bool, shared: bool, patience_s: float) -> Block:
+        """Return a block whose memory may change.
 
         Args:
             size: The number of bytes that it must have.
             pinned: Whether it is pinned. One that is shared is not.
             shared: Whether other processes can open it.
-            patience_s: For how long to wait for a block if as many as may be are on their way. Then there is one more.
+            patience_s: For how long to wait for the oldest block if as many as may be are on their way. Then there is one more.
         """
-        impatient = False
-        while self._blocks:
-            wait_s = patience_s if len(self._blocks) >= IN_FLIGHT else 0.0
-            oldest = self._blocks[0]
-            if not oldest.is_free(wait_s):
-                impatient = wait_s > 0
-                break
-            del self._blocks[0]
-            if oldest.data.numel() >= size and (oldest.shared, oldest.pinned) == (shared, pinned and not shared):
-                return oldest, False
-        return SharedBlock(size) if shared else Block(size, pinned=pinned), impatient
+        pinned = pinned and not shared
+        awaited = [block for block in self._blocks if not block.is_late and not block.is_free()]
+        if patience_s > 0 and len(awaited) >= IN_FLIGHT:
+            awaited[0].is_free(patience_s)
+        for block in self._blocks:
+            if block.data.numel() >= size and (block.shared, block.pinned) == (shared, pinned) and block.is_free():
+                self._blocks.remove(block)
+                return block
+        self.trim()
+        return SharedBlock(size) if shared else Block(size, pinned=pinned)
 
     def give(self, block: Block) -> None:
         """Take a block back, which may still be on its way."""
+        block.is_new = False
         self._blocks.append(block)
 
-    def trim(self) -> None:
-        """Keep few small blocks for the next transfer, and those that are still on their way."""
-        free = [block for block in self._blocks if block.data.numel() <= KEPT_BYTES and block.is_free()][:IN_FLIGHT]
-        self._blocks = [block for block in self._blocks if block in free or not block.is_free()]
+    def trim(self, wait_s: float = 0.0) -> None:
+        """Keep few small blocks for the next transfer, and those that are still on their way.
+
+        Args:
+            wait_s: For how long to wait for each of these first.
+        """
+        free = [block for block in self._blocks if block.is_free(wait_s)]
+        kept = [block for block in free if block.data.numel() <= KEPT_BYTES][:IN_FLIGHT]
+        self._blocks = [block for block in self._blocks if block in kept or block not in free]
 
 
 class BlockReader:
-    """Opens the blocks of other processes. Those of the last few addresses stay open."""
+    """Opens the blocks of other processes. The last few small ones stay open."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[tuple[str, int], mmap.mmap] = OrderedDict()
+        self._open: OrderedDict[str, mmap.mmap] = OrderedDict()
 
-    def read(self, path: str, serial: int, size: int, used: int) -> Tensor:
+    def read(self, path: str, name: str, size: int, used: int) -> Tensor:
         """Return the bytes of a block as a tensor `[used]` uint8. The reading has ended when no tensor shares its memory any more.
 
         Args:
             path: The file, as in `SharedBlock.address`.
-            serial: The number of the block.
+            name: The name of the block.
             size: The size of the block.
             used: The number of bytes to return.
 
         Raises:
             WorkerLostError: The block cannot be opened.
         """
-        memory = self._open.pop((path, serial), None)
-        if memory is None:
-            try:
-                with open(path, "r+b") as file:
-                    memory = mmap.mmap(file.fileno(), _HEAD + size)
-            except (OSError, ValueError) as e:
-                raise WorkerLostError(
-                    f"the memory of a process of another pool cannot be opened ({path}: {e}); it has ended, or runs as another user or "
-                    "in another container; use group.kind=ray for pools that do not share a machine"
-                ) from e
+        memory = self._open.pop(name, None) or _opened(path, name, size)
         if size <= KEPT_BYTES:
-            self._open[path, serial] = memory
+            self._open[name] = memory
         while len(self._open) > IN_FLIGHT + 1:
             self._open.popitem(last=False)
         array = np.frombuffer(memory, np.uint8, used, _HEAD)
         weakref.finalize(array, _end_reading, np.frombuffer(memory, np.uint64, 1)).atexit = False
         return torch.from_numpy(array)
+
+
+def _opened(path: str, name: str, size: int) -> mmap.mmap:
+    reason = "it is another file now"
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), _HEAD + size)
+        # After the end of a process its number may be another one's.
+        if memory[_COUNT : _COUNT + _NAME] == name.encode():
+            return memory
+    except (OSError, ValueError) as e:
+        reason = str(e)
+    raise WorkerLostError(
+        f"the memory of a process of another pool cannot be opened ({path}: {reason}); it has ended, or runs as another user or in another "
+        "container; use group.kind=ray for pools that do not share a machine"
+    )
 
 
 def _end_reading(ended: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:

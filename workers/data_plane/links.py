@@ -45,7 +45,7 @@ class Header(msgspec.Struct, frozen=True):
     size: int
     error: str = ""
     about: Any = None
-    block: tuple[str, int, int, int] | None = None
+    block: tuple[str, str, int, int] | None = None
 
 
 class Sending:
@@ -130,7 +130,7 @@ class Links:
         pieces: Sequence[Any],
         *,
         about: Any = None,
-        block: tuple[str, int, int, int] | None = None,
+        block: tuple[str, str, int, int] | None = None,
         error: str = "",
     ) -> Sending:
         """Send bytes. Returns when they are on their way; the memory must not change before they have been sent.

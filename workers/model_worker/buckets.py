@@ -1,5 +1,6 @@
 """Tensors that travel together, packed into one piece of memory, and the ways from process to process that they take."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,8 +21,9 @@ BUCKET_BYTES = 8 * 2**20
 """Size of a bucket, unless a single tensor is larger."""
 ADDRESS = 8
 """Memory of tensors begins at a multiple of this many bytes."""
-PATIENCE_S = 1.0
-"""For how long to wait for memory that is on its way. A target that takes nothing for this long may have failed."""
+PATIENCE_S = 10.0
+"""For how long to wait in vain for memory that is on its way. A target that takes nothing for this long may have failed; there is fresh
+memory then, until one block comes back."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -192,12 +194,12 @@ class Packer:
         if self._block is None or end > self._block.data.numel():
             self.flush()
             begin, end = 0, end - begin
-            self._block, impatient = self._blocks.take(
+            started = time.monotonic()
+            self._block = self._blocks.take(
                 max(end, BUCKET_BYTES), pinned=tensor.is_cuda, shared=self._shared, patience_s=self._patience_s
             )
-            if impatient:
-                # What is on its way keeps its memory until the target takes it, or this process ends.
-                self._patience_s = 0.0
+            waited_s = time.monotonic() - started
+            self._patience_s = self._patience_s - waited_s if self._block.is_new else PATIENCE_S
         copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
         copy.copy_(tensor.detach())
         self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))

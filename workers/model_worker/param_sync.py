@@ -24,6 +24,9 @@ from .hooks import SyncParams
 if TYPE_CHECKING:
     from .worker import ModelWorker
 
+SETTLE_S = 1.0
+"""For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
+
 Pairs = Iterator[tuple[str, Tensor]]
 
 
@@ -60,6 +63,8 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
                 else:
                     for _ in pairs:
                         pass
+        # What the targets have read by now is free; what they keep is theirs.
+        worker.data.blocks.trim(SETTLE_S)
     finally:
         groups.close()
     return {"version": hook.version, "tensors": len(tally), "bytes": tally.bytes, "digest": tally.digest()}
@@ -134,8 +139,6 @@ def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: Bloc
         for channel in channels:
             channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
         raise
-    finally:
-        blocks.trim()
     for channel in channels:
         channel.send(Bucket(total=tally.digest()))
 
@@ -161,9 +164,9 @@ def _received(incoming: Channel, outgoing: Sequence[Channel], tally: Tally) -> P
                     wrong = f"{name} arrived with other bytes than it was sent with"
                 if not wrong:
                     yield name, tensor
-    except RemoteError as e:
+    except Exception as e:
         for channel in outgoing:
-            channel.send(Bucket(error=str(e)))
+            channel.send(Bucket(error=str(e) if isinstance(e, RemoteError) else f"{type(e).__name__}: {e}"))
         raise
     if not wrong and tally.digest() != bucket.total:
         wrong = f"the {len(tally)} tensors that arrived are not those that were sent"
