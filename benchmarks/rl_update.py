@@ -9,6 +9,7 @@ processes of their own: what one step adds to the memory of a process that has i
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -68,12 +69,15 @@ def answers(row: tuple[int, int, int, int]) -> PackedBatch:
 
     starts = [tokens(prompt) for _ in range(prompts)]
     documents = [start + tokens(answer) for start in starts for _ in range(count)]
-    old = -torch.log(torch.tensor(float(VOCABULARY))) * torch.ones(len(documents) * (prompt + answer))
-    advantages = torch.randn(len(documents), generator=g).repeat_interleave(prompt + answer)
+    advantages: list[float] = torch.randn(len(documents), generator=g).tolist()
+    size = prompt + answer
     return from_lists(
         documents,
         supervised=[[False] * prompt + [True] * answer] * len(documents),
-        token_fields={"old_log_probs": old, "advantages": advantages},
+        token_fields={
+            "old_log_probs": [[-math.log(VOCABULARY)] * size] * len(documents),
+            "advantages": [[advantage] * size for advantage in advantages],
+        },
     )
 
 
