@@ -32,6 +32,7 @@ from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, SharePrefixes
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.policy import PolicyLoss
 
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--memory", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    init_distributed()
     if args.memory:
         memory(args.memory[1], args.memory[0])
         return

@@ -255,7 +255,7 @@ def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
     folders = {folder.name for folder in (tmp_path / "checkpoints").iterdir()}
     assert f"step-{best:08d}" in folders
     assert best != 3
-    step = tmp_path / "exports" / f"step-{best:08d}" if best else task / "model"
+    step = tmp_path / "exports" / f"step-{best:08d}" / "hf" if best else task / "model"
     exported, expected = (load_file(folder / "model.safetensors") for folder in (Path(outcome.outputs["model"]), step))
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
