@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,14 @@ class KeepsGradients(FSDPEngine):
                 parameter.grad = torch.ones_like(parameter)
 
 
+class ForgetsParents(FSDPEngine):
+    def forward_step(self, micro_batch: MicroBatch, *args: Any) -> Any:
+        layout = micro_batch.layout
+        if layout is not None:
+            layout = replace(layout, parents=(-1,) * len(layout.parents))
+        return super().forward_step(replace(micro_batch, layout=layout), *args)
+
+
 class AllowsAnyMode(FSDPEngine):
     @contextlib.contextmanager
     def _entered(self, mode: Any) -> Iterator[None]:
@@ -169,6 +178,7 @@ class IgnoresEmptyBatch(FSDPEngine):
 
 BROKEN: dict[str, list[type[FSDPEngine]]] = {
     "reference": [NoGlobalWeight, OverstatesNorm, DoublesRate, KeepsGradients],
+    "shared_prefixes": [ForgetsParents],
     "partition": [NoGlobalWeight],
     "shares": [NoGlobalWeight],
     "zero_weight": [IgnoresEmptyBatch],

@@ -45,7 +45,7 @@ LAYOUTS = [
     pytest.param("fsdp", 2, {}, id="fsdp-dp2", marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {"cp": 2}, id="fsdp-cp2", marks=pytest.mark.slow),
     pytest.param("mcore", 2, {}, id="mcore-dp2", marks=pytest.mark.slow),
-    pytest.param("mcore", 2, {"tp": 2}, id="mcore-tp2"),
+    pytest.param("mcore", 2, {"tp": 2}, id="mcore-tp2", marks=pytest.mark.slow),
 ]
 
 

@@ -73,7 +73,7 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
         answers(group)
 
 
-@pytest.mark.parametrize("sources", [1, 2])
+@pytest.mark.parametrize("sources", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_on_a_device_go_to_another_pool(folder: Path, sources: int) -> None:
     # The digest of what is sent and of what arrives is of one kind, however many processes gather the weights.
     roles = {

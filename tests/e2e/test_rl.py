@@ -56,7 +56,8 @@ def test_a_run_evaluates_trains_saves_and_exports(task: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("config_class", "more"), [(PPOConfig, ["rl.group_size=2", "rl.reward_norm=running"]), (OnlineDPOConfig, [])]
+    ("config_class", "more"),
+    [(PPOConfig, ["rl.group_size=2", "rl.reward_norm=running"]), pytest.param(OnlineDPOConfig, [], marks=pytest.mark.slow)],
 )
 def test_a_resumed_run_makes_the_same_steps(task: Path, tmp_path: Path, config_class: Any, more: list[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -106,6 +107,7 @@ def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.Capt
     assert "is not a bundle, or is damaged" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_phases_of_ppo_train_the_policy(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     answers, scored, model = (str(tmp_path / name) for name in ("answers.safetensors", "scored.safetensors", "model"))
     assert phases(["rollout", answers, *words(task, tmp_path / "unused", "rl.algorithm=ppo", "rl.group_size=1")]) == 0
@@ -148,6 +150,7 @@ def fails_later(completion: str, note: str) -> float:
     return float(len(set(completion)))
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_the_rewards_failed_is_saved(task: Path, tmp_path: Path) -> None:
     run, note = tmp_path / "run", tmp_path / "note"
     more = ["trainer.max_steps=4", "trainer.export_hf=false", f"rewards.settings.fails_later.note={note}", "rewards.workers=1"]
@@ -214,8 +217,8 @@ def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> N
     ("config_class", "more"),
     [
         (GRPOConfig, []),
-        (GRPOConfig, ["rl.mini_batch_size=null"]),
-        (OnlineDPOConfig, []),
+        pytest.param(GRPOConfig, ["rl.mini_batch_size=null"], marks=pytest.mark.slow),
+        pytest.param(OnlineDPOConfig, [], marks=pytest.mark.slow),
         (PPOConfig, ["rl.critic_warmup=1", "rl.mini_batch_size=null", "rl.advantage.kl_coef=0"]),
     ],
 )
@@ -235,6 +238,7 @@ def of_even_sums(completion: str, answer: str) -> float:
     return float(len(set(completion)))
 
 
+@pytest.mark.slow
 def test_a_part_in_which_nothing_could_be_judged_does_not_end_the_run(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +346,7 @@ def test_answers_in_parts_are_trained_on_and_repeated_alike(
     assert phases(["train", str(tmp_path / "bundles" / "step-00000001.safetensors")]) == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
     task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,6 +380,7 @@ def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(
     assert (run / "config.yaml").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_best_step_of_another_folder_is_forgotten(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = [f"data.eval=[{task / 'held-out.jsonl'}]", "trainer.best_metric=reward", "trainer.eval_every=1"]
     train(task, tmp_path / "first", "trainer.max_steps=2", "trainer.export_hf=false", *more)
@@ -410,6 +416,7 @@ def test_settings_that_nothing_would_read_are_refused(
         train(task, tmp_path, *more, config_class=config_class)
 
 
+@pytest.mark.slow
 def test_a_bundle_cannot_read_the_environment_and_keeps_its_distribution(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

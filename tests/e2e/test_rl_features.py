@@ -33,6 +33,7 @@ def numbers(run: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in records(run)]
 
 
+@pytest.mark.slow
 def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) -> None:
     more = [*SHORT, "rl.group_size=2", "rl.dynamic_sampling=true", "rl.max_resamples=1"]
     train(task, tmp_path / "here", *more, config_class=PPOConfig)
@@ -40,7 +41,7 @@ def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) ->
     assert records(tmp_path / "away") == records(tmp_path / "here")
 
 
-@pytest.mark.parametrize("config_class", [GRPOConfig, PPOConfig])
+@pytest.mark.parametrize("config_class", [GRPOConfig, pytest.param(PPOConfig, marks=pytest.mark.slow)])
 def test_the_generator_makes_room_for_everything_that_is_moved(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
 ) -> None:
@@ -81,6 +82,7 @@ def test_dropout_does_not_pass_for_another_policy(task: Path, tmp_path: Path) ->
         assert record["log_prob_gap"] < 1e-4
 
 
+@pytest.mark.slow
 def test_the_policy_learns_at_its_rate_after_the_critic_has_warmed_up(task: Path, tmp_path: Path) -> None:
     more = ["optim.schedule=linear", "rl.critic_warmup=2", "trainer.max_steps=4", "trainer.export_hf=false"]
     train(task, tmp_path, *more, "rl.mini_batch_size=null", config_class=PPOConfig)
@@ -195,6 +197,7 @@ def test_rows_are_routed_to_their_rewards(task: Path, tmp_path: Path, reward_mod
     assert record["reward"] == pytest.approx((record["reward/format"] + record["reward/model"]) / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -228,6 +231,7 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(task: Path, tmp_path:
     assert sum(record["replaced_groups"] for record in records(tmp_path)) > 0
 
 
+@pytest.mark.slow
 def test_a_task_without_differences_is_warned_of(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = ["rewards.settings.format.regex=x", "rl.warn_equal_steps=2"]
     train(task, tmp_path / "plain", *SHORT, *more)
@@ -279,6 +283,7 @@ def test_a_reference_of_another_vocabulary_is_refused(task: Path, tmp_path: Path
         train(task, tmp_path / "run", f"reference.model.path={other}")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_needs_no_pad_token_and_sources_are_mixed(task: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(task / "model", bare)
