@@ -86,7 +86,7 @@ def _check_steps(
     reference, results = Reference(engine_factory.folder, OPTIM), []
     for step in range(5):
         documents = documents_of(step)
-        masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
+        masks = [[i % 5 > 0 for i in range(len(d))] for d in documents]
         indices = engine_factory.indices(engine, documents)
         batch = engine_factory.pack(documents, indices, supervised=[masks[i] for i in indices])
         result = engine.train_batch(batch, MeanNLL())

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from drivetrain.engine.loss import LossSums, OutputRequest, StepResult, TokenOut
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
+from drivetrain.engine.packing.prefixes import Prefixes
 from drivetrain.engine.packing.sharing import SharedLayout, shared_layout
 from drivetrain.engine.rank_slice import RankSlice
 from drivetrain.engine.registry import engine_class
@@ -40,9 +42,9 @@ OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 
 def families(seed: int) -> list[list[int]]:
     """Prompts with three answers each, an answer that is the beginning of another one, equal answers, and documents of their own."""
-    prompts, answers = tiny_documents(3, seed=seed, longest=24), tiny_documents(12, seed=100 + seed, longest=16)
+    prompts, answers = tiny_documents(4, seed=seed, longest=24)[1:], tiny_documents(12, seed=100 + seed, longest=16)
     documents = [prompts[i % 3] + answers[i] for i in range(9)]
-    documents += [documents[0][:-1], documents[1], answers[10], answers[11]]
+    documents += [documents[4][:-1], documents[3], answers[10], answers[11]]
     return [document[:40] for document in documents]
 
 
@@ -67,9 +69,10 @@ def compare(folder: Path, backend: str, parallel: ParallelConfig, steps: int = 2
     rank, size = engine.topology.dp_rank, engine.topology.dp_size
     for step in range(steps):
         documents = families(step)
-        masks = [[i % 3 > 0 for i in range(len(d))] for d in documents]
+        # Among others the answers' first tokens, which all of them learn from the prompt's last one.
+        masks = [[i % 5 > 0 for i in range(len(d))] for d in documents]
         # Answers to one prompt stay together.
-        groups = [i % 3 for i in range(9)] + [0, 1, 3, 4]
+        groups = [i % 3 for i in range(9)] + [1, 0, 3, 4]
         mine = balance([len(d) for d in documents], size, groups=groups)[rank]
         batch = from_lists([documents[i] for i in mine], supervised=[masks[i] for i in mine])
         got = engine.train_batch(batch, SFTLoss())
@@ -285,6 +288,25 @@ def siblings(layout: SharedLayout) -> SharedLayout:
     """The negative control: a child sees its sibling instead of its parent."""
     parents = [s - 1 if parent >= 0 else -1 for s, parent in enumerate(layout.parents)]
     return replace(layout, parents=tuple(parents))
+
+
+def test_a_last_token_in_the_parent_is_noticed(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: parents have the whole prefix, so that one label of their last token counts for all children."""
+
+    def wrong(lengths: Sequence[int], prefixes: Prefixes) -> SharedLayout | None:
+        # Where every child has a token of its own left.
+        room = [
+            min([n for n, f in zip(lengths, prefixes.families, strict=True) if f == i] or [0])
+            for i in range(len(prefixes.parents))
+        ]
+        longer = tuple(p + 1 if least > p + 1 else p for p, least in zip(prefixes.parents, room, strict=True))
+        assert longer != prefixes.parents
+        return shared_layout(lengths, replace(prefixes, parents=longer))
+
+    monkeypatch.setattr(step_plan, "shared_layout", wrong)
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    ((loss_off, _, _),) = compare(folder, "fsdp", ParallelConfig(), steps=1, max_tokens=1024)
+    assert loss_off > 1e-4
 
 
 def test_a_wrong_position_is_noticed(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
