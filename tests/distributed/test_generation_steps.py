@@ -349,6 +349,7 @@ def test_weights_of_8_bits(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_leader_conforms(tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
     checks = [
