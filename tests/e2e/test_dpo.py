@@ -303,6 +303,7 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
         pairs_task,
         "rm",
         "rm.centering=0.05",
+        "engine.share_prefixes=off",
         "trainer.best_metric=reward_accuracy",
         f"data.eval=[{pairs_task / 'pairs.jsonl'}]",
     )
@@ -317,9 +318,9 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
     for step in range(STEPS):
         loss, metrics = reward_loss(trained.model, pairs[step * SIZE : (step + 1) * SIZE], 0.05)
         wanted.append((*trained.step(loss), metrics))
-    # Adam makes of a rounding error in a tiny gradient a step of the full size; in float64, below, nothing of this is left.
-    near(got, wanted, loss=2e-5, norm=2e-4)
-    shared = [w for w in run if not w.startswith(("trainer.output_dir", "data.eval", "trainer.best"))]
+    near(got, wanted)
+    # In float64: Adam makes of a rounding error in a tiny gradient a step of the full size.
+    shared = [w for w in run if not w.startswith(("trainer.output_dir", "data.eval", "trainer.best", "engine.share"))]
     shared += ["engine.precision.params=float64", "engine.precision.compute=float64", "engine.precision.reduce=float64"]
     shared += [f"model.path={pairs_task / 'rm-start' / 'hf'}", f"trainer.output_dir={pairs_task / 'rm-shared'}"]
     assert rm.main([*shared, "engine.share_prefixes=on"]) == 0
