@@ -26,8 +26,8 @@ from drivetrain.engine.mcore.cpu import cuda_means_cpu
 from drivetrain.engine.mcore.model import PackedGPTModel, layer_spec
 from drivetrain.engine.mcore.modules import PackedParams, slice_of
 from drivetrain.engine.mcore.options import MCoreOptions
-from drivetrain.engine.ops.attention import PackedContext
 from drivetrain.engine.ops.linear_head import PLAIN
+from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.rank_slice import RankSlice
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
-from .ops.attention import PackedContext
+from .ops.packed_context import PackedContext
 from .ops.ulysses import gather_tokens, slice_tokens
 from .packing.batch import IGNORE
 from .parallel.topology import Topology

@@ -4,6 +4,7 @@ Verified against the sources of torch 2.11, 2.12 and 2.13. `pyproject.toml` does
 names again before raising its bound.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -20,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 _NAMES: tuple[tuple[str, bool], ...] = (
     ("distributed_c10d._get_default_store", hasattr(c10d, "_get_default_store")),
     ("distributed_c10d._world.pg_names", hasattr(c10d._world, "pg_names")),
+    ("distributed_c10d._resolve_process_group", hasattr(c10d, "_resolve_process_group")),
     ("distributed_c10d._abort_process_group", hasattr(c10d, "_abort_process_group")),
     ("FSDPModule._get_fsdp_state", hasattr(FSDPModule, "_get_fsdp_state")),
     ("FSDPState._fsdp_param_group", hasattr(FSDPState, "_fsdp_param_group")),
@@ -39,6 +42,12 @@ if _missing:
 def abort_process_groups() -> None:
     """Abort all process groups, so that no rank waits in a collective of NCCL. Does not wait for other ranks."""
     c10d._abort_process_group()
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """Return the process group with this `ProcessGroup.group_name`."""
+    group: ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group
 
 
 def default_store() -> torch.distributed.Store:
@@ -93,6 +102,18 @@ def constant_floats() -> AbstractContextManager[None]:
     return context
 
 
+def compile_settings(limit: int) -> dict[str, Any]:
+    """Return the arguments of torch.compile that allow this many graphs for one piece of code.
+
+    Layers of all models of a process are one piece of code to torch, which beyond 8 graphs silently goes back to eager mode.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": limit}
+    # torch before 2.13 has a setting for the whole process only.
+    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+    return {}
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own buffers that belong to its state dict."""
     for name, buffer in module.named_buffers(recurse=False):
@@ -113,6 +134,50 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def varlen_attn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `torch.nn.attention.varlen.varlen_attn`, which torch offers through autograd only.
+
+    Args:
+        grad: The gradient of the output.
+        q, k, v, out, lse: What the forward call was given and returned; its `lse` comes from `AuxRequest`.
+        cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size: The settings of the forward call.
+    """
+    import torch.nn.attention.varlen  # registers the operator
+
+    # Without dropout the kernel reads no random state.
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        window_size == (-1, 0),
+        random,
+        scale=scale,
+        window_size=list(window_size),
+    )
+    return grads
+
+
 def saved_operators() -> frozenset[Any]:
     """Return the operators whose outputs selective recomputation saves: matrix products and attention."""
     import torch.nn.attention.varlen  # registers the operator of varlen attention
@@ -130,5 +195,8 @@ def saved_operators() -> frozenset[Any]:
             aten._flash_attention_forward.default,
             aten._grouped_mm.default,
             torch.ops.torch_attn._varlen_attn.default,
+            # In compiled layers; registered by `ops.attention`, which every engine imports.
+            torch.ops.drivetrain.packed_attention.default,
+            torch.ops.drivetrain.all_to_all.default,
         }
     )

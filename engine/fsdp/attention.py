@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ..errors import ModelError
-from ..ops.attention import PackedContext, packed_attention
+from ..ops.attention import packed_attention
+from ..ops.packed_context import PackedContext
 
 IMPLEMENTATION = "drivetrain_packed"
 

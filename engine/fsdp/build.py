@@ -24,11 +24,12 @@ from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
 from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
+from .compile import compile_layers
 from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
 from .packed_model import PackedModel
-from .shard import build_mesh, decoder_layers, local_slice, shard
+from .shard import build_mesh, local_slice, shard
 from .state import parameter_shards
 
 
@@ -116,8 +117,7 @@ def build(
     experts = cut_experts(root, config, topology)
     recompute(root, engine.recompute)
     if engine.compile:
-        for layer in decoder_layers(root):
-            layer.compile(dynamic=True)
+        compile_layers(root)
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, meta_model, layout, experts, model, engine, topology)

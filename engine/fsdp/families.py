@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..errors import ModelError
 from ..hf.config import logit_transform
-from ..ops.attention import PackedContext
+from ..ops.packed_context import PackedContext
 from ..packing.convert import from_lists
 from .attention import IMPLEMENTATION
 

@@ -49,6 +49,9 @@ class PackedModel(HFModel):
             packed=part.context,
             **router,
         )
+        if result.last_hidden_state.grad_fn is not None:
+            # Compiled layers refer to the boundaries by a handle, which must be valid until the backward pass.
+            result.last_hidden_state.grad_fn.metadata["packed"] = part.context
         outputs = self._head(result.last_hidden_state[0].index_select(0, part.selected), part)
         if self.router is not None:
             if not result.router_logits:

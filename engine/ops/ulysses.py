@@ -12,22 +12,60 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..torch_private import group_of_name
+
 
 class _AllToAll(torch.autograd.Function):
-    """Splits one axis into C parts, sends part r to rank r, and joins the received parts along another axis."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
         ctx.axes = (cut, join, group)
-        sent = torch.stack(x.chunk(group.size(), cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(0), join)
+        return _exchange(x, cut, join, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cut, join, group = ctx.axes
         return _AllToAll.apply(grads[0], join, cut, group), None, None, None
+
+
+def _exchange(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+    sent = torch.stack(x.chunk(group.size(), cut))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(0), join)
+
+
+@torch.library.custom_op("drivetrain::all_to_all", mutates_args=())
+def _all_to_all_operator(x: Tensor, cut: int, join: int, group_name: str, size: int) -> Tensor:
+    return _exchange(x, cut, join, group_of_name(group_name))
+
+
+@_all_to_all_operator.register_fake
+def _all_to_all_shape(x: Tensor, cut: int, join: int, group_name: str, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[cut] = shape[cut] // size
+    shape[join] = shape[join] * size
+    return x.new_empty(shape)
+
+
+def _save_axes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.axes = inputs
+
+
+def _all_to_all_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    cut, join, group_name, size = ctx.axes
+    return torch.ops.drivetrain.all_to_all(grad, join, cut, group_name, size), None, None, None, None
+
+
+_all_to_all_operator.register_autograd(_all_to_all_back, setup_context=_save_axes)
+
+
+def _all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
+    """Split one axis into C parts, send part r to rank r, and join the received parts along another axis."""
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.drivetrain.all_to_all(x, cut, join, group.group_name, group.size())
+    else:
+        result = _AllToAll.apply(x, cut, join, group)
+    return result
 
 
 def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,13 +78,12 @@ def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGrou
     if heads % size:
         repeats = math.lcm(heads, size) // heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    return tuple(_AllToAll.apply(t, 1, 0, group) for t in (q, k, v))  # type: ignore[return-value]
+    return tuple(_all_to_all(t, 1, 0, group) for t in (q, k, v))  # type: ignore[return-value]
 
 
 def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:
     """Convert an attention output from `[T, H/C, D]` to `[T/C, H, D]`."""
-    result: Tensor = _AllToAll.apply(out, 0, 1, group)
-    return result
+    return _all_to_all(out, 0, 1, group)
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -64,15 +64,6 @@ def test_memory_settings_change_no_number(axes: dict[str, Any], tmp_path: Path) 
         close_to(got, want)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_compiled_layers_give_the_same_numbers(tmp_path: Path, process_group: None) -> None:
-    # One layer: compiling takes nearly all of this test's time.
-    folder = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    engine = build(folder, compile=True)
-    close_to(steps(engine, 1), reference_steps(folder, 1))
-    engine.close()
-
-
 def test_bfloat16_is_within_the_references_own_distance(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     exact = Reference(folder, OPTIM).step(tiny_documents(8, seed=0))

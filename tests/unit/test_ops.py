@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.engine.ops import attention as attention_module
+from drivetrain.engine.ops import flex as flex_module
+from drivetrain.engine.ops import kernels
 from drivetrain.engine.ops import linear_head as head_module
-from drivetrain.engine.ops.attention import PackedContext, by_document, compile_flex, flex, packed_attention
+from drivetrain.engine.ops.attention import packed_attention
+from drivetrain.engine.ops.flex import compile_flex, flex
+from drivetrain.engine.ops.kernels import by_document
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
+from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.ops.ulysses import gather_tokens, slice_tokens
 from helpers.harness import run_ranks
 
@@ -208,23 +212,23 @@ def test_children_attend_to_their_parent(kernel: str, window: int | None, softca
 def test_keys_of_a_family_are_gathered_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the CUDA kernel is given, computed by its definition: queries are aligned with the end of their keys.
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, **options: Any
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, **options: Any
     ) -> Tensor:
-        assert (longest_q, longest_k) == (7, 13)
+        assert (max_q, max_k) == (7, 13)
         left, _ = options["window_size"]
         out = []
-        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        for a, b, c, d in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:], strict=False):
             repeats = q.shape[1] // k.shape[1]
             keys, values = (x[c:d].repeat_interleave(repeats, 1).transpose(0, 1)[None] for x in (k, v))
             window = None if left < 0 else left + 1
-            out.append(attention_module._sdpa(q[a:b].transpose(0, 1)[None], keys, values, 0.3, window))
+            out.append(kernels._sdpa(q[a:b].transpose(0, 1)[None], keys, values, 0.3, window))
         return torch.cat([x[0].transpose(0, 1) for x in out])
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(SEGMENTS[-1], n, 16, dtype=torch.float64) for n in (4, 2, 2))
-    monkeypatch.setattr(attention_module, "varlen_attn", kernel)
+    monkeypatch.setattr(kernels, "varlen_attn", kernel)
     for window in (None, 5):
-        got = attention_module.varlen(q, k, v, family(), 0.3, window)
+        got = kernels.varlen(q, k, v, family(), 0.3, window)
         torch.testing.assert_close(got, plain_families(q, k, v, window, None, None), rtol=1e-12, atol=1e-12)
 
 
@@ -285,7 +289,7 @@ class TracedFlex:
 def trace(monkeypatch: pytest.MonkeyPatch, kernel: Any, softcaps: tuple[float, ...]) -> None:
     """What an engine's first steps ask of the kernel: models of several soft caps, micro-batches of many lengths."""
     torch._dynamo.reset()
-    monkeypatch.setattr(attention_module, "_flex_kernel", lambda kind: kernel)
+    monkeypatch.setattr(flex_module, "_flex_kernel", lambda kind: kernel)
     for softcap in softcaps:
         for tokens in range(24, 64, 4):
             q = torch.randn(tokens, 2, 16)
@@ -309,5 +313,5 @@ def test_the_control_of_the_test_above(
     dynamic: bool | None, softcaps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced = TracedFlex()
-    trace(monkeypatch, torch.compile(attention_module.flex_attention, dynamic=dynamic, backend=traced), softcaps)
+    trace(monkeypatch, torch.compile(flex_module.flex_attention, dynamic=dynamic, backend=traced), softcaps)
     assert [(buffer.device.type, buffer.dim()) for buffer in traced.captured[-1]] == [("cpu", 0)]

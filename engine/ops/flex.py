@@ -1,0 +1,142 @@
+"""FlexAttention over packed documents: soft caps, sinks and, in float32, windows on CUDA.
+
+Axes: T packed tokens, N documents, H query heads, K key/value heads, D head size, E value head size, R and C rows and columns of
+blocks.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ..torch_private import constant_floats
+from .packed_context import PackedContext
+
+BLOCK = 128
+"""Tokens of a block, the kernel's own default."""
+
+
+@cache
+def _flex_kernel(device_type: str) -> Any:
+    # The CPU has no flex kernel for training: eager flex is the reference there, slow but exact.
+    return compile_flex() if device_type == "cuda" else flex_attention
+
+
+def compile_flex(backend: Any = "inductor") -> Any:
+    """Compile FlexAttention once for all lengths, with the numbers of a score function as constants.
+
+    A number that torch makes dynamic becomes a buffer on the host, which no CUDA kernel can read. torch does so with all
+    numbers under `dynamic=True`, and with a number that changes between calls (of two models with different soft caps).
+    Lengths become dynamic automatically when they first change.
+
+    Args:
+        backend: The backend of torch.compile.
+    """
+    compiled = torch.compile(flex_attention, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("score_mod") is None:
+            return compiled(*args, **kwargs)
+        with constant_floats():
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Run FlexAttention with a block mask of the documents: `[T, H, D]`, `[T, K, D]`, `[T, K, E]` -> `[T, H, E]`."""
+    mask = context.masks.get(window)
+    if mask is None:
+        mask = context.masks[window] = block_mask(context, window)
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert softcap is not None
+        return torch.tanh(score / softcap) * softcap
+
+    # The kernel needs head sizes that are powers of two and at least 16. Zeros at the end of a head change no logit, and the
+    # scale is passed.
+    size = max(16, 1 << (max(q.shape[-1], v.shape[-1]) - 1).bit_length())
+    heads_first = (F.pad(t, (0, size - t.shape[-1])).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out, lse = _flex_kernel(q.device.type)(
+        *heads_first,
+        score_mod=None if softcap is None else cap,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+    if sinks is not None:
+        # A sink adds exp(sink) to the softmax's denominator: the output shrinks by 1 / (1 + exp(sink - lse)).
+        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None]).unsqueeze(-1).to(out.dtype)
+    result: Tensor = out[0, ..., : v.shape[-1]].transpose(0, 1)
+    return result
+
+
+def block_mask(context: PackedContext, window: int | None) -> BlockMask:
+    """Return which blocks of keys each block of queries sees, from the boundaries: no memory of T x T is needed.
+
+    Args:
+        context: The boundaries.
+        window: The number of tokens that a token attends to; None for all.
+    """
+    tokens, bounds = context.bounds[-1], context.cu_seqlens
+    device, lengths = bounds.device, bounds.diff()
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=tokens)
+    first = torch.arange(0, tokens, BLOCK, device=device)
+    last = (first + BLOCK).clamp(max=tokens) - 1
+    start = bounds[document[first]]
+    reach = start if window is None else torch.maximum(start, first - window + 1)
+    # A token's keys, and those of a block of neighbors, are a range of tokens that ends with themselves.
+    some_rc = (last[None] >= reach[:, None]) & (first[None] <= last[:, None])
+    full_rc = (last[None] <= first[:, None]) & (first[None] >= start[:, None]) & (document[first] == document[last])[:, None]
+    # As torch has it, a block with rows beyond the end is not full.
+    full_rc &= (first + BLOCK <= tokens)[:, None]
+    if window is not None:
+        full_rc &= last[:, None] - first[None] < window
+    if context.parents is None:
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen = (document[i] == document[j]) & (j <= i)
+            return seen if window is None else seen & (i - j < window)
+
+    else:
+        parents = torch.tensor(context.parents).to(device, non_blocking=True)
+        # The distance of a child's token from its parent's is that of their positions in the child's document.
+        before = torch.where(parents < 0, 0, lengths[parents.clamp_min(0)])
+        place = torch.arange(tokens, device=device) - bounds[:-1][document] + before[document]
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            seen = ((document[i] == document[j]) & (j <= i)) | (parents[document[i]] == document[j])
+            return seen if window is None else seen & (place[i] - place[j] < window)
+
+        # Blocks that a segment has tokens in, then blocks of a child's rows and of its parent's columns. A window may hide all
+        # of such a block, which `visible` then does token by token.
+        inside_nr = (bounds[:-1, None] <= last) & (bounds[1:, None] > first) & (lengths > 0)[:, None]
+        of_parent_nc = inside_nr[parents.clamp_min(0)] & (parents >= 0)[:, None]
+        some_rc |= (inside_nr.float().T @ of_parent_nc.float()) > 0
+    return BlockMask.from_kv_blocks(
+        *_ordered(some_rc & ~full_rc),
+        *_ordered(full_rc),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _ordered(blocks_rc: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many columns each row has, and which, those first, as `[1, 1, R]` and `[1, 1, R, C]` int32."""
+    count = blocks_rc.sum(-1, dtype=torch.int32)
+    index = blocks_rc.byte().argsort(dim=-1, descending=True, stable=True).int()
+    return count[None, None], index[None, None]

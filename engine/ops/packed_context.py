@@ -1,0 +1,98 @@
+"""The document boundaries that attention needs, and how a compiled graph refers to them.
+
+Axes: N documents, V keys.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, count, pairwise
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_CONTEXTS: "WeakValueDictionary[int, PackedContext]" = WeakValueDictionary()
+_NUMBERS = count(1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Keys:
+    """The keys of all segments, one after the other, those of a parent again for each of its children.
+
+    Args:
+        index: `[V]` int64, the token of each key.
+        cu_seqlens: `[N + 1]` int32, the boundaries of the segments' keys.
+        longest: The number of keys of the segment that has most.
+    """
+
+    index: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedContext:
+    """The document boundaries of one packed sequence; one object per micro-batch, shared by all layers.
+
+    Args:
+        bounds: The N + 1 boundaries on the host, over the full sequence (also under context parallelism).
+        cu_seqlens: The same boundaries on the device, `[N + 1]` int32.
+        cp_group: The ranks that share this sequence; None if there is only one.
+        parents: For each document, or segment of one, the segment whose keys and values come before its own; -1 for none. None if there
+            are no such segments. A parent has no parent.
+    """
+
+    bounds: tuple[int, ...]
+    cu_seqlens: Tensor
+    cp_group: ProcessGroup | None = None
+    parents: tuple[int, ...] | None = None
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """The block masks by window, created once for all layers."""
+    handle: Tensor = field(init=False)
+    """`[1]` int64 on the host, from which `context_of` finds this object."""
+
+    def __post_init__(self) -> None:
+        # A compiled graph takes no objects, and numbers that differ in every micro-batch would recompile it. A tensor does not.
+        number = next(_NUMBERS)
+        object.__setattr__(self, "handle", torch.tensor([number]))
+        _CONTEXTS[number] = self
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens in the longest segment."""
+        return max(end - start for start, end in pairwise(self.bounds))
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The keys that each segment attends to, its parent's before its own."""
+        assert self.parents is not None
+        spans: list[Tensor] = []
+        sizes: list[int] = []
+        for segment, parent in enumerate(self.parents):
+            seen = ([parent] if parent >= 0 else []) + [segment]
+            spans += [torch.arange(self.bounds[s], self.bounds[s + 1]) for s in seen]
+            sizes.append(sum(self.bounds[s + 1] - self.bounds[s] for s in seen))
+        device = self.cu_seqlens.device
+        bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        return Keys(
+            index=torch.cat(spans).to(device, non_blocking=True),
+            cu_seqlens=bounds.to(device, non_blocking=True),
+            longest=max(sizes),
+        )
+
+
+def context_of(handle: Tensor) -> PackedContext:
+    """Return the object that a handle belongs to; whoever runs a model keeps it until the backward pass has ended.
+
+    Args:
+        handle: `PackedContext.handle`.
+
+    Raises:
+        RuntimeError: The object does not exist any more.
+    """
+    context = _CONTEXTS.get(int(handle.numpy()[0]))
+    if context is None:
+        raise RuntimeError("the document boundaries of a micro-batch were freed before its backward pass")
+    return context

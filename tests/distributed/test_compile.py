@@ -1,0 +1,169 @@
+"""Compiled layers: that they are compiled in every mode of recomputation, for all lengths at once, and change no number."""
+
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from drivetrain.engine.config import ParallelConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.fsdp import attention as attention_module
+from drivetrain.engine.fsdp import build as build_module
+from drivetrain.engine.fsdp.compile import compile_layers
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.engines import build, close_to, reference_steps, steps
+from helpers.harness import run_ranks
+
+MODES = ("none", "full", "selective")
+
+
+class CountingBackend:
+    """A backend of torch.compile that counts graphs and calls of them, and runs them without further compilation."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.counts["graphs"] += 1
+        compiled = aot_eager(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.counts["calls"] += 1
+            return compiled(*args)
+
+        return run
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountingBackend:
+    torch._dynamo.reset()
+    backend = CountingBackend()
+    monkeypatch.setattr(build_module, "compile_layers", partial(compile_layers, backend=backend))
+    return backend
+
+
+def lengths_of(step: int) -> list[int]:
+    """Other numbers of documents and of tokens in every step, from one document of two tokens on."""
+    return [2 + (7 * step + 3 * i) % 19 for i in range(1 + step % 4)]
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("none", marks=pytest.mark.slow), "full", pytest.param("selective", marks=pytest.mark.slow)]
+)
+def test_layers_are_compiled_once_for_all_lengths(
+    mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None
+) -> None:
+    layers = 3
+    folder = save_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=layers)
+    engine = build(folder, compile=True, recompute=mode)
+    graphs = []
+    for step in range(20):
+        counted.counts["calls"] = 0
+        batch = from_lists([list(range(3, 3 + n)) for n in lengths_of(step)])
+        engine.train_batch(batch, SFTLoss())
+        assert counted.counts["calls"] == layers
+        graphs.append(counted.counts["graphs"])
+    # The first layer's input is a leaf of the graph, unlike those of the others.
+    assert 0 < graphs[0] <= 2
+    assert graphs[-1] == graphs[0]
+    engine.close()
+
+
+def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
+    counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The control of the test above: attention as it would be without the operator.
+    monkeypatch.setattr(attention_module, "packed_attention", torch.compiler.disable(attention_module.packed_attention))
+    engine = build(save_tiny_model(tmp_path / "model", "qwen3"), compile=True, recompute="full")
+    steps(engine, 1)
+    assert counted.counts["calls"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("qwen3", "full"),
+        *(pytest.param("qwen3", mode, marks=pytest.mark.slow) for mode in ("none", "selective")),
+        *(
+            pytest.param(family, "full", marks=pytest.mark.slow)
+            for family in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3")
+        ),
+    ],
+)
+def test_compiled_layers_change_no_number(
+    family: str, mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    engine = build(folder, compile=True, recompute=mode)
+    close_to(steps(engine), reference_steps(folder))
+    assert counted.counts["calls"] > 0
+    engine.close()
+
+
+def test_many_models_of_a_process_stay_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
+    # torch counts their graphs together, and would fall back to eager mode beyond eight.
+    batch = from_lists([list(range(3, 20))])
+    for family in ("llama", "qwen2", "qwen3", "gemma2", "phi3"):
+        folder = save_tiny_model(tmp_path / family, family, num_hidden_layers=2)
+        engine = build(folder, compile=True)
+        counted.counts["calls"] = 0
+        engine.train_batch(batch, SFTLoss())
+        assert counted.counts["calls"] == 2
+        engine.close()
+    assert counted.counts["graphs"] > 8
+
+
+def rank_compiled(folder: str, layouts: list[dict[str, Any]]) -> list[tuple[int, list[tuple[float, float]]]]:
+    found = []
+    for axes in layouts:
+        backend = CountingBackend()
+        build_module.compile_layers = partial(compile_layers, backend=backend)  # type: ignore[attr-defined]
+        engine = build(folder, compile=True, recompute="full", parallel=ParallelConfig(**axes))
+        found.append((0, steps(engine)))
+        found[-1] = (backend.counts["calls"], found[-1][1])
+        engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_layers_on_two_ranks(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    want = reference_steps(folder)
+    for ranks in run_ranks(rank_compiled, 2, str(folder), [{"cp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}]):
+        for calls, got in ranks:
+            assert calls > 0
+            close_to(got, want)
+
+
+def test_shared_prefixes_are_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    question = list(range(3, 23))
+    batch = from_lists([[*question, *answer] for answer in ([5, 6, 7], [8, 9], [10, 11, 12])])
+    found = []
+    for compiled in (False, True):
+        engine = build(folder, compile=compiled, recompute="full", share_prefixes="on")
+        done = engine.train_batch(batch, SFTLoss())
+        assert done.shared_tokens > 0
+        assert done.grad_norm is not None
+        found.append((done.loss, done.grad_norm))
+        engine.close()
+    assert counted.counts["calls"] > 0
+    close_to(found[:1], found[1:])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_the_compiler_gives_the_same_numbers(mode: Any, tmp_path: Path, process_group: None) -> None:
+    # One layer: compiling takes nearly all of this test's time.
+    torch._dynamo.reset()
+    folder = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    engine = build(folder, compile=True, recompute=mode)
+    close_to(steps(engine, 1), reference_steps(folder, 1))
+    engine.close()
