@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from . import progress
 from .capabilities import Capabilities
 from .checkpoint.local_shards import LocalShard
-from .config import OptimConfig, ParallelConfig
+from .config import EngineConfig, OptimConfig, ParallelConfig
 from .errors import ConfigError
 from .flops import ModelShape
 from .offload import Part
+from .ops.linear_head import head_bytes
 from .parallel.topology import Topology
+from .resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose, describe
 from .step import MicroBatchConsumer
 from .step_plan import MicroBatch
 
@@ -39,6 +42,9 @@ class Backend(ABC):
     """The abstract part of `BaseEngine`. The driver calls each method on all ranks of the engine."""
 
     capabilities: ClassVar[Capabilities]
+    config: EngineConfig
+    optim_config: OptimConfig | None
+    memory_estimate: str
     options_type: ClassVar[type[Any] | None] = None
     """The frozen dataclass for `engine.options`; None if the backend has no settings of its own."""
 
@@ -99,6 +105,32 @@ class Backend(ABC):
     def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of one micro-batch."""
         scalar.backward()
+
+    def _memory_needs(self) -> MemoryNeeds:
+        """Estimate a rank's memory, by which `engine.recompute=auto` is decided, from `model_shape`, before the model is built."""
+        p, shape = self.topology.parallel, self.model_shape
+        item = ITEMSIZE[self.config.precision.params]
+        copies = 4 if self.optim_config is not None else 1
+        return MemoryNeeds(
+            state=shape.parameters * copies * item / self.topology.size,
+            unsharded_gradients=0.0,
+            activations=activation_bytes(shape, self.config, p, self.config.micro_batch.max_tokens),
+            head=head_bytes(shape.vocabulary, shape.hidden, self.topology.device.type, trained=shape.head_trained > 0),
+        )
+
+    def _settle(self, memory: float) -> None:
+        """Decide what is still `auto` in the settings, which the layout, the model and the device's memory determine.
+
+        Args:
+            memory: The memory that is free on the device with the least, in bytes.
+        """
+        if self.config.recompute != "auto":
+            return
+        allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
+        needs = self._memory_needs()
+        choice = choose(needs, memory, "auto", False, allowed)
+        self.config = replace(self.config, recompute=choice.recompute)
+        self.memory_estimate = describe(needs, choice)
 
     @abstractmethod
     def _build_model(self) -> None:
@@ -184,4 +216,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def model_shape(self) -> ModelShape:
-        """The shapes that determine the cost of a token, for the full model and not just this rank's part."""
+        """The shapes that determine the cost of a token, for the full model and not just this rank's part.
+
+        Known after `_check_model`, before the model is built.
+        """

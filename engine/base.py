@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Self
 
 import torch
@@ -26,10 +27,11 @@ from .hf.config import read_config
 from .hf.shape import length_dependent_rope, router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
-from .offload import PARTS, Offloader, Part, free_memory
+from .offload import PARTS, Offloader, Part, free_bytes, free_memory
 from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
+from .resolve import resolve_device
 from .step import LossAccumulator, OutputCollector
 from .step_plan import StepPlan, StepPlanner
 
@@ -56,7 +58,13 @@ class BaseEngine(CheckpointableEngine):
         total_steps: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.model_config, self.config, self.optim_config = model, engine, optim
+        # With megatron no layer is compiled; a CPU's compiler is slower than none.
+        cuda, compiler = torch.cuda.is_available(), find_spec("triton") is not None
+        self.model_config, self.optim_config = model, optim
+        self.config = resolve_device(engine, cuda=cuda, can_compile=self.capabilities.compile and compiler)
+        """The settings of this engine; what `auto` means is known once it is initialized."""
+        self.memory_estimate = ""
+        """One line about the estimate that `auto` was decided by; empty if nothing was left to decide."""
         self.total_steps = total_steps
         self.step = 0
         """The number of optimizer steps so far, not counting skipped ones."""
@@ -150,6 +158,10 @@ class BaseEngine(CheckpointableEngine):
                 torch.use_deterministic_algorithms(True)
             with self.topology.collective_errors():
                 self._check_model(self.topology.parallel)
+            # The least of all ranks, which have to choose alike.
+            memory = min(self.topology.all_gather_object(free_bytes(self.topology.device, self.topology.size)))
+            with self.topology.collective_errors():
+                self._settle(memory)
             with self.topology.collective_errors():
                 self._build_model()
             with self.topology.collective_errors():

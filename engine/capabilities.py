@@ -8,7 +8,7 @@ from .errors import CapabilityError
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The settings that a backend supports.
+    """The settings that a backend supports, besides `auto`.
 
     Args:
         axes: The names of the axes in `engine.parallel` that may be greater than 1 (or true).
@@ -67,7 +67,7 @@ class Capabilities:
                     "use one of those, or another engine.backend"
                 )
         self._one_of(engine, "model.head", model.head, self.heads)
-        self._one_of(engine, "engine.recompute", engine.recompute, self.recompute)
+        self._one_of(engine, "engine.recompute", engine.recompute, self.recompute | {"auto"})
         self._one_of(engine, "engine.offload.params", engine.offload.params, self.offload_params)
         self._one_of(engine, "engine.offload.optimizer", engine.offload.optimizer, self.offload_optimizer)
         if optimizer is not None:
@@ -82,7 +82,7 @@ class Capabilities:
             raise CapabilityError(
                 f"model.lora.rank={model.lora.rank}: backend {engine.backend!r} does not support adapters; set it to 0"
             )
-        if engine.compile and not self.compile:
+        if engine.compile is True and not self.compile:
             raise CapabilityError(f"engine.compile=true: backend {engine.backend!r} does not support it; set it to false")
         if engine.share_prefixes == "on" and not self.shared_prefixes:
             raise CapabilityError(

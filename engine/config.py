@@ -18,7 +18,8 @@ OffloadTarget = Literal["none", "host", "disk"]
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 NonFinitePolicy = Literal["raise", "skip"]
 SharePrefixes = Literal["auto", "on", "off"]
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["auto", "none", "full", "selective"]
+Compute = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None, path: bool = False) -> Any:
@@ -164,7 +165,9 @@ class PrecisionConfig:
     """The number formats of parameters, computation and gradient reduction."""
 
     params: DType = setting("float32", "number format of the stored parameters and the optimizer state")
-    compute: DType = setting("float32", "number format of matrix products and activations")
+    compute: Compute = setting(
+        "auto", "number format of matrix products and activations; auto: bfloat16 on CUDA, otherwise that of the parameters"
+    )
     reduce: DType = setting("float32", "number format of gradient reduction between ranks")
 
 
@@ -194,8 +197,13 @@ class EngineConfig:
     parallel: ParallelConfig = setting(factory=ParallelConfig, help="parallel layout")
     precision: PrecisionConfig = setting(factory=PrecisionConfig, help="number formats")
     micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
-    recompute: Recompute = setting("none", "activations that the backward pass recomputes instead of storing them")
-    compile: bool = setting(False, "compile each layer with torch.compile")
+    recompute: Recompute = setting(
+        "none",
+        "activations that the backward pass recomputes instead of storing them; auto: as few as the device's memory allows by an estimate",
+    )
+    compile: bool | Literal["auto"] = setting(
+        "auto", "compile each layer with torch.compile; auto: on CUDA, where the backend can"
+    )
     offload: OffloadConfig = setting(factory=OffloadConfig, help="state that is kept outside the device")
     share_prefixes: SharePrefixes = setting(
         "auto",

@@ -29,6 +29,7 @@ class ModelShape:
         parameters_trained: The number of trained parameters.
         positions: The length of the longest document that the model supports; None if it is not known.
         vocabulary: The number of rows of the input embeddings, an exclusive upper bound for token ids; 0 if it is not known.
+        hidden: The size of a hidden state.
     """
 
     weights: float
@@ -40,6 +41,7 @@ class ModelShape:
     parameters_trained: int = 0
     positions: int | None = None
     vocabulary: int = 0
+    hidden: int = 1
 
     @property
     def attention_ratio(self) -> float:

@@ -6,12 +6,14 @@ in a model, an optimizer or a flat buffer, therefore remain valid on any backend
 
 import ctypes
 import gc
+import os
 import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Literal
 
 import torch
@@ -34,6 +36,23 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux reports KiB, macOS reports bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_bytes(device: torch.device, processes: int) -> float:
+    """Return the memory that an engine may fill, in bytes: what is free on a GPU, or a share of the machine's without one.
+
+    Args:
+        device: This process's device.
+        processes: The number of processes that share the machine.
+    """
+    if device.type == "cuda":
+        # What torch's allocator holds without use is free as well.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        limits.append(float(int(Path("/sys/fs/cgroup/memory.max").read_text())))
+    return min(limits) / processes
 
 
 @dataclass(frozen=True, kw_only=True)

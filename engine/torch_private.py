@@ -66,16 +66,28 @@ def clear_unsharded_gradients(root: nn.Module) -> None:
     Args:
         root: A module whose submodules may be sharded by `fully_shard`.
     """
+    for parameter in _fsdp_parameters(root):
+        parameter.unsharded_accumulated_grad = None
+        # FSDP2 sets this attribute when it gathers the parameter for the first time.
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is not None:
+            unsharded.grad = None
+
+
+def unsharded_gradients(root: nn.Module) -> Iterator[Tensor]:
+    """Yield the unsharded gradients that FSDP2 keeps for the last micro-batch of a step."""
+    for parameter in _fsdp_parameters(root):
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+            if gradient is not None:
+                yield gradient
+
+
+def _fsdp_parameters(root: nn.Module) -> Iterator[FSDPParam]:
     for module in root.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            # FSDP2 sets this attribute when it gathers the parameter for the first time.
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -188,7 +188,7 @@ def _peak_flops(engine: BaseEngine, config: RunConfig) -> float | None:
     """Return the peak FLOP/s of all devices together, or None if it is not known."""
     per_device, device = config.trainer.peak_tflops, engine.topology.device
     if per_device is None and device.type == "cuda":
-        per_device = known_peak_tflops(torch.cuda.get_device_name(device), config.engine.precision.compute)
+        per_device = known_peak_tflops(torch.cuda.get_device_name(device), engine.config.precision.compute)
     return None if per_device is None else per_device * 1e12 * engine.topology.size
 
 

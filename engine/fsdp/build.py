@@ -33,6 +33,23 @@ from .shard import build_mesh, local_slice, shard
 from .state import parameter_shards
 
 
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A model before it is built.
+
+    Args:
+        meta_model: The full model on the meta device.
+        layout: The layout of the model's tensors on disk.
+        adapters: The settings of peft, or None.
+        shape: The model's sizes, from which the cost of a token follows.
+    """
+
+    meta_model: PackedModel
+    layout: DiskLayout
+    adapters: Any
+    shape: ModelShape
+
+
 @dataclass(kw_only=True)
 class Built:
     """A model that is ready to run.
@@ -94,34 +111,46 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
             )
 
 
-def build(
-    config: PreTrainedConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
-    options: FSDPOptions,
-    topology: Topology,
-    aux_coef: float,
-) -> Built:
-    """Build a sharded model with its weights. Collective.
+def describe(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, aux_coef: float) -> Described:
+    """Return the model on the meta device, with its adapters and its head.
 
-    The steps are: meta model, adapters, head, recomputation, compilation, sharding, memory, weights.
+    Args:
+        config: The model's config.
+        model: The model settings.
+        dtype: The dtype of the parameters.
+        aux_coef: The coefficient of the router's load-balancing loss.
     """
-    dtype = getattr(torch, engine.precision.params)
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION)
     root = PackedModel(
         lm, value_head=model.head == "value", transform=logit_transform(config), router=router_settings(config, aux_coef)
     )
     choose_trainable(root, model)
     root.eval()
-    meta_model = copy.deepcopy(root)
+    return Described(meta_model=root, layout=layout, adapters=adapters, shape=model_shape(root, config))
+
+
+def build(
+    described: Described,
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    options: FSDPOptions,
+    topology: Topology,
+) -> Built:
+    """Build a sharded model with its weights. Collective.
+
+    The steps are: experts, recomputation, compilation, sharding, memory, weights.
+    """
+    meta_model = described.meta_model
+    root = copy.deepcopy(meta_model)
     experts = cut_experts(root, config, topology)
     recompute(root, engine.recompute)
-    if engine.compile:
+    if engine.compile is True:
         compile_layers(root)
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
-    fill(root, meta_model, layout, experts, model, engine, topology)
-    return Built(root=root, layout=layout, adapters=adapters, shape=model_shape(meta_model, config), experts=experts)
+    fill(root, meta_model, described.layout, experts, model, engine, topology)
+    return Built(root=root, layout=described.layout, adapters=described.adapters, shape=described.shape, experts=experts)
 
 
 def recompute(root: PackedModel, mode: str) -> None:

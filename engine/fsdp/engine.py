@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +22,15 @@ from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.weights import seed_ranks
 from ..offload import Part
+from ..ops.linear_head import head_bytes
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
+from ..resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose
+from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_
-from .build import Built, build, check_config
+from .build import Built, Described, build, check_config, describe
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .packed_model import PackedModel
@@ -63,6 +67,7 @@ class FSDPEngine(BaseEngine):
     options: FSDPOptions
     _model: Built | None = None
     _optimizer: ShardOptimizer | None = None
+    _meta: Described | None = None
 
     @property
     def _built(self) -> Built:
@@ -77,15 +82,58 @@ class FSDPEngine(BaseEngine):
     @property
     def model_shape(self) -> ModelShape:
         """The model's sizes, from which the cost of a token follows."""
-        return self._built.shape
+        return self._described.shape if self._model is None else self._model.shape
+
+    @property
+    def _described(self) -> Described:
+        if self._meta is None:
+            dtype = getattr(torch, self.config.precision.params)
+            self._meta = describe(self.hf_config, self.model_config, dtype, self.router_aux_coef)
+        return self._meta
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
     def _check_model(self, parallel: ParallelConfig) -> None:
         check_config(self.hf_config, self.model_config, parallel, self.options)
 
+    def _memory_needs(self) -> MemoryNeeds:
+        shape, config, p = self.model_shape, self.config, self.topology.parallel
+        params, compute = ITEMSIZE[config.precision.params], ITEMSIZE[config.precision.compute]
+        shards = (p.dp_shard or 1) * p.cp
+        training = self.optim_config is not None
+        moments = 2 * params if training and self.optim_config.name == "adamw" else 0  # type: ignore[union-attr]
+        kept = 0 if config.offload.params == "host" else params
+        moments = 0 if config.offload.optimizer == "host" else moments
+        state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
+        is_wrapped = shards * p.dp_replicate > 1 or config.precision.compute != config.precision.params
+        if is_wrapped:
+            # The root's parameters stay gathered during a step; of the layers, two at a time.
+            vocabulary = shape.vocabulary * shape.hidden
+            state += compute * (vocabulary + 2 * (shape.parameters - vocabulary) / len(shape.attention))
+        return MemoryNeeds(
+            state=state,
+            unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce]
+            if is_wrapped and training
+            else 0.0,
+            activations=activation_bytes(shape, config, p, config.micro_batch.max_tokens),
+            head=head_bytes(shape.vocabulary, shape.hidden, self.topology.device.type, trained=shape.head_trained > 0),
+        )
+
+    def _settle(self, memory: float) -> None:
+        config, options = self.config, self.options
+        if config.recompute != "auto" and options.reduce_each_micro_batch != "auto":
+            return
+        allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
+        needs = self._memory_needs()
+        choice = choose(needs, memory, config.recompute, options.reduce_each_micro_batch, allowed)
+        options = replace(options, reduce_each_micro_batch=choice.reduce_each)
+        self.config = replace(config, recompute=choice.recompute, options=options)
+        each = "every micro-batch" if choice.reduce_each else "the last micro-batch of a step"
+        self.memory_estimate = f"{describe_needs(needs, choice)}; gradients are reduced after {each}"
+
     def _build_model(self) -> None:
-        self._model = build(self.hf_config, self.model_config, self.config, self.options, self.topology, self.router_aux_coef)
+        self._model = build(self._described, self.hf_config, self.model_config, self.config, self.options, self.topology)
+        self._meta = None
         seed_ranks(self.config.seed, self.topology.seed_rank)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
@@ -108,7 +156,7 @@ class FSDPEngine(BaseEngine):
 
     def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one.
-        sync = micro_batch.is_last or self.options.reduce_each_micro_batch
+        sync = micro_batch.is_last or self.options.reduce_each_micro_batch is True
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(sync)
         scalar.backward()
@@ -212,4 +260,4 @@ class FSDPEngine(BaseEngine):
         return stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _free(self) -> None:
-        self._model = self._optimizer = None
+        self._model = self._optimizer = self._meta = None

@@ -1,6 +1,7 @@
 """Settings that only the FSDP backend has. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..config import setting
 
@@ -12,5 +13,8 @@ class FSDPOptions:
     reshard_after_forward: bool = setting(
         True, "free a layer's gathered parameters after its forward pass; false uses more memory to save one all-gather"
     )
-    reduce_each_micro_batch: bool = setting(False, "reduce gradients after every micro-batch: less memory, more communication")
+    reduce_each_micro_batch: bool | Literal["auto"] = setting(
+        "auto",
+        "reduce gradients after every micro-batch: less memory, more communication; auto: if unsharded gradients would not fit",
+    )
     allow_unverified_family: bool = setting(False, "run a model family for which packed attention could not be verified")

@@ -1,5 +1,7 @@
 """FSDP2 applied to the root module, and the tensor slices that a rank then holds."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +65,9 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
             offload_policy=offload,
             reshard_after_forward=options.reshard_after_forward,
         )
-    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    # The root's input has ids and the gradient that the head expects, which must not be rounded.
+    root_policy = replace(policy, cast_forward_inputs=False)
+    fully_shard(root, mesh=mesh, mp_policy=root_policy, offload_policy=offload, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

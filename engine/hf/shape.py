@@ -37,6 +37,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         parameters_trained=sum(p.numel() for p in root.parameters() if p.requires_grad),
         positions=context_of(config),
         vocabulary=len(lm.get_input_embeddings().weight),
+        hidden=config.hidden_size,
     )
 
 

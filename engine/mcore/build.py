@@ -76,6 +76,7 @@ class Loaded:
 
 
 def build_model(
+    meta_model: MetaModel,
     architecture: Architecture,
     model: ModelConfig,
     engine: EngineConfig,
@@ -93,7 +94,6 @@ def build_model(
     state = MegatronState(topology)
     # Each block ends on all ranks before the next begins: an error on one rank must not leave the others in a collective.
     with topology.collective_errors(), state.active():
-        meta_model = MetaModel(architecture.hf_config, model, getattr(torch, engine.precision.params))
         chunks = _chunks(architecture, model, engine, options, topology, state)
     with topology.collective_errors():
         _add_adapters(architecture, model, chunks, meta_model, topology, state)

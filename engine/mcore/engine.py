@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,12 +29,14 @@ from ..loss import HeadRequest, OutputRequest
 from ..offload import Part
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice
+from ..resolve import ITEMSIZE, MemoryNeeds
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from .build import Architecture, Built, Loaded, build_model, load, wrap_chunks
 from .config import check_layout
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
+from .meta_model import MetaModel
 from .modules import PackedParams
 from .moe import take_scores
 from .optimizer import MOMENTS, ShardedOptimizer
@@ -66,6 +69,7 @@ class MCoreEngine(BaseEngine):
     _model: Built | None = None
     _weights: Loaded | None = None
     _optimizer: ShardedOptimizer | None = None
+    _meta: MetaModel | None = None
 
     @property
     def _built(self) -> Built:
@@ -101,7 +105,14 @@ class MCoreEngine(BaseEngine):
     @property
     def model_shape(self) -> ModelShape:
         """The model's sizes, from which the cost of a token follows."""
-        return self._built.meta_model.shape
+        return self._meta_model.shape
+
+    @property
+    def _meta_model(self) -> MetaModel:
+        if self._meta is None:
+            dtype = getattr(torch, self.config.precision.params)
+            self._meta = MetaModel(self.hf_config, self.model_config, dtype)
+        return self._meta
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
@@ -127,9 +138,29 @@ class MCoreEngine(BaseEngine):
                 "or pp to 1 and recompute to none or selective"
             )
 
+    def _memory_needs(self) -> MemoryNeeds:
+        shape, p = self.model_shape, self.topology.parallel
+        compute = ITEMSIZE[self.config.precision.compute]
+        parts = p.tp * p.pp
+        state = shape.parameters * compute / parts
+        if self.optim_config is not None:
+            # A buffer for all gradients of the part; moments, and the parameters in float32 if they are not, are sharded.
+            copies = 2 if self.config.precision.compute == "float32" else 3
+            shards = self.topology.size / parts
+            state += shape.parameters_trained * (ITEMSIZE[self.config.precision.reduce] + 4 * copies / shards) / parts
+        return replace(super()._memory_needs(), state=state)
+
+    def _settle(self, memory: float) -> None:
+        if self.config.recompute == "auto" and self._architecture.router is not None:
+            # The balancing loss is one number over all layers, which a recomputed layer does not have.
+            self.config = replace(self.config, recompute="selective")
+        super()._settle(memory)
+
     def _build_model(self) -> None:
         ignore_warnings()
-        self._model = build_model(self._architecture, self.model_config, self.config, self.options, self.topology)
+        self._model = build_model(
+            self._meta_model, self._architecture, self.model_config, self.config, self.options, self.topology
+        )
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
         built = self._built
@@ -285,5 +316,5 @@ class MCoreEngine(BaseEngine):
         return self._loaded.model_state.stream(self._loaded.plans[adapters])
 
     def _free(self) -> None:
-        self._model = self._weights = self._optimizer = None
+        self._model = self._weights = self._optimizer = self._meta = None
         self._earlier_gradients = []

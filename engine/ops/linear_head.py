@@ -71,6 +71,12 @@ def chunk_tokens(vocabulary: int, device_type: str) -> int:
     return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
+def head_bytes(vocabulary: int, hidden: int, device_type: str, *, trained: bool) -> int:
+    """Return the memory that the head needs beside its parameters: three times a chunk of logits, and the weight's gradient."""
+    chunk = chunk_tokens(vocabulary, device_type) * vocabulary * 4
+    return 3 * chunk + (4 * vocabulary * hidden if trained else 0)
+
+
 def linear_head(
     hidden_th: Tensor,
     weight_vh: Tensor,

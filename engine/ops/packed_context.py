@@ -3,7 +3,7 @@
 Axes: N documents, V keys.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -32,9 +32,10 @@ class Keys:
     longest: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedContext:
     """The document boundaries of one packed sequence; one object per micro-batch, shared by all layers.
+
+    It is no dataclass, because FSDP copies dataclasses on their way into a layer, and each layer would create its own masks.
 
     Args:
         bounds: The N + 1 boundaries on the host, over the full sequence (also under context parallelism).
@@ -44,19 +45,21 @@ class PackedContext:
             are no such segments. A parent has no parent.
     """
 
-    bounds: tuple[int, ...]
-    cu_seqlens: Tensor
-    cp_group: ProcessGroup | None = None
-    parents: tuple[int, ...] | None = None
-    masks: dict[int | None, Any] = field(default_factory=dict)
-    """The block masks by window, created once for all layers."""
-    handle: Tensor = field(init=False)
-    """`[1]` int64 on the host, from which `context_of` finds this object."""
-
-    def __post_init__(self) -> None:
-        # A compiled graph takes no objects, and numbers that differ in every micro-batch would recompile it. A tensor does not.
+    def __init__(
+        self,
+        *,
+        bounds: tuple[int, ...],
+        cu_seqlens: Tensor,
+        cp_group: ProcessGroup | None = None,
+        parents: tuple[int, ...] | None = None,
+    ) -> None:
+        self.bounds, self.cu_seqlens, self.cp_group, self.parents = bounds, cu_seqlens, cp_group, parents
+        self.masks: dict[int | None, Any] = {}
+        """The block masks by window, created once for all layers."""
         number = next(_NUMBERS)
-        object.__setattr__(self, "handle", torch.tensor([number]))
+        # A compiled graph takes no objects, and numbers that differ in every micro-batch would recompile it. A tensor does not.
+        self.handle = torch.tensor([number])
+        """`[1]` int64 on the host, from which `context_of` finds this object."""
         _CONTEXTS[number] = self
 
     @property

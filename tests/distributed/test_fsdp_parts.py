@@ -13,13 +13,17 @@ from drivetrain.engine.config import (
     LoraConfig,
     MicroBatchConfig,
     ParallelConfig,
+    PrecisionConfig,
 )
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.export import export_hf
+from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
+from drivetrain.engine.ops import linear_head as linear_head_module
 from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, share, steps, weights
@@ -196,3 +200,30 @@ def test_router_loss(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     assert norm == pytest.approx(want_norm, rel=1e-5)
     # Control: without the term in the objective the gradient is another one.
     assert run_ranks(rank_router, nproc, str(folder), axes, 1e-9)[0][2] != pytest.approx(want_norm, rel=1e-4)
+
+
+def test_a_micro_batch_reaches_the_layers_as_it_is(
+    tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # FSDP casts inputs to the format of computation, and copies what holds them: every layer would create its own masks, and
+    # the head, which expects a rounded gradient, would compute its logits twice.
+    contexts: list[Any] = []
+    logits: list[int] = []
+    attend, compute = attention_module.packed_attention, linear_head_module._logits
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        contexts.append(args[3])
+        return attend(*args, **kwargs)
+
+    def counted(*args: Any) -> Any:
+        logits.append(1)
+        return compute(*args)
+
+    monkeypatch.setattr(attention_module, "packed_attention", attention)
+    monkeypatch.setattr(linear_head_module, "_logits", counted)
+    engine = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=PrecisionConfig(compute="bfloat16"))
+    engine.train_batch(from_lists([list(range(3, 40))]), SFTLoss())
+    assert len(contexts) > 1
+    assert len(set(contexts)) == 1
+    assert len(logits) == 1
+    engine.close()

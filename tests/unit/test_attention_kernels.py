@@ -130,7 +130,7 @@ class Flash:
         cu_q, cu_k, _, _, scale, window = s
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         with torch.enable_grad():
-            again = self._run(*leaves, cu_q, cu_k, scale, window[0])
+            again = self._run(leaves[0], leaves[1], leaves[2], cu_q, cu_k, scale, window[0])
         assert torch.equal(again, out)
         assert lse.shape == (q.shape[1], len(q))
         return torch.autograd.grad(again, leaves, grad)

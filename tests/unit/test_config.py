@@ -146,7 +146,7 @@ def test_a_pattern_is_no_reference_of_yaml() -> None:
 def test_a_recipe_may_stand_on_another(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("recipe: sft\noptim: {lr: 0.5}\n")
     config = parse(SFTConfig, [f"recipe={tmp_path / 'mine.yaml'}"], USAGE)
-    assert (config.optim.lr, config.engine.precision.compute) == (0.5, "bfloat16")
+    assert (config.optim.lr, config.engine.precision.compute) == (0.5, "auto")
     (tmp_path / "round.yaml").write_text(f"recipe: {tmp_path / 'round.yaml'}\n")
     with pytest.raises(ConfigError, match="form a cycle"):
         parse(SFTConfig, [f"recipe={tmp_path / 'round.yaml'}"], USAGE)

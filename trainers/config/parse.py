@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -75,6 +75,8 @@ def keys(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
 
 
 def _type_name(hint: Any) -> str:
+    if hint == bool | Literal["auto"]:
+        return "auto | true | false"
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
     literal, _, rest = text.removeprefix("typing.Optional[").partition("]")
     if literal.startswith("typing.Literal["):

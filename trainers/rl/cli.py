@@ -24,6 +24,7 @@ from ...engine.errors import CheckpointError, ConfigError
 from ...engine.packing.prefixes import Prefixes
 from ...engine.parallel.process import report_failure
 from ...engine.registry import is_installed
+from ...engine.resolve import compute_dtype
 from ..config.parse import parse, parse_over
 from ..config.rl import GroupConfig, GRPOConfig, RLConfig
 from ..data.order import Cursor
@@ -172,7 +173,9 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
 
 def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config: RLConfig) -> int:
     """Print how a repeated step differs from the recorded one; return 1 if it should not."""
-    exact = config.engine.precision.compute in ("float32", "float64")
+    import torch
+
+    exact = compute_dtype(config.engine.precision, cuda=torch.cuda.is_available()) in ("float32", "float64")
     worst = 0
     for name, value in expected.items():
         kind = name.rpartition("/")[2]

@@ -154,7 +154,7 @@ def rollout_config(config: RLConfig) -> RolloutConfig:
     return RolloutConfig(
         model=ModelConfig(path=model.path, added_tokens=model.added_tokens, trust_remote_code=model.trust_remote_code),
         generator=rollout.generator,
-        dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else "float32"),
+        dtype=rollout.dtype or ("float32" if compute in ("float32", "float64") else compute),
         max_batch_size=rollout.max_batch_size,
         max_batch_total_tokens=rollout.max_batch_total_tokens,
         target_tokens_per_batch=rollout.target_tokens_per_batch,

@@ -110,7 +110,7 @@ class RolloutConfig:
     Args:
         model: The model. Only path, added_tokens and trust_remote_code are used.
         generator: The generator: a name that `drivetrain generators` lists, or `module:class`.
-        dtype: The data type of the weights: float32 or bfloat16.
+        dtype: The data type of the weights: float32 or bfloat16, or, for a role, auto: bfloat16 on CUDA and float32 elsewhere.
         max_batch_size: The number of responses that are generated at the same time.
         max_batch_total_tokens: The number of tokens of these responses and their prompts together, which bounds the memory of the
             cache.

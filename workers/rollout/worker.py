@@ -1,8 +1,10 @@
 """The rollout role: generates responses to prompts with the policy's weights."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError, ModelError
@@ -32,8 +34,10 @@ class RolloutWorker:
     """Whether it needs torch's default process group, also if it is alone."""
 
     def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
+        if config.dtype == "auto":
+            config = replace(config, dtype="bfloat16" if torch.cuda.is_available() else "float32")
         if config.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
+            raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32, bfloat16 or auto")
         self.config = config
         self._ranks = ranks
         self._generator: BaseGenerator | None = None
