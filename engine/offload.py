@@ -103,6 +103,9 @@ class Offloader:
                 if target != "device":
                     self._offload(part, target)
                     _trim()
+                    if self._offloaded[part] and self._offloaded[part][0].storage.device.type == "cuda":
+                        # torch's allocator would keep the memory, which is offloaded for other programs and allocators.
+                        torch.cuda.empty_cache()
                 self._location[part] = target
 
     @contextmanager

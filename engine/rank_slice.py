@@ -16,6 +16,20 @@ from .packing.batch import IGNORE
 from .parallel.topology import Topology
 from .step_plan import MicroBatch
 
+PADDING_DOCUMENT = 128
+"""The number of tokens in a document of padding; short ones, because attention is quadratic in their length."""
+
+
+def padded_size(tokens: int, topology: Topology) -> int:
+    """Return the number of tokens to which a micro-batch is padded: each rank's slice has to be a multiple of the alignment."""
+    multiple = topology.token_multiple * topology.token_alignment
+    return tokens + -tokens % multiple
+
+
+def computed_tokens(micro_batch: MicroBatch) -> int:
+    """Return the number of tokens of a micro-batch that are computed, without padding."""
+    return micro_batch.batch.num_tokens if micro_batch.layout is None else micro_batch.layout.bounds[-1]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSlice:
@@ -47,8 +61,17 @@ class RankSlice:
     origin: Tensor | None = None
 
     @classmethod
-    def from_micro_batch(cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology) -> "RankSlice":
-        """Return this rank's slice. An additional, unsupervised document pads the micro-batch to `topology.token_multiple`."""
+    def from_micro_batch(
+        cls, micro_batch: MicroBatch, request: HeadRequest, topology: Topology, *, padded_tokens: int | None = None
+    ) -> "RankSlice":
+        """Return this rank's slice.
+
+        Args:
+            micro_batch: The micro-batch.
+            request: The outputs that the head has to compute.
+            topology: The engine's topology.
+            padded_tokens: The number of tokens to which unsupervised documents pad the micro-batch; `padded_size` if None.
+        """
         batch, group, layout = micro_batch.batch, topology.cp, micro_batch.layout
         # The entropy or the most likely next token exists for every token, a log-probability only for tokens with a label.
         mask = request.mask & loss_mask(batch) if request.outputs.log_probs else request.mask
@@ -68,14 +91,16 @@ class RankSlice:
             bounds, parents = layout.bounds, layout.parents
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(ids.device, non_blocking=True)
         tokens = bounds[-1]
-        padding = -tokens % topology.token_multiple
+        padding = (padded_size(tokens, topology) if padded_tokens is None else padded_tokens) - tokens
         if padding:
             ids, labels, padded_mask = (_extend(x, padding) for x in (ids, labels, padded_mask))
-            positions = torch.cat([positions, torch.arange(padding, device=ids.device).expand(*positions.shape[:-1], -1)], -1)
+            added = torch.arange(padding, device=ids.device) % PADDING_DOCUMENT
+            positions = torch.cat([positions, added.expand(*positions.shape[:-1], -1)], -1)
             expected = None if expected is None else {k: _extend(v, padding) for k, v in expected.items()}
-            bounds = (*bounds, tokens + padding)
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([tokens + padding])])
-            parents = None if parents is None else (*parents, -1)
+            ends = (*range(tokens + PADDING_DOCUMENT, tokens + padding, PADDING_DOCUMENT), tokens + padding)
+            bounds = (*bounds, *ends)
+            cu_seqlens = torch.cat([cu_seqlens, torch.tensor(ends, dtype=torch.int32).to(ids.device, non_blocking=True)])
+            parents = None if parents is None else (*parents, *(-1 for _ in ends))
         selected = slice_tokens(padded_mask, group).nonzero()[:, 0]
         size = (tokens + padding) // topology.parallel.cp
         return cls(

@@ -4,6 +4,7 @@ Axes: T tokens of a micro-batch.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -106,10 +107,16 @@ class LossAccumulator:
 
     def _sums(self, topology: Topology) -> dict[str, Any]:
         """Return this rank's sums, to be exchanged."""
+        sums = list(self._terms.values())
+        for pairs in self._metrics.values():
+            sums += [[s for s, _ in pairs], [c for _, c in pairs]]
+        *totals, aux = _totals([*sums, self._aux])
+        terms = dict(zip(self._terms, totals, strict=False))
+        rest = totals[len(terms) :]
         return {
-            "terms": {name: _total(values) for name, values in self._terms.items()},
-            "metrics": {name: (_total(s for s, _ in v), _total(c for _, c in v)) for name, v in self._metrics.items()},
-            "aux": _total(self._aux) if self._aux else None,
+            "terms": terms,
+            "metrics": {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(self._metrics)},
+            "aux": aux if self._aux else None,
             "peak": peak_bytes(topology.device),
         }
 
@@ -155,8 +162,11 @@ class LossAccumulator:
         )
 
 
-def _total(values: Any) -> float:
-    return sum(float(v) for v in values)
+def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
+    """Return the sum of each list of scalars, with one transfer from the device for all of them."""
+    tensors = [value for values in sums for value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else ())
+    return [sum(next(numbers) if isinstance(v, Tensor) else float(v) for v in values) for values in sums]
 
 
 class OutputCollector:
@@ -175,7 +185,7 @@ class OutputCollector:
         everywhere = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
         only_values = request.names == ("values",)
         self._mask = tokens if tokens is not None else everywhere if only_values else loss_mask(batch)
-        self._out: dict[str, Tensor] = {}
+        self._found: list[tuple[int, dict[str, Tensor]]] = []
 
     def request(self, micro_batch: MicroBatch) -> HeadRequest:
         """Return the outputs that the head has to compute for a micro-batch."""
@@ -184,13 +194,9 @@ class OutputCollector:
         return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
-        """Store the outputs of a micro-batch and return a zero, since there is no backward pass."""
+        """Keep the outputs of a micro-batch and return a zero, since there is no backward pass."""
         if not micro_batch.is_dummy:
-            index = self._batch.token_index(self._parts[micro_batch.index])
-            for name, value in outputs.present().items():
-                if name not in self._out:
-                    self._out[name] = value.new_zeros(self._batch.num_tokens, device=self._batch.device)
-                self._out[name][index] = value.to(self._batch.device)
+            self._found.append((micro_batch.index, outputs.present()))
         return torch.zeros((), device=micro_batch.batch.device)
 
     def result(self, topology: Topology) -> dict[str, Tensor]:
@@ -200,7 +206,11 @@ class OutputCollector:
     def _filled(self) -> dict[str, Tensor]:
         tokens, device = self._batch.num_tokens, self._batch.device
         dtypes = {name: torch.int64 if name == "greedy" else torch.float32 for name in self._request.names}
-        return {
-            name: self._out[name] if name in self._out else torch.zeros(tokens, dtype=dtypes[name], device=device)
-            for name in self._request.names
-        }
+        filled = {name: torch.zeros(tokens, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        if self._found:
+            index = torch.cat([self._batch.token_index(self._parts[part]) for part, _ in self._found])
+            for name in self._request.names:
+                # One transfer from the device for all micro-batches, after they are all on their way.
+                value = torch.cat([outputs[name] for _, outputs in self._found]).to(device)
+                filled[name] = value.new_zeros(tokens).index_put_((index.to(device),), value)
+        return filled

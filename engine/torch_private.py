@@ -29,6 +29,7 @@ _NAMES: tuple[tuple[str, bool], ...] = (
     ("FSDPParam._unsharded_param", "_unsharded_param" in FSDPParam.__annotations__),
     ("FSDPParam.unsharded_accumulated_grad", "unsharded_accumulated_grad" in FSDPParam.__annotations__),
     ("_foreach_mul_", hasattr(torch, "_foreach_mul_")),
+    ("_foreach_norm", hasattr(torch, "_foreach_norm")),
     ("nn.Module._non_persistent_buffers_set", hasattr(nn.Module(), "_non_persistent_buffers_set")),
 )
 _missing = [name for name, exists in _NAMES if not exists]
@@ -102,6 +103,11 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors by a factor in place, with as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the 2-norm of each tensor, accumulated in `dtype`, with as few kernels as possible."""
+    return list(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
 def constant_floats() -> AbstractContextManager[None]:

@@ -107,9 +107,10 @@ class FSDPEngine(BaseEngine):
         state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
         is_wrapped = shards * p.dp_replicate > 1 or config.precision.compute != config.precision.params
         if is_wrapped:
-            # The root's parameters stay gathered during a step; of the layers, two at a time.
+            # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
             vocabulary = shape.vocabulary * shape.hidden
-            state += compute * (vocabulary + 2 * (shape.parameters - vocabulary) / len(shape.attention))
+            layers = 2 / len(shape.attention) if self.topology.size > 1 or self.options.reshard_after_forward is True else 1
+            state += compute * (vocabulary + layers * (shape.parameters - vocabulary))
         return MemoryNeeds(
             state=state,
             unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce]
@@ -159,6 +160,8 @@ class FSDPEngine(BaseEngine):
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch is True
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(sync)
+            if self.topology.size == 1 and self.options.reshard_after_forward == "auto":
+                self._root.set_reshard_after_backward(micro_batch.is_last)
         scalar.backward()
 
     def _reduce_and_clip(self, max_norm: float | None) -> float:

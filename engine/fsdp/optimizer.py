@@ -4,7 +4,7 @@ Parameters are DTensors, but the update is elementwise, so it needs no DTensor a
 allow a single fused kernel and keep the state plain for checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..config import OptimConfig
 from ..hf.names import hf_name
 from ..lr_schedule import is_decayed
+from .host_moments import HostMoments
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,34 +29,42 @@ class ShardOptimizer:
     """
 
     def __init__(self, root: nn.Module, optim: OptimConfig, *, on_host: bool) -> None:
-        self._root, self._on_host = root, on_host
+        self._root = root
         self._views: dict[str, nn.Parameter] = {}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in root.named_parameters():
             if parameter.requires_grad:
                 view = self._views[name] = nn.Parameter(_local(parameter), requires_grad=True)
                 groups[is_decayed(hf_name(name).name, parameter.dim())].append(view)
-        settings: list[dict[str, Any]] = [
-            {"params": views, "weight_decay": optim.weight_decay if decayed else 0.0}
-            for decayed, views in groups.items()
-            if views
-        ]
         self._moments = MOMENTS if optim.name == "adamw" else ()
+        decayed = {view: weight for weight, views in groups.items() for view in views}
+        ordered = list(self._views.values())
+        self._host = HostMoments(ordered, self._moments) if on_host and self._moments else None
+        parts = [range(len(ordered))] if self._host is None else self._host.parts
+        # One optimizer for each part of the moments that is on the device at a time.
+        self._optimizers = [self._make([ordered[i] for i in part], decayed, optim) for part in parts]
+        self._owner = {
+            view: optimizer for optimizer in self._optimizers for group in optimizer.param_groups for view in group["params"]
+        }
+        for i, view in enumerate(ordered if self._moments else ()):
+            # The state is created here rather than in the first step, so that a checkpoint can be loaded before one.
+            moments = {kind: torch.zeros_like(view, requires_grad=False) for kind in self._moments if self._host is None}
+            self._owner[view].state[view] = {
+                "step": torch.zeros((), dtype=torch.float32, device=view.device),
+                **(moments if self._host is None else self._host.host[i]),
+            }
+
+    def _make(
+        self, views: Sequence[nn.Parameter], decayed: Mapping[nn.Parameter, bool], optim: OptimConfig
+    ) -> torch.optim.Optimizer:
+        settings: list[dict[str, Any]] = [
+            {"params": some, "weight_decay": optim.weight_decay if weight else 0.0}
+            for weight in (True, False)
+            if (some := [view for view in views if decayed[view] == weight])
+        ]
         if optim.name == "adamw":
-            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-            )
-            for view in self._views.values():
-                # The state is created here rather than in the first step, so that a checkpoint can be loaded before one.
-                self._optimizer.state[view] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=view.device),
-                    "exp_avg": torch.zeros_like(view, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(view, requires_grad=False),
-                }
-        else:
-            self._optimizer = torch.optim.SGD(settings, lr=optim.lr, fused=True)
-        if on_host:
-            self.to(torch.device("cpu"))
+            return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        return torch.optim.SGD(settings, lr=optim.lr, fused=True)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's parts of all gradients, which share their memory, and collect them for the next `step`."""
@@ -71,36 +80,44 @@ class ShardOptimizer:
 
     def step(self, lr: float) -> None:
         """Update the shards from the gradients that `gradients` collected."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        if self._on_host:
-            self.to(next(iter(self._views.values())).device)
-        self._optimizer.step()
-        if self._on_host:
-            self.to(torch.device("cpu"))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        if self._host is None:
+            self._optimizers[0].step()
+        else:
+            self._host.update(self._step_part)
         self.clear_gradients()
+
+    def _step_part(self, number: int, moments: list[dict[str, Tensor]]) -> None:
+        """Update one part with its moments on the device."""
+        assert self._host is not None
+        optimizer, ordered = self._optimizers[number], list(self._views.values())
+        for i, there in zip(self._host.parts[number], moments, strict=True):
+            optimizer.state[ordered[i]].update(there)
+        optimizer.step()
+        for i in self._host.parts[number]:
+            optimizer.state[ordered[i]].update(self._host.host[i])
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Return the moments of a parameter's shard, by kind."""
-        state = self._optimizer.state[self._views[name]]
+        view = self._views[name]
+        state = self._owner[view].state[view]
         return {kind: state[kind] for kind in self._moments}
 
     @property
     def counts(self) -> dict[str, float]:
         """The number of steps of each parameter; a step without a gradient for it does not count, and SGD has no counts."""
-        return {n: float(self._optimizer.state[v]["step"]) for n, v in self._views.items()} if self._moments else {}
+        if not self._moments:
+            return {}
+        # One transfer from the device for all of them.
+        steps = torch.stack([self._owner[view].state[view]["step"] for view in self._views.values()])
+        return dict(zip(self._views, steps.tolist(), strict=True))
 
     def restore(self, counts: Mapping[str, float]) -> None:
         """Restore the step counts from an earlier `counts`."""
         for name, view in self._views.items():
-            self._optimizer.state[view]["step"].fill_(counts[name])
-
-    def to(self, device: torch.device) -> None:
-        """Move the moments to a device."""
-        for view in self._views.values():
-            state = self._optimizer.state[view]
-            for kind in self._moments:
-                state[kind] = state[kind].to(device, non_blocking=device.type == "cuda")
+            self._owner[view].state[view]["step"].fill_(counts[name])
 
 
 def _local(tensor: Tensor) -> Tensor:

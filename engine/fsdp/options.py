@@ -10,8 +10,9 @@ from ..config import setting
 class FSDPOptions:
     """`engine.options` of `engine.backend=fsdp`."""
 
-    reshard_after_forward: bool = setting(
-        True, "free a layer's gathered parameters after its forward pass; false uses more memory to save one all-gather"
+    reshard_after_forward: bool | Literal["auto"] = setting(
+        "auto",
+        "free a layer's gathered parameters after its forward pass; false uses more memory to save one all-gather; auto: except on one GPU, which keeps them for all micro-batches of a step",
     )
     reduce_each_micro_batch: bool | Literal["auto"] = setting(
         "auto",

@@ -56,6 +56,8 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     offload = OffloadPolicy()
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    # A single rank gathers nothing: its gathered parameters are copies in the format of computation, made once per step.
+    reshard = mesh.size() > 1 if options.reshard_after_forward == "auto" else options.reshard_after_forward
     inner = [] if experts is None else [(module, experts.mesh) for _, module in expert_modules(root)]
     for module, module_mesh in [*inner, *((layer, mesh) for layer in decoder_layers(root))]:
         fully_shard(
@@ -63,7 +65,7 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
             mesh=module_mesh,
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=options.reshard_after_forward,
+            reshard_after_forward=reshard,
         )
     # The root's input has ids and the gradient that the head expects, which must not be rounded.
     root_policy = replace(policy, cast_forward_inputs=False)

@@ -164,8 +164,9 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "expert_model_parallel_size": p.ep,
         "expert_tensor_parallel_size": p.etp,
         "sequence_parallel": p.tp_sequence,
-        # Packed micro-batches vary in length, which only this dispatcher allows, for dense models too.
-        "variable_seq_lengths": True,
+        # Stages know the size of what they receive, because all micro-batches of a step are padded alike. Otherwise they would
+        # exchange it first, and wait for the device each time.
+        "variable_seq_lengths": False,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "overlap_p2p_comm": p.vpp > 1,
@@ -183,7 +184,9 @@ def _recompute(mode: str) -> dict[str, Any]:
     if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if mode == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        # None of megatron's own: its attention kernels keep a number per token and head and are expensive, and its way to
+        # recompute norms needs TransformerEngine. Our layers look at this setting to recompute activation functions (`mlp.py`).
+        return {"recompute_granularity": "selective", "recompute_modules": []}
     return {}
 
 

@@ -28,7 +28,7 @@ from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
 from ..offload import Part
 from ..ops.router import balancing_loss
-from ..rank_slice import RankSlice
+from ..rank_slice import RankSlice, computed_tokens, padded_size
 from ..resolve import ITEMSIZE, MemoryNeeds
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
@@ -70,6 +70,7 @@ class MCoreEngine(BaseEngine):
     _weights: Loaded | None = None
     _optimizer: ShardedOptimizer | None = None
     _meta: MetaModel | None = None
+    _padded_tokens: int | None = None
 
     @property
     def _built(self) -> Built:
@@ -195,13 +196,16 @@ class MCoreEngine(BaseEngine):
             # The token count serves megatron's own normalization, which ours replaces.
             return output, lambda last: (scalar_of(last), torch.zeros((), dtype=torch.int), {})
 
+        # A pipeline's stages receive hidden states whose size they have to know.
+        sizes = [padded_size(computed_tokens(micro_batch), self.topology) for micro_batch in micro_batches]
+        self._padded_tokens = max(sizes) if self.topology.pp is not None else None
         iterators = [iter(micro_batches) for _ in self._chunks]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro_batches),
-            seq_length=1,
+            seq_length=self._padded_tokens or 1,
             micro_batch_size=1,
             forward_only=not backward,
         )
@@ -217,7 +221,7 @@ class MCoreEngine(BaseEngine):
         else:
             empty_mask = torch.zeros(micro_batch.batch.num_tokens, dtype=torch.bool, device=micro_batch.batch.device)
             request = HeadRequest(outputs=OutputRequest(), mask=empty_mask)
-        part = RankSlice.from_micro_batch(micro_batch, request, self.topology)
+        part = RankSlice.from_micro_batch(micro_batch, request, self.topology, padded_tokens=self._padded_tokens)
         output = chunk(
             part.input_ids[None], part.position_ids[None], None, packed_seq_params=PackedParams(qkv_format="sbhd", part=part)
         )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -119,14 +118,7 @@ class MLASelfAttention(MegatronModule):
         query = torch.cat([q_n, self._rotate(q_r, angles)], -1)
         key = torch.cat([key_n, self._rotate(key_r.unsqueeze(-2), angles).expand(-1, -1, self.heads, -1)], -1)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
-            return out
-
-        if self.training and self.config.recompute_granularity == "selective":
-            out = tensor_parallel.checkpoint(attend, False, query, key, value)
-        else:
-            out = attend(query, key, value)
+        out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return projected
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,6 +32,7 @@ from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
 from .mla import MLASelfAttention, MLASettings
+from .mlp import GatedMLP
 from .modules import (
     BiasedRowParallelLinear,
     Norm,
@@ -192,7 +193,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
         )
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
     sparse = decoder.experts is not None and decoder.experts.layers[number]
-    mlp = ModuleSpec(module=MLP, submodules=linears)
+    mlp = ModuleSpec(module=GatedMLP, submodules=linears)
     if sparse:
         mlp = ModuleSpec(
             module=PackedMoELayer,

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor, nn
 
 from .config import DecoderConfig
+from .mlp import gated, recomputed
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -69,7 +70,9 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         self.count = num_local_experts
         inner = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        factory_kwargs = {"dtype": config.params_dtype}
+        # Where there is a GPU, all experts on the host first would need as much of its memory.
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        factory_kwargs: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         self.linear_fc1 = nn.Linear(config.hidden_size, self.count * 2 * inner, bias=False, **factory_kwargs)
         self.linear_fc2 = nn.Linear(inner, self.count * config.hidden_size, bias=False, **factory_kwargs)
 
@@ -81,10 +84,13 @@ class GroupedExperts(MegatronModule):
             # all-to-alls must match those of the other ranks.
             return hidden_th * probs_t[:, None] + 0.0 * (w1.sum() + w2.sum()), None
         ends = tokens_per_expert.to(hidden_th.device).cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends).chunk(2, -1)
-        inner = self.config.activation_func(gate) * up
-        weighted = (inner * probs_t[:, None]).to(hidden_th.dtype)
-        return F.grouped_mm(weighted, w2.transpose(1, 2), offs=ends), None
+
+        def gate(both: Tensor, probs_t: Tensor) -> Tensor:
+            return (gated(both, self.config) * probs_t[:, None]).to(both.dtype)
+
+        both = F.grouped_mm(hidden_th, w1.transpose(1, 2), offs=ends)
+        out = recomputed(gate, (both, probs_t), lambda w: F.grouped_mm(w, w2.transpose(1, 2), offs=ends), self)
+        return out, None
 
 
 class HostDispatcher(MoEAlltoAllTokenDispatcher):

@@ -89,7 +89,8 @@ class ShardedOptimizer:
         ]
         data_group = self._groups.expt_dp if experts else self._groups.dp_cp
         optimizer = DistributedOptimizer(
-            torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps),
+            # One kernel for all shards; others read each shard's step count on the host.
+            torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True),
             config,
             None,
             None,

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**27}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
+"""The size of a chunk's float32 logits: what stays in a CPU's cache, and what keeps a GPU's matrix units busy."""
 SMALLEST_CHUNK = 128
 
 
@@ -67,8 +68,9 @@ class HeadOutputs(NamedTuple):
 
 
 def chunk_tokens(vocabulary: int, device_type: str) -> int:
-    """Return C, the number of tokens whose float32 logits fit the device's chunk budget."""
-    return max(SMALLEST_CHUNK, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    """Return C, the number of tokens whose float32 logits fit the device's chunk budget, a multiple of the smallest chunk."""
+    tokens: int = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
+    return max(SMALLEST_CHUNK, tokens // SMALLEST_CHUNK * SMALLEST_CHUNK)
 
 
 def head_bytes(vocabulary: int, hidden: int, device_type: str, *, trained: bool) -> int:
@@ -130,10 +132,32 @@ class _Settings:
 _Gradients = tuple[Tensor | None, Tensor | None]
 
 
+def _widening(device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether a product of 16-bit matrices can be written in float32, as the kernel has accumulated it."""
+    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b` in at least float32."""
+    if _widening(a.device.type, a.dtype):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    z = a @ b
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total` in place, whose precision is at least theirs."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif _widening(a.device.type, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
 def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
     """Return a chunk's final logits and, with a soft cap, the derivative of the cap."""
-    z_cv = h_ch @ w_vh.T
-    z_cv = z_cv.to(torch.promote_types(z_cv.dtype, torch.float32))
+    z_cv = _product(h_ch, w_vh.T)
     if bias_v is not None:
         z_cv += bias_v
     if s.transform.scale != 1.0:
@@ -213,10 +237,7 @@ class _Accumulator:
         if self.hidden is not None:
             torch.mm(dz_cv, self.w_vh, out=self.hidden[part])
         if self.weight is not None:
-            if self.weight.dtype == dz_cv.dtype:
-                self.weight.addmm_(dz_cv.T, self.h_th[part])
-            else:
-                self.weight += dz_cv.T @ self.h_th[part]
+            _add_product(self.weight, dz_cv.T, self.h_th[part])
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         weight = None if self.weight is None else self.weight.to(self.w_vh.dtype)

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..torch_private import foreach_norm
+
 ROW = 4096
 
 
@@ -15,7 +17,11 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     float32 norm of millions of elements was off by 1e-4 on a CPU.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
+        if tensor.device.type == "cuda":
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+            continue
         flat = tensor.reshape(-1)
         accurate = torch.promote_types(flat.dtype, torch.float32)
         cut = len(flat) // ROW * ROW
@@ -23,4 +29,8 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
             if part.numel():
                 norms = torch.linalg.vector_norm(part, dim=1, dtype=accurate)
                 total += norms.double().square().sum().to(device)
+    for dtype, alike in by_dtype.items():
+        # A few kernels for all tensors. CUDA's reductions add up in blocks, so they are as accurate as rows.
+        norms = torch.stack(foreach_norm(alike, torch.promote_types(dtype, torch.float32)))
+        total += norms.double().square().sum().to(device)
     return total

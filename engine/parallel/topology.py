@@ -21,6 +21,9 @@ from ..errors import TopologyError
 from .collectives import all_gather_object, collective_errors
 from .process_groups import EngineGroups, private_group
 
+ALIGNMENT = {"cuda": 128}
+"""The rows of a tile of CUDA's matrix kernels, by device type."""
+
 
 def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Infer `dp_shard` if it is unset, and check that the product of the axes is the number of processes.
@@ -179,6 +182,11 @@ class Topology:
     def token_multiple(self) -> int:
         """The number that must divide a micro-batch's token count."""
         return self.parallel.token_multiple
+
+    @property
+    def token_alignment(self) -> int:
+        """The number that should divide a rank's tokens, so that matrix kernels run at full speed."""
+        return ALIGNMENT.get(self.device.type, 1)
 
     @property
     def micro_batch_multiple(self) -> int:

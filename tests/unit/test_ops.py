@@ -315,3 +315,67 @@ def test_the_control_of_the_test_above(
     traced = TracedFlex()
     trace(monkeypatch, torch.compile(flex_module.flex_attention, dynamic=dynamic, backend=traced), softcaps)
     assert [(buffer.device.type, buffer.dim()) for buffer in traced.captured[-1]] == [("cpu", 0)]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 49, 50, 51, 128, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_head_does_not_depend_on_the_chunk_size(chunk: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    h, w = torch.randn(50, 16, dtype=dtype), torch.randn(97, 16, dtype=dtype)
+    targets, gradient = torch.randint(0, 97, (50,)), torch.randn(50, dtype=torch.promote_types(dtype, torch.float32))
+    exact = [t.detach().clone().double().requires_grad_() for t in (h, w)]
+    want, _ = plain_head(exact[0], exact[1], None, targets, LogitTransform(), 1.0)
+    (want * gradient).sum().backward()
+    for expected in (None, {"log_probs": gradient}):
+        leaves = [h.clone().requires_grad_(), w.clone().requires_grad_()]
+        got = linear_head(leaves[0], leaves[1], targets, chunk=chunk, expected=expected).log_probs
+        (got * gradient).sum().backward()
+        rtol, atol = (1e-12, 1e-12) if dtype == torch.float64 else (0.03, 0.06)
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+        for one, other in zip(leaves, exact, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=rtol, atol=atol, check_dtype=False)
+
+
+def test_products_on_cuda_are_written_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What CUDA's kernels compute, from their definition: 16-bit factors, sums and results in float32.
+    seen: list[str] = []
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return out.copy_(a @ b)
+        assert a.dtype == b.dtype == torch.bfloat16
+        seen.append("mm")
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out is total
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert total.dtype == out_dtype == torch.float32
+        seen.append("addmm")
+        return total.add_(a.to(out_dtype) @ b.to(out_dtype))
+
+    monkeypatch.setattr(head_module, "_widening", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    torch.manual_seed(0)
+    h, w = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (50, 97))
+    targets = torch.randint(0, 97, (50,))
+    got = linear_head(h, w, targets, chunk=16).log_probs
+    got.sum().backward()
+    assert seen.count("mm") == 2 * 4
+    assert seen.count("addmm") == 4
+    exact = [t.detach().double().requires_grad_() for t in (h, w)]
+    want, _ = plain_head(exact[0], exact[1], None, targets, LogitTransform(), 1.0)
+    want.sum().backward()
+    # Logits are not rounded to bfloat16, so the outputs are as exact as float32.
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for one, other in zip((h, w), exact, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.02, atol=0.02, check_dtype=False)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 32_000, 151_936, 262_144, 10**9])
+def test_chunks_of_a_gpu(vocabulary: int) -> None:
+    tokens = head_module.chunk_tokens(vocabulary, "cuda")
+    assert tokens % 128 == 0
+    assert tokens == 128 or tokens * vocabulary * 4 <= 2**30
+    assert vocabulary > 10**6 or tokens * vocabulary * 4 > 2**29
