@@ -110,6 +110,13 @@ def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
+def set_expandable_segments(expandable: bool) -> None:
+    """Set whether CUDA's allocator grows its segments, which avoids fragmentation where sizes vary; for what it allocates from now on."""
+    # The name in torch 2.13, where the other one warns.
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(f"expandable_segments:{expandable}")
+
+
 def constant_floats() -> AbstractContextManager[None]:
     """Make torch.compile treat Python floats as constants of the graph.
 

@@ -2,7 +2,8 @@
 
 import datetime
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ def init_distributed(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        configure_allocator()
         if local_rank >= torch.cuda.device_count():
             raise TopologyError(
                 f"process {local_rank} on this machine has no GPU of its own: there are {torch.cuda.device_count()}; start "
@@ -63,6 +65,31 @@ def init_distributed(
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def configure_allocator() -> None:
+    """Let CUDA's allocator grow its segments, because packed micro-batches vary in size; nothing if the user has configured it.
+
+    vLLM's own allocator does not work with this and is kept from it where it runs in the same process (`fixed_segments`).
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch_private.set_expandable_segments(True)
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Let CUDA's allocator not grow its segments inside the block, for code with an allocator of its own."""
+    ours = torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if ours:
+        torch_private.set_expandable_segments(False)
+    try:
+        yield
+    finally:
+        if ours:
+            torch_private.set_expandable_segments(True)
 
 
 def close_distributed() -> None:

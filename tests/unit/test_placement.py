@@ -1,12 +1,16 @@
-"""Where a generator's parameters and cache are, and what vLLM is told to bring them elsewhere."""
+"""Where a generator's parameters and cache are, what vLLM is told to bring them elsewhere, and what only CUDA needs."""
 
 import itertools
 from typing import Any
 
 import pytest
+import torch
 
+from drivetrain.engine import torch_private
 from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.parallel import process_groups
 from drivetrain.workers.rollout.placement import Placement
+from drivetrain.workers.rollout.sampling import cumulative_by_products
 from drivetrain.workers.rollout.vllm.model import sleep_calls
 
 AWAKE, LOADING = Placement(), Placement("device", "absent")
@@ -94,3 +98,25 @@ def test_vllm_sleeps_and_wakes_by_its_rules(present: Placement, target: Placemen
     assert engine.paused == (target != AWAKE)
     if target.parameters == "host":
         assert engine.weights_kept
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_configured_unless_the_user_has(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch_private, "set_expandable_segments", calls.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in process_groups.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "garbage_collection_threshold:0.8")
+    process_groups.configure_allocator()
+    with pytest.raises(KeyError), process_groups.fixed_segments():
+        raise KeyError
+    assert calls == ([True, False, True] if variable is None else [])
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 5000, 151_936])
+def test_cumulative_sums_by_products(size: int) -> None:
+    # torch has no deterministic kernel of cumsum on CUDA, and refuses it in deterministic mode.
+    values = torch.rand(3, size, dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(cumulative_by_products(values), values.cumsum(-1), rtol=1e-12, atol=1e-14)

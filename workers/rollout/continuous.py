@@ -191,9 +191,21 @@ class ContinuousGenerator(BaseGenerator):
             self._processor.scheduler.set_request_cancellation(name)
 
     def drop_caches(self) -> None:
-        """Forget all requests, and the cache with all prefixes in it."""
+        """Forget all requests, and free the cache with all prefixes in it."""
         self._processor = None
         self._streams, self._names, self._unborn = {}, {}, set()
+
+    def outdate_caches(self) -> None:
+        """Forget all requests and all prefixes, and keep the memory of the cache, which new weights do not change."""
+        processor = self._processor
+        self.drop_caches()
+        # In transformers before 5.20 prefixes would outlive a reset.
+        if processor is not None and hasattr(processor.cache, "reset"):
+            # Its tensors were created in this mode, so they can be changed in no other one.
+            with torch.inference_mode():
+                processor.reset()
+                processor.cache.reset()
+            self._processor = processor
 
     def _new_processor(self) -> Any:
         blocks = -(-self.config.max_batch_total_tokens // self._page)

@@ -119,6 +119,10 @@ class BaseGenerator(ABC):
     def drop_caches(self) -> None:
         """Forget all running requests, and everything that was computed with the present weights. May follow an error of `run_step`."""
 
+    def outdate_caches(self) -> None:
+        """Do what `drop_caches` does before new weights come, while the generator works; memory may be kept for the next requests."""
+        self.drop_caches()
+
     @abstractmethod
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights; see `load_weights`. No request is running."""
@@ -314,7 +318,8 @@ class BaseGenerator(ABC):
             ConfigError: The parameters are absent.
         """
         self._readiness.loading()
-        self._interrupt()
+        self.outdate_caches()
+        self._restart_running()
         with torch.no_grad():
             self.copy_weights(weights)
         self.version = self.version + 1 if version is None else version
@@ -407,6 +412,9 @@ class BaseGenerator(ABC):
     def _interrupt(self) -> None:
         """Drop all caches, and let the running requests begin anew, before those that wait."""
         self.drop_caches()
+        self._restart_running()
+
+    def _restart_running(self) -> None:
         self.waiting = {**self.running, **self.waiting}
         self.running = {}
 

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .options import SamplingOptions
 
 _CHUNK = 64
+_BLOCK = 512
+"""The length of a block of cumulative sums; a vocabulary has a few hundred of them."""
 
 
 def seed_of(*parts: int | None) -> int:
@@ -95,12 +98,29 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
 def _invert(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     # Float64, because a float32 sum over the vocabulary would distort the probabilities of its last tokens.
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+    cumulative = _cumulative(scores.softmax(-1, dtype=torch.float64))
     uniform = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=scores.device)
     threshold = uniform[:, None] * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the threshold, which is never one of probability 0; the clamp covers NaN, for
     # which the index would be past the end.
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
+
+
+def _cumulative(values: Tensor) -> Tensor:
+    """Return the cumulative sums of the last axis; on CUDA, torch has no deterministic kernel for them."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return cumulative_by_products(values)
+    return values.cumsum(-1)
+
+
+def cumulative_by_products(values: Tensor) -> Tensor:
+    """Return the cumulative sums `[B, V]` of the last axis by matrix products: within blocks, then over blocks."""
+    size = values.shape[-1]
+    blocks = F.pad(values, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    within = blocks @ values.new_ones(_BLOCK, _BLOCK).triu()
+    totals = within[..., -1]
+    before = totals @ values.new_ones(totals.shape[-1], totals.shape[-1]).triu(1)
+    return (within + before[..., None]).flatten(-2)[..., :size]
 
 
 def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -119,7 +139,7 @@ def _allowed(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     probabilities = ordered.softmax(-1, dtype=torch.float64)
     top_p = torch.tensor([o.top_p for o in options], dtype=torch.float64, device=scores.device)
     # A token is outside if those before it reach the mass already; the most likely one never is, and with top_p=1 none is.
-    outside = (probabilities.cumsum(-1) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
+    outside = (_cumulative(probabilities) - probabilities >= top_p[:, None]) & (top_p[:, None] < 1)
     outside[:, 0] = False
     ordered = ordered.masked_fill(outside, -torch.inf)
     return scores.index_copy(0, rows, torch.full_like(some, -torch.inf).scatter(1, order, ordered))

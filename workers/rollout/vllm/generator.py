@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....engine.errors import ConfigError, ModelError
 from ....engine.offload import free_memory
+from ....engine.parallel.process_groups import fixed_segments
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..placement import Placement
@@ -82,7 +83,8 @@ class VLLMGenerator(BaseGenerator):
             # It makes a model of each `tp` neighboring ranks of the process group, also where there are several models.
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            with fixed_segments():
+                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         except (TypeError, ValueError) as e:
             raise ConfigError(f"vLLM cannot run {self.config.model.path}: {e}") from e
 
@@ -175,8 +177,9 @@ class VLLMGenerator(BaseGenerator):
 
     def _sleep(self, present: Placement, target: Placement) -> None:
         if torch.cuda.is_available():
-            for method, arguments in sleep_calls(present, target):
-                getattr(self._engine, method)(**arguments)
+            with fixed_segments():
+                for method, arguments in sleep_calls(present, target):
+                    getattr(self._engine, method)(**arguments)
 
     def close(self) -> None:
         """End the engine."""
