@@ -60,15 +60,14 @@ def pairs_of(batch: PackedBatch) -> Pairs:
         raise BatchError(f"a loss over pairs needs group_ids and the sequence field {CHOSEN!r}; this batch lacks one of them")
     if marks.shape != (batch.num_sequences,):
         raise BatchError(f"sequence field {CHOSEN!r} is {list(marks.shape)}; it must be [{batch.num_sequences}]")
-    preferred = marks > 0
-    sides = [mask.nonzero()[:, 0] for mask in (preferred, ~preferred)]
-    groups = [batch.group_ids[side] for side in sides]
-    chosen, rejected = (side[ids.argsort()] for side, ids in zip(sides, groups, strict=True))
-    chosen_groups, rejected_groups = batch.group_ids[chosen], batch.group_ids[rejected]
-    if (
-        chosen_groups.shape != rejected_groups.shape
-        or not torch.equal(chosen_groups, rejected_groups)
-        or bool((chosen_groups[1:] == chosen_groups[:-1]).any())
+    preferred, groups = marks > 0, batch.group_ids
+    # By group, the chosen one first.
+    order = (2 * groups + ~preferred).argsort()
+    chosen, rejected = order[::2], order[1::2]
+    # One reading from the device, whatever is checked.
+    if batch.num_sequences % 2 or not bool(
+        (preferred[chosen] & ~preferred[rejected] & (groups[chosen] == groups[rejected])).all()
+        & (groups[chosen][1:] != groups[chosen][:-1]).all()
     ):
         raise BatchError("every group must be a pair: one sequence with chosen = 1 and one with chosen = 0")
     return Pairs(chosen=chosen, rejected=rejected)
