@@ -55,7 +55,8 @@ def test_every_test_of_the_gpu_is_collected() -> None:
     words = ["-m", "pytest", "-m", "gpu", "--collect-only", "-n", "0", "tests"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert sum("test_cuda_kernels_agree_with_the_reference" in line for line in found) == 7
+    assert sum("test_cuda_kernels_agree_with_the_reference" in line for line in found) == 16
+    assert sum("test_the_host_seldom_waits_for_the_device" in line for line in found) == 2
     assert sum("test_engines_agree_in_bfloat16_on_one_gpu" in line for line in found) == 1
 
 

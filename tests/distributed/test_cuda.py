@@ -1,0 +1,121 @@
+"""Engines on a GPU, against plain Hugging Face on the CPU. Skipped without one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, PrecisionConfig
+from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.fsdp.options import FSDPOptions
+from drivetrain.engine.host_syncs import HostSyncs
+from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.registry import is_installed
+from drivetrain.workers.losses.sft import SFTLoss
+from helpers.engines import build, reference_steps, steps
+from helpers.harness import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+EXACT = PrecisionConfig(params="float32", compute="float32", reduce="float32")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    # Soft caps, sinks and mixtures: FlexAttention and grouped products.
+    ("gemma2", {}),
+    ("gpt_oss", {}),
+    ("qwen3_moe", {}),
+    # Queries and keys of another size than values.
+    ("deepseek_v3", {}),
+    # Windows in 16 bits, and in float32; heads that share keys in float32.
+    ("gemma3_text", {}),
+    ("gemma3_text", {"precision": EXACT}),
+    ("llama", {"precision": EXACT}),
+    ("llama", {"compile": True}),
+    ("llama", {"compile": True, "recompute": "full"}),
+    ("gemma2", {"compile": True, "recompute": "selective"}),
+    ("llama", {"recompute": "selective"}),
+    ("llama", {"recompute": "auto"}),
+    ("llama", {"offload": OffloadConfig(optimizer="host")}),
+    ("llama", {"options": FSDPOptions(reduce_each_micro_batch=True)}),
+    ("llama", {"micro_batch": MicroBatchConfig(max_tokens=64), "deterministic": True}),
+]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def rank_cuda(folder: str, chosen: dict[str, Any]) -> tuple[list[tuple[float, float]], set[str], list[int]]:
+    engine = build(folder, **{"compile": False, **chosen})
+    assert chosen.get("precision") is not None or engine.config.precision.compute == "bfloat16"
+    found = steps(engine, 2)
+    held = [local(tensor) for tensor in engine._tensors("params")]
+    sizes = [sum(tensor.untyped_storage().nbytes() for tensor in held)]
+    engine.to("host")
+    sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in held))
+    more = steps(engine, 1)
+    assert len(more) == 1
+    engine.close()
+    return found, {tensor.device.type for tensor in held}, sizes
+
+
+@pytest.mark.parametrize(("family", "chosen"), CASES)
+def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", family)
+    found, devices, (before, after) = run_ranks(rank_cuda, 1, str(folder), chosen, cuda=True, timeout_s=280)[0]
+    # The tensors stay where they are; their memory leaves the device.
+    assert devices == {"cuda"}
+    assert before > 0
+    assert after == 0
+    loss_bound, norm_bound = (1e-5, 1e-4) if chosen.get("precision") == EXACT else (5e-3, 3e-2)
+    for (loss, norm), (want_loss, want_norm) in zip(found, reference_steps(folder, 2), strict=True):
+        assert loss == pytest.approx(want_loss, rel=loss_bound)
+        assert norm == pytest.approx(want_norm, rel=norm_bound)
+
+
+def rank_waits(folder: str, backend: str) -> tuple[int, dict[str, int], dict[str, int]]:
+    engine = build(folder, backend=backend, compile=False, micro_batch=MicroBatchConfig(max_tokens=32, infer_max_tokens=32))
+    batch = from_lists([list(range(i, i + 20)) for i in (3, 10, 20)])
+    engine.train_batch(batch, SFTLoss())
+    torch.cuda.synchronize()
+    with HostSyncs("cuda") as training:
+        count = engine.train_batch(batch, SFTLoss()).micro_batches
+    with HostSyncs("cuda") as inference:
+        engine.infer_batch(batch, OutputRequest(log_probs=True))
+    engine.close()
+    return count, dict(training.places), dict(inference.places)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+def test_the_host_seldom_waits_for_the_device(backend: str, tmp_path: Path) -> None:
+    if not is_installed(backend):
+        pytest.skip(f"{backend} is not installed")
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, cuda=True, timeout_s=280)[0]
+    # Two per micro-batch; then the sums of the loss, and the norm. See `engine/host_syncs.py`.
+    assert sum(training.values()) <= 2 * count + 2, training
+    assert sum(inference.values()) <= count + 1, inference
+
+
+def rank_recompiles(folder: str) -> list[int]:
+    from torch._dynamo.utils import counters
+
+    engine = build(folder, compile=True, recompute="full")
+    found = []
+    for step in range(20):
+        batch = from_lists([list(range(3, 3 + 2 + (7 * step + 3 * i) % 19)) for i in range(1 + step % 4)])
+        engine.train_batch(batch, SFTLoss())
+        found.append(counters["stats"]["unique_graphs"])
+    engine.close()
+    return found
+
+
+def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    (graphs,) = run_ranks(rank_recompiles, 1, str(folder), cuda=True, timeout_s=280)
+    assert 0 < graphs[0] <= 2
+    assert graphs[-1] == graphs[0]
