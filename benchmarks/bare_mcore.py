@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from drivetrain.engine.bridge.family import find_family
-from drivetrain.engine.config import EngineConfig, ParallelConfig
+from drivetrain.engine.config import EngineConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.config import transformer_config
 from drivetrain.engine.mcore.cpu import cuda_means_cpu
@@ -60,7 +60,8 @@ class BareMegatron:
             self.groups = ProcessGroupCollection.use_mpu_process_groups()
             model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
             decoder = find_family(config.model_type).decoder(config)
-            settings = transformer_config(decoder, EngineConfig(), MCoreOptions(), ParallelConfig(tp=tp, dp_shard=1))
+            engine = EngineConfig(precision=PrecisionConfig(compute="float32"))
+            settings = transformer_config(decoder, engine, MCoreOptions(), ParallelConfig(tp=tp, dp_shard=1))
             specs = [layer_spec(decoder, config, i, self.groups) for i in range(decoder.layers)]
             model = LogitsModel(
                 settings,

@@ -34,6 +34,7 @@ from .build import Built, Described, build, check_config, describe
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .packed_model import PackedModel
+from .replicas import sum_gradients
 from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
 
 
@@ -105,7 +106,7 @@ class FSDPEngine(BaseEngine):
         kept = 0 if config.offload.params == "host" else params
         moments = 0 if config.offload.optimizer == "host" else moments
         state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
-        is_wrapped = shards * p.dp_replicate > 1 or config.precision.compute != config.precision.params
+        is_wrapped = shards > 1 or config.precision.compute != config.precision.params
         if is_wrapped:
             # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
             vocabulary = shape.vocabulary * shape.hidden
@@ -166,6 +167,8 @@ class FSDPEngine(BaseEngine):
 
     def _reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
+        if self.topology.replicate is not None and not isinstance(self._root, FSDPModule):
+            sum_gradients(self._root.parameters(), self.topology.replicate)
         grads = self._optimizer.gradients()
         total = sum_of_squares(grads, self.topology.device)
         # Replicas hold equal gradients, so only the shards of one replica are summed.

@@ -42,8 +42,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, config: EngineConfig, options: FSDPOptions) -> None:
     """Wrap each layer, then the root. Gradients are summed over ranks, not averaged: the driver divides once.
 
-    The model of a single rank that neither casts nor offloads is not wrapped: FSDP would copy its parameters twice per step
-    and its gradients three times, for no benefit.
+    A model that is not split over ranks, and that neither casts nor offloads, is not wrapped: FSDP would copy its parameters twice
+    per step and its gradients three times, for no benefit. `replicas.sum_gradients` then serves its replicas.
     """
     precision = config.precision
     # The compute dtype is also set where it is the stored one, if adapters are stored in float32 beside the base weights.
@@ -51,7 +51,8 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     compute = getattr(torch, precision.compute) if mixed else None
     reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    if mesh.size() == 1 and compute is None and reduce is None and config.offload.params == "none":
+    whole_model = mesh.size(mesh.ndim - 1) == 1 and experts is None
+    if whole_model and compute is None and reduce is None and config.offload.params == "none":
         return
     offload = OffloadPolicy()
     if config.offload.params == "host":

@@ -1,8 +1,8 @@
 """Log-probabilities, entropy and the most likely token of a language-model head, without the logits of all tokens at once.
 
 Logits exist for one chunk of tokens at a time. Between the forward and the backward pass, only the hidden states, the weight
-and one or two numbers per token are kept; the backward pass recomputes a chunk's logits, or skips this if the incoming
-gradient is known beforehand, as it is for every loss that is linear in its outputs.
+and one or two numbers per token are kept, and the logits if they are few; the backward pass recomputes a chunk's logits, or skips this
+if the incoming gradient is known beforehand, as it is for every loss that is linear in its outputs.
 
 The vocabulary may be split over the ranks of a group: each multiplies with its own rows, and two or three small all-reduces
 per chunk complete the softmax.
@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """The size of a chunk's float32 logits: what stays in a CPU's cache, and what keeps a GPU's matrix units busy."""
+KEPT_BYTES = {"cpu": 2**26, "cuda": 2**31}
+"""The size of float32 logits that are kept for the backward pass, where it needs them, instead of computing them again."""
 SMALLEST_CHUNK = 128
 
 
@@ -74,9 +76,10 @@ def chunk_tokens(vocabulary: int, device_type: str) -> int:
 
 
 def head_bytes(vocabulary: int, hidden: int, device_type: str, *, trained: bool) -> int:
-    """Return the memory that the head needs beside its parameters: three times a chunk of logits, and the weight's gradient."""
+    """Return the memory that the head needs beside its parameters: chunks of logits, those kept, and the weight's gradient."""
     chunk = chunk_tokens(vocabulary, device_type) * vocabulary * 4
-    return 3 * chunk + (4 * vocabulary * hidden if trained else 0)
+    kept = KEPT_BYTES.get(device_type, KEPT_BYTES["cuda"]) if trained else 0
+    return 3 * chunk + kept + (4 * vocabulary * hidden if trained else 0)
 
 
 def linear_head(
@@ -302,9 +305,13 @@ class _LinearHead(torch.autograd.Function):
         lse = torch.empty_like(log_probs)
         wanted = ctx.needs_input_grad[:3]
         early = _Accumulator(h_th, w_vh, bias_v, wanted) if expected_grads is not None and any(wanted) else None
+        budget = KEPT_BYTES.get(h_th.device.type, KEPT_BYTES["cuda"])
+        keeps = any(wanted) and early is None and tokens * len(w_vh) * accurate.itemsize <= budget
+        kept: list[tuple[Tensor, Tensor | None]] = []
         for start in range(0, tokens, s.chunk):
             part = slice(start, start + s.chunk)
             z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
+            kept += [(z_cv, slope_cv)] if keeps else []
             targets_c1 = targets_t[part, None]
             outputs = _chunk_outputs(z_cv, targets_c1, s)
             log_probs[part], lse[part] = outputs.log_probs_c, outputs.lse_c1[:, 0]
@@ -316,7 +323,7 @@ class _LinearHead(torch.autograd.Function):
                 chunk_grads = tuple(None if g is None else g[part].to(accurate) for g in expected_grads)
                 early.add(part, _logit_gradient(z_cv, slope_cv, outputs.lse_c1, targets_c1, outputs.entropy_c, chunk_grads, s))  # type: ignore[arg-type]
         ctx.settings, ctx.expected_grads = s, expected_grads
-        ctx.early = None if early is None else early.results()
+        ctx.early, ctx.kept = None if early is None else early.results(), kept
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(likeliest)
@@ -331,9 +338,11 @@ class _LinearHead(torch.autograd.Function):
         if early is not None and _grads_match(ctx.expected_grads, (g_lp, g_ent)):
             return *early, None, None, None
         total = _Accumulator(h_th, w_vh, bias_v, ctx.needs_input_grad[:3])
-        for start in range(0, len(h_th), s.chunk):
+        # Their memory becomes that of the gradient, so a second backward pass has to compute them again.
+        kept, ctx.kept = ctx.kept, []
+        for i, start in enumerate(range(0, len(h_th), s.chunk)):
             part = slice(start, start + s.chunk)
-            z_cv, slope_cv = _logits(h_th[part], w_vh, bias_v, s)
+            z_cv, slope_cv = kept[i] if kept else _logits(h_th[part], w_vh, bias_v, s)
             chunk_grads = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
             entropy_c = entropies[part] if s.entropy else None
             total.add(part, _logit_gradient(z_cv, slope_cv, lse[part, None], targets_t[part, None], entropy_c, chunk_grads, s))

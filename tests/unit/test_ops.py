@@ -35,9 +35,14 @@ def plain_head(
 
 @pytest.mark.parametrize(
     ("softcap", "entropy", "bias", "promise"),
-    itertools.product((None, 5.0), (False, True), (False, True), ("none", "kept", "broken")),
+    itertools.product((None, 5.0), (False, True), (False, True), ("none", "forgotten", "kept", "broken")),
 )
-def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bias: bool, promise: str) -> None:
+def test_linear_head_and_its_gradients(
+    softcap: float | None, entropy: bool, bias: bool, promise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a promise the logits are kept, or, if they are too many, forgotten and computed again.
+    if promise == "forgotten":
+        monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", 0)
     torch.manual_seed(0)
     tokens, hidden, vocabulary = 50, 16, 97
     values = {
@@ -49,7 +54,9 @@ def test_linear_head_and_its_gradients(softcap: float | None, entropy: bool, bia
     g_lp, g_ent = torch.randn(2, tokens, dtype=torch.float64)
     transform = LogitTransform(scale=0.7, softcap=softcap)
     factor = 2.0 if promise == "broken" else 1.0
-    expected = None if promise == "none" else {"log_probs": g_lp * factor, **({"entropy": g_ent} if entropy else {})}
+    expected = (
+        None if promise in ("none", "forgotten") else {"log_probs": g_lp * factor, **({"entropy": g_ent} if entropy else {})}
+    )
     results = []
     for ours in (False, True):
         leaf = {k: v.clone().requires_grad_() for k, v in values.items()}
@@ -86,10 +93,13 @@ def test_linear_head_computes_logits_once_when_the_promise_is_kept(monkeypatch: 
     h, w = torch.randn(32, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     y = torch.randint(0, 50, (32,))
     g = torch.full((32,), -0.5)
-    for expected, times in (({"log_probs": g}, 2), (None, 4), ({"log_probs": g * 3}, 4)):
-        calls.clear()
-        linear_head(h, w, y, chunk=16, expected=expected)[0].backward(g)
-        assert len(calls) == times
+    promises = ({"log_probs": g}, None, {"log_probs": g * 3})
+    for budget, times in ((0, (2, 4, 4)), (32 * 50 * 4 - 1, (2, 4, 4)), (32 * 50 * 4, (2, 2, 4))):
+        monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", budget)
+        for expected, wanted in zip(promises, times, strict=True):
+            calls.clear()
+            linear_head(h, w, y, chunk=16, expected=expected)[0].backward(g)
+            assert len(calls) == wanted
 
 
 def test_linear_head_of_no_tokens_still_has_a_gradient() -> None:
@@ -354,6 +364,7 @@ def test_products_on_cuda_are_written_in_float32(monkeypatch: pytest.MonkeyPatch
         seen.append("addmm")
         return total.add_(a.to(out_dtype) @ b.to(out_dtype))
 
+    monkeypatch.setitem(head_module.KEPT_BYTES, "cpu", 0)
     monkeypatch.setattr(head_module, "_widening", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
@@ -379,3 +390,15 @@ def test_chunks_of_a_gpu(vocabulary: int) -> None:
     assert tokens % 128 == 0
     assert tokens == 128 or tokens * vocabulary * 4 <= 2**30
     assert vocabulary > 10**6 or tokens * vocabulary * 4 > 2**29
+
+
+def test_a_second_backward_pass_of_the_head() -> None:
+    torch.manual_seed(0)
+    h, w = torch.randn(20, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    out = linear_head(h, w, torch.randint(0, 50, (20,)), chunk=16, entropy=True)
+    assert out.entropy is not None
+    total = out.log_probs.sum() + out.entropy.sum()
+    first = torch.autograd.grad(total, (h, w), retain_graph=True)
+    second = torch.autograd.grad(total, (h, w))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
