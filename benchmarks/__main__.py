@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference memory head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
 """
 
 import argparse
@@ -28,6 +28,11 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             ["-m", "benchmarks.preference", "--task", task, "--steps", str(steps), *more]
             for task in ("dpo", "rm")
             for more in ([], ["--shared"])
+        ],
+        "memory": [
+            [*before, "-m", "benchmarks.memory", "--case", case, "--who", who]
+            for case, before in (("sft", []), ("sft", [*TORCHRUN, "2"]), ("mcore", []), ("dpo", []), ("rm", []))
+            for who in ("engine", "bare")
         ],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],

@@ -30,6 +30,7 @@ LAYOUTS = [
     pytest.param(4, {}, marks=slow),
     pytest.param(4, {"cp": 4}, marks=slow),
     pytest.param(4, {"cp": 2}, marks=slow),
+    pytest.param(2, {"dp_replicate": 2}, marks=slow),
     pytest.param(4, {"dp_replicate": 2}, marks=slow),
     pytest.param(4, {"dp_replicate": 2, "cp": 2}, marks=slow),
 ]

@@ -10,6 +10,7 @@ import torch
 from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp import optimizer as optimizer_module
+from drivetrain.engine.fsdp import replicas
 from drivetrain.engine.fsdp.host_moments import HostMoments, parts_of
 from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
@@ -157,6 +158,24 @@ def test_one_rank_casts_its_parameters_once_per_step(
         first = found
         assert len(gathered) == len(set(gathered)) > 1
     engine.close()
+
+
+def rank_replicas(folder: str, bucket: int) -> tuple[str, list[tuple[float, float]], list[float]]:
+    replicas.BUCKET_BYTES = bucket
+    with contextlib.closing(build(folder, parallel=ParallelConfig(dp_replicate=2))) as engine:
+        root: Any = engine._root  # type: ignore[attr-defined]
+        found = steps(engine)
+        return type(root).__name__, found, [float(p.detach().double().norm()) for p in root.parameters()]
+
+
+@pytest.mark.parametrize("bucket", [1, 2**26])
+def test_replicas_of_a_whole_model_train_as_one(bucket: int, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    one, other = run_ranks(rank_replicas, 2, str(folder), bucket)
+    # Not wrapped by FSDP, which would only copy.
+    assert one[0] == "PackedModel"
+    close_to(one[1], reference_steps(folder))
+    assert one == other
 
 
 def test_parts_of_moments() -> None:
