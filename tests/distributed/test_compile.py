@@ -107,6 +107,7 @@ def test_compiled_layers_change_no_number(
     engine.close()
 
 
+@pytest.mark.slow
 def test_many_models_of_a_process_stay_compiled(counted: CountingBackend, tmp_path: Path, process_group: None) -> None:
     # torch counts their graphs together, and would fall back to eager mode beyond eight.
     batch = from_lists([list(range(3, 20))])
