@@ -101,7 +101,7 @@ bench: $(SETUP)
 # In turns with TRL, which has an environment of its own.
 bench-trl: $(SETUP)
 	.ci/setup-trl
-	$(PY) -m benchmarks --only rl
+	$(PY) -m benchmarks --only rl trl step mcore preference
 
 soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)

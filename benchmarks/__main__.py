@@ -1,6 +1,6 @@
 """Run all benchmarks (`make bench`) and print one table at the end. Takes about three quarters of an hour on two cores.
 
-python -m benchmarks [--only step mcore preference memory head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
+python -m benchmarks [--only step mcore preference memory trl head load checkpoint startup balance worker data generation serving rl gpu] [--steps 16]
 """
 
 import argparse
@@ -9,8 +9,10 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+TRL = Path(__file__).parents[1] / ".venv-trl" / "bin" / "python"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -34,6 +36,8 @@ def commands(steps: int) -> dict[str, list[list[str]]]:
             for case, before in (("sft", []), ("sft", [*TORCHRUN, "2"]), ("mcore", []), ("dpo", []), ("rm", []))
             for who in ("engine", "bare")
         ],
+        # In TRL's own environment, where `make bench-trl` has built it.
+        "trl": [["benchmarks/trl_steps.py", "--task", task, "--steps", str(steps)] for task in ("sft", "dpo", "rm")],
         "head": [["-m", "benchmarks.head"]],
         "load": [[*TORCHRUN, "4", "-m", "benchmarks.load"]],
         "checkpoint": [[*TORCHRUN, "2", "-m", "benchmarks.checkpoint"]],
@@ -64,9 +68,13 @@ def main() -> int:
     for name, runs in commands(args.steps).items():
         if args.only and name not in args.only:
             continue
+        python = TRL if name == "trl" else Path(sys.executable)
+        if not python.exists():
+            print(f"left out {name}: there is no {python}; make bench-trl builds it", file=sys.stderr)
+            continue
         for words in runs:
             print(f"running {' '.join(words)}", file=sys.stderr, flush=True)
-            done = subprocess.run([sys.executable, *words], env=environment, text=True, capture_output=True, check=False)
+            done = subprocess.run([str(python), *words], env=environment, text=True, capture_output=True, check=False)
             rows += [(name, json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
             if done.returncode:
                 failed += 1

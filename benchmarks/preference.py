@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from benchmarks.bare import BareLoop
-from benchmarks.step import TOKENS, documents, model_config
+from benchmarks.workload import TOKENS, documents, model_config, sharing_pairs
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, SharePrefixes
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
@@ -92,12 +92,7 @@ def global_batch(step: int, shared: bool) -> GlobalBatch:
     """Return a step's documents as pairs."""
     texts, supervised = documents(step)
     if shared:
-        for i in range(0, len(texts), 2):
-            both = texts[i] + texts[i + 1]
-            size = len(both) // 2
-            prompt = size // 2
-            texts[i], texts[i + 1] = both[:size], both[:prompt] + both[prompt - size :]
-            supervised[i] = supervised[i + 1] = [j >= prompt for j in range(size)]
+        texts, supervised = sharing_pairs(texts)
     samples = [Sample(str(i), t, s, i % 2 == 0) for i, (t, s) in enumerate(zip(texts, supervised, strict=True))]
     return GlobalBatch(lengths=[len(t) for t in texts], read=lambda i: samples[i], width=2, compared=True)
 

@@ -9,7 +9,6 @@ by the bare loops', and the spread is that of the two bare loops. The gradient n
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.bare import BareLoop
+from benchmarks.workload import TOKENS, documents, model_config
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.loss import StepResult
 from drivetrain.engine.packing.batch import PackedBatch
@@ -27,33 +27,6 @@ from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
-
-EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
-
-
-def model_config(kv_heads: int = 3) -> Qwen3Config:
-    """Return the config of a model with about 22 million parameters."""
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=10,
-        num_attention_heads=6,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-
-
-def documents(step: int) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return 16 documents of lognormal lengths from 16 to 1024, 2048 tokens in total; the first third of each is a prompt."""
-    g = torch.Generator().manual_seed(step)
-    values = torch.exp(torch.randn(EXAMPLES, generator=g) * 0.9 + math.log(110)).clamp(16, 1024)
-    lengths = (values * (TOKENS / values.sum())).int().clamp(16, 1024).tolist()
-    lengths[lengths.index(max(lengths))] += TOKENS - sum(lengths)
-    texts = [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
-    return texts, [[i >= n // 3 for i in range(n)] for n in lengths]
 
 
 def share(step: int, rank: int, size: int) -> tuple[PackedBatch, float]:

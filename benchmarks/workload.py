@@ -1,0 +1,45 @@
+"""The model and the documents of the CPU benchmarks of a training step. Imports nothing of this project: TRL's environment has none of it."""
+
+import math
+
+import torch
+from transformers import Qwen3Config
+
+EXAMPLES, TOKENS, VOCABULARY = 16, 2048, 8192
+
+
+def model_config(kv_heads: int = 3) -> Qwen3Config:
+    """Return the config of a model with about 22 million parameters."""
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=10,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def documents(step: int) -> tuple[list[list[int]], list[list[bool]]]:
+    """Return 16 documents of lognormal lengths from 16 to 1024, 2048 tokens in total; the first third of each is a prompt."""
+    g = torch.Generator().manual_seed(step)
+    values = torch.exp(torch.randn(EXAMPLES, generator=g) * 0.9 + math.log(110)).clamp(16, 1024)
+    lengths = (values * (TOKENS / values.sum())).int().clamp(16, 1024).tolist()
+    lengths[lengths.index(max(lengths))] += TOKENS - sum(lengths)
+    texts = [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    return texts, [[i >= n // 3 for i in range(n)] for n in lengths]
+
+
+def sharing_pairs(texts: list[list[int]]) -> tuple[list[list[int]], list[list[bool]]]:
+    """Return the documents as pairs of equal length that begin with the same prompt, which is half of their tokens."""
+    pairs, supervised = [], []
+    for i in range(0, len(texts), 2):
+        both = texts[i] + texts[i + 1]
+        size = len(both) // 2
+        prompt = size // 2
+        pairs += [both[:size], both[:prompt] + both[prompt - size :]]
+        supervised += [[j >= prompt for j in range(size)]] * 2
+    return pairs, supervised
