@@ -5,9 +5,11 @@ torchrun --nproc-per-node 2 -m benchmarks.memory --case sft --who engine | bare 
 """
 
 import argparse
-import copy
 import json
+import os
 import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -49,19 +51,26 @@ def engine(case: str) -> Callable[[int], Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     path = [tempfile.mkdtemp(prefix="drivetrain-bench-")]
     dist.broadcast_object_list(path)
+    if rank == 0:
+        # By another process: what this one has used once would count.
+        words = [sys.executable, "-m", "benchmarks.memory", "--case", case, "--write", path[0]]
+        subprocess.run(words, check=True, env={k: v for k, v in os.environ.items() if k != "RANK"})
+    dist.barrier()
     if case in ("dpo", "rm"):
-        loop = (BareDPO if case == "dpo" else BareRM)(model_config(), "none", LR)
-        write_models(path[0], loop, case)
-        del loop
         method, trained = built(case, path[0], "auto")
         return lambda step: trained.train_batch(method.batch(trained, global_batch(step, False), training=True), method.loss)
-    if rank == 0:
-        config = copy.deepcopy(model_config(2 if case == "mcore" else 3))
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path[0])
-    dist.barrier()
     layout = ParallelConfig() if case == "mcore" else ParallelConfig(dp_replicate=world)
     made = build("mcore" if case == "mcore" else "fsdp", path[0], layout, LR)
     return lambda step: made.train_batch(share(step, rank, world)[0], SFTLoss())
+
+
+def write(case: str, folder: str) -> None:
+    """Write the models that an engine reads."""
+    if case in ("dpo", "rm"):
+        write_models(folder, (BareDPO if case == "dpo" else BareRM)(model_config(), "none", LR), case)
+    else:
+        config = model_config(2 if case == "mcore" else 3)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 def main() -> None:
@@ -69,7 +78,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=("sft", "mcore", "dpo", "rm"), default="sft")
     parser.add_argument("--who", choices=("engine", "bare"), default="engine")
+    parser.add_argument("--write", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write:
+        write(args.case, args.write)
+        return
     torch.set_num_threads(1)
     init_distributed()
     step = (engine if args.who == "engine" else bare)(args.case)
