@@ -118,6 +118,12 @@ class BaseEngine(CheckpointableEngine):
         self._sharing()
         self._check_model(self._resolved())
 
+    def describe_settings(self) -> list[str]:
+        """Return lines about what `auto` has come to mean: computation, recomputation, compilation; and the estimate of memory, if any."""
+        compiled = "compiled" if self.config.compile else "not compiled"
+        settings = f"computation in {self.config.precision.compute}, recompute={self.config.recompute}, layers {compiled}"
+        return [settings, *([self.memory_estimate] if self.memory_estimate else [])]
+
     def _sharing(self) -> SharePrefixes:
         """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""
         if not self.capabilities.shared_prefixes:

@@ -46,16 +46,10 @@ def _announce_layout(engine: BaseEngine, samples: int, total_steps: int) -> None
     processes = "process" if size == 1 else "processes"
     device = engine.topology.device.type
     log.info("%d samples, %d steps; %d %s on %s, %s", samples, total_steps, size, processes, device, layout)
-    shape, settings = engine.model_shape, engine.config
+    shape = engine.model_shape
     log.info("%d parameters, %d of them trainable", shape.parameters, shape.parameters_trained)
-    log.info(
-        "computation in %s, recompute=%s, layers %s",
-        settings.precision.compute,
-        settings.recompute,
-        "compiled" if settings.compile else "not compiled",
-    )
-    if engine.memory_estimate:
-        log.info("%s", engine.memory_estimate)
+    for line in engine.describe_settings():
+        log.info("%s", line)
 
 
 def _announce_sources(config: RunConfig, data: RunData, sampler: Sampler) -> None:

@@ -260,6 +260,8 @@ class RLTrainer:
             run.total_steps,
             prompts.order.batch_size * config.rl.group_size,
         )
+        for line in run.phases.group["actor"].describe_settings():
+            log.info("actor: %s", line)
         log.info("loss: %s", self._algorithm.loss_text)
         if self._algorithm.advantage is not None:
             log.info("advantages: %s", self._algorithm.advantage_text)

@@ -113,6 +113,11 @@ class Worker:
         return {"parameters": parameters, "gradients": trained, "optimizer": 2 * trained}
 
     @register("all")
+    def describe_settings(self) -> list[str]:
+        """Return lines about what `auto` has come to mean in the engine's settings. See `BaseEngine.describe_settings`."""
+        return self.engine.describe_settings()
+
+    @register("all")
     def save_checkpoint(self, root: Path | str, step: int, extra: Mapping[str, Any] | None = None) -> str:
         """Write the checkpoint `root/step-XXXXXXXX` and return its folder. See `BaseEngine.save_checkpoint`."""
         return self.engine.save_checkpoint(root, step, extra)
