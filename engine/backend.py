@@ -115,7 +115,13 @@ class Backend(ABC):
             state=shape.parameters * copies * item / self.topology.size,
             unsharded_gradients=0.0,
             activations=activation_bytes(shape, self.config, p, self.config.micro_batch.max_tokens),
-            head=head_bytes(shape.vocabulary, shape.hidden, self.topology.device.type, trained=shape.head_trained > 0),
+            head=head_bytes(
+                shape.vocabulary,
+                shape.hidden,
+                self.topology.device.type,
+                training=self.optim_config is not None,
+                trained=shape.head_trained > 0,
+            ),
         )
 
     def _settle(self, memory: float) -> None:

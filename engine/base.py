@@ -164,8 +164,10 @@ class BaseEngine(CheckpointableEngine):
                 torch.use_deterministic_algorithms(True)
             with self.topology.collective_errors():
                 self._check_model(self.topology.parallel)
+            with self.topology.collective_errors():
+                memory = free_bytes(self.topology.device, self.topology.size)
             # The least of all ranks, which have to choose alike.
-            memory = min(self.topology.all_gather_object(free_bytes(self.topology.device, self.topology.size)))
+            memory = min(self.topology.all_gather_object(memory))
             with self.topology.collective_errors():
                 self._settle(memory)
             with self.topology.collective_errors():

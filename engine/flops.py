@@ -30,6 +30,7 @@ class ModelShape:
         positions: The length of the longest document that the model supports; None if it is not known.
         vocabulary: The number of rows of the input embeddings, an exclusive upper bound for token ids; 0 if it is not known.
         hidden: The size of a hidden state.
+        experts: The number of the parameters that belong to experts.
     """
 
     weights: float
@@ -42,6 +43,7 @@ class ModelShape:
     positions: int | None = None
     vocabulary: int = 0
     hidden: int = 1
+    experts: int = 0
 
     @property
     def attention_ratio(self) -> float:

@@ -8,6 +8,9 @@ up, and then the device waits for new work. A step of an engine has these, whate
   (`equal` in `ops/linear_head.py`), because the other way is to compute its logits again;
 - once, the sums of the loss and its metrics (`_local_scalar_dense` or a copy in `step.py`);
 - once, the norm of the gradient, which decides whether the step is taken.
+
+Mixtures whose experts are on other ranks wait in every layer too, for how many tokens go where; and AdamW's moments on the host are waited
+for at the end of a step.
 """
 
 import traceback

@@ -35,7 +35,9 @@ def resolve_device(config: EngineConfig, *, cuda: bool, can_compile: bool) -> En
     precision = replace(config.precision, compute=compute_dtype(config.precision, cuda=cuda))
     if config.precision.compute == "auto" and precision.reduce == "float32" and precision.compute == "float64":
         precision = replace(precision, reduce="float64")
-    return replace(config, precision=precision, compile=cuda and can_compile if config.compile == "auto" else config.compile)
+    # The exchange of tokens between experts depends on data, so a layer with one would be compiled in pieces, again and again.
+    compiled = cuda and can_compile and config.parallel.ep == 1
+    return replace(config, precision=precision, compile=compiled if config.compile == "auto" else config.compile)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,9 +164,12 @@ class LossAccumulator:
 
 def _totals(sums: Sequence[Sequence[Tensor | float]]) -> list[float]:
     """Return the sum of each list of scalars, with one transfer from the device for all of them."""
-    tensors = [value for values in sums for value in values if isinstance(value, Tensor)]
+    tensors = [value for values in sums for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
     numbers = iter(torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else ())
-    return [sum(next(numbers) if isinstance(v, Tensor) else float(v) for v in values) for values in sums]
+    # A loss may count on the host what it adds up on the device.
+    return [
+        sum(next(numbers) if isinstance(v, Tensor) and v.device.type != "cpu" else float(v) for v in values) for values in sums
+    ]
 
 
 class OutputCollector:

@@ -31,10 +31,12 @@ from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_
 from .build import Built, Described, build, check_config, describe
+from .host_moments import PART_BYTES
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .packed_model import PackedModel
 from .replicas import sum_gradients
+from .shard import needs_fsdp
 from .state import parameter_shards, stored_slices_of, stream_weights, tensor_shards, weight_shapes
 
 
@@ -95,6 +97,11 @@ class FSDPEngine(BaseEngine):
     # ---- build ---------------------------------------------------------------------------------------------------
 
     def _check_model(self, parallel: ParallelConfig) -> None:
+        if self.config.compile is True and parallel.ep > 1:
+            raise ConfigError(
+                f"engine.compile=true with engine.parallel.ep={parallel.ep}: layers that exchange tokens between experts cannot be "
+                "compiled; set engine.compile to auto or false, or ep to 1"
+            )
         check_config(self.hf_config, self.model_config, parallel, self.options)
 
     def _memory_needs(self) -> MemoryNeeds:
@@ -104,9 +111,13 @@ class FSDPEngine(BaseEngine):
         training = self.optim_config is not None
         moments = 2 * params if training and self.optim_config.name == "adamw" else 0  # type: ignore[union-attr]
         kept = 0 if config.offload.params == "host" else params
-        moments = 0 if config.offload.optimizer == "host" else moments
+        on_host, moments = moments * (config.offload.optimizer == "host"), moments * (config.offload.optimizer != "host")
         state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
-        is_wrapped = shards > 1 or config.precision.compute != config.precision.params
+        # Those on the host come in two parts at a time.
+        state += min(2 * PART_BYTES, shape.parameters_trained * on_host / shards)
+        is_wrapped = (
+            shards > 1 or p.ep > 1 or needs_fsdp(self._described.meta_model if self._model is None else self._root, config)
+        )
         if is_wrapped:
             # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
             vocabulary = shape.vocabulary * shape.hidden
@@ -118,7 +129,13 @@ class FSDPEngine(BaseEngine):
             if is_wrapped and training
             else 0.0,
             activations=activation_bytes(shape, config, p, config.micro_batch.max_tokens),
-            head=head_bytes(shape.vocabulary, shape.hidden, self.topology.device.type, trained=shape.head_trained > 0),
+            head=head_bytes(
+                shape.vocabulary,
+                shape.hidden,
+                self.topology.device.type,
+                training=self.optim_config is not None,
+                trained=shape.head_trained > 0,
+            ),
         )
 
     def _settle(self, memory: float) -> None:
@@ -194,7 +211,10 @@ class FSDPEngine(BaseEngine):
 
     def _set_training(self, training: bool) -> None:
         self._root.train(training)
-        # Without a backward pass modules may stay gathered, and the state would have full tensors where shards are expected.
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free gathered parameters. Without a backward pass modules may stay gathered, and would be read where shards are expected."""
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -216,6 +236,7 @@ class FSDPEngine(BaseEngine):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _local_shards(self) -> Iterator[LocalShard]:
+        self._reshard()
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
         for local_shard in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
@@ -260,9 +281,11 @@ class FSDPEngine(BaseEngine):
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `BaseEngine.weight_shapes`."""
         check_adapters(adapters)
+        self._reshard()
         return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+        self._reshard()
         return stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
     def _free(self) -> None:

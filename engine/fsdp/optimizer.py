@@ -4,7 +4,7 @@ Parameters are DTensors, but the update is elementwise, so it needs no DTensor a
 allow a single fused kernel and keep the state plain for checkpoints.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..config import OptimConfig
 from ..hf.names import hf_name
 from ..lr_schedule import is_decayed
-from .host_moments import HostMoments
+from .host_moments import HostMoments, Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,40 +31,30 @@ class ShardOptimizer:
     def __init__(self, root: nn.Module, optim: OptimConfig, *, on_host: bool) -> None:
         self._root = root
         self._views: dict[str, nn.Parameter] = {}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        decayed: dict[str, bool] = {}
         for name, parameter in root.named_parameters():
             if parameter.requires_grad:
-                view = self._views[name] = nn.Parameter(_local(parameter), requires_grad=True)
-                groups[is_decayed(hf_name(name).name, parameter.dim())].append(view)
+                self._views[name] = nn.Parameter(_local(parameter), requires_grad=True)
+                decayed[name] = is_decayed(hf_name(name).name, parameter.dim())
         self._moments = MOMENTS if optim.name == "adamw" else ()
-        decayed = {view: weight for weight, views in groups.items() for view in views}
-        ordered = list(self._views.values())
-        self._host = HostMoments(ordered, self._moments) if on_host and self._moments else None
-        parts = [range(len(ordered))] if self._host is None else self._host.parts
-        # One optimizer for each part of the moments that is on the device at a time.
-        self._optimizers = [self._make([ordered[i] for i in part], decayed, optim) for part in parts]
-        self._owner = {
-            view: optimizer for optimizer in self._optimizers for group in optimizer.param_groups for view in group["params"]
-        }
-        for i, view in enumerate(ordered if self._moments else ()):
-            # The state is created here rather than in the first step, so that a checkpoint can be loaded before one.
-            moments = {kind: torch.zeros_like(view, requires_grad=False) for kind in self._moments if self._host is None}
-            self._owner[view].state[view] = {
-                "step": torch.zeros((), dtype=torch.float32, device=view.device),
-                **(moments if self._host is None else self._host.host[i]),
-            }
+        names = list(self._views)
+        self._host = HostMoments(list(self._views.values()), self._moments) if on_host and self._moments else None
+        self._parts = [list(self._views.items())]
+        """Name and what is updated, of each part of the moments that is on the device at a time: shards, or flat pieces of them."""
+        if self._host is not None:
+            self._parts = [[(names[p.index], self._piece(names[p.index], p)) for p in part] for part in self._host.parts]
+        self._optimizers = [_optimizer(part, decayed, optim) for part in self._parts]
+        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+            for _, target in part if self._moments else ():
+                # The state is created here rather than in the first step, so that a checkpoint can be loaded before one.
+                kinds = self._moments if self._host is None else ()
+                optimizer.state[target] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=target.device),
+                    **{kind: torch.zeros_like(target, requires_grad=False) for kind in kinds},
+                }
 
-    def _make(
-        self, views: Sequence[nn.Parameter], decayed: Mapping[nn.Parameter, bool], optim: OptimConfig
-    ) -> torch.optim.Optimizer:
-        settings: list[dict[str, Any]] = [
-            {"params": some, "weight_decay": optim.weight_decay if weight else 0.0}
-            for weight in (True, False)
-            if (some := [view for view in views if decayed[view] == weight])
-        ]
-        if optim.name == "adamw":
-            return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-        return torch.optim.SGD(settings, lr=optim.lr, fused=True)
+    def _piece(self, name: str, piece: Piece) -> nn.Parameter:
+        return nn.Parameter(self._views[name].detach().view(-1)[piece.start : piece.end], requires_grad=True)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's parts of all gradients, which share their memory, and collect them for the next `step`."""
@@ -92,32 +82,58 @@ class ShardOptimizer:
     def _step_part(self, number: int, moments: list[dict[str, Tensor]]) -> None:
         """Update one part with its moments on the device."""
         assert self._host is not None
-        optimizer, ordered = self._optimizers[number], list(self._views.values())
-        for i, there in zip(self._host.parts[number], moments, strict=True):
-            optimizer.state[ordered[i]].update(there)
-        optimizer.step()
-        for i in self._host.parts[number]:
-            optimizer.state[ordered[i]].update(self._host.host[i])
+        optimizer, part = self._optimizers[number], self._parts[number]
+        try:
+            for (name, target), piece, there in zip(part, self._host.parts[number], moments, strict=True):
+                gradient = self._views[name].grad
+                target.grad = None if gradient is None else gradient.reshape(-1)[piece.start : piece.end]
+                optimizer.state[target].update(there)
+            optimizer.step()
+        finally:
+            # The moments are in memory that the part after the next one takes.
+            for _, target in part:
+                target.grad = None
+                for kind in self._moments:
+                    optimizer.state[target].pop(kind, None)
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Return the moments of a parameter's shard, by kind."""
-        view = self._views[name]
-        state = self._owner[view].state[view]
+        if self._host is not None:
+            return self._host.host[list(self._views).index(name)]
+        state = self._optimizers[0].state[self._views[name]]
         return {kind: state[kind] for kind in self._moments}
+
+    def _steps(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the step counts; those of the pieces of a shard are equal."""
+        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+            yield from ((name, optimizer.state[target]["step"]) for name, target in part)
 
     @property
     def counts(self) -> dict[str, float]:
         """The number of steps of each parameter; a step without a gradient for it does not count, and SGD has no counts."""
-        if not self._moments:
+        if not self._moments or not self._views:
             return {}
+        names, steps = zip(*self._steps(), strict=True)
         # One transfer from the device for all of them.
-        steps = torch.stack([self._owner[view].state[view]["step"] for view in self._views.values()])
-        return dict(zip(self._views, steps.tolist(), strict=True))
+        return dict(zip(names, torch.stack(steps).tolist(), strict=True))
 
     def restore(self, counts: Mapping[str, float]) -> None:
         """Restore the step counts from an earlier `counts`."""
-        for name, view in self._views.items():
-            self._owner[view].state[view]["step"].fill_(counts[name])
+        for name, step in self._steps():
+            step.fill_(counts[name])
+
+
+def _optimizer(
+    part: Sequence[tuple[str, nn.Parameter]], decayed: Mapping[str, bool], optim: OptimConfig
+) -> torch.optim.Optimizer:
+    settings: list[dict[str, Any]] = [
+        {"params": targets, "weight_decay": optim.weight_decay if weight else 0.0}
+        for weight in (True, False)
+        if (targets := [target for name, target in part if decayed[name] == weight])
+    ]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return torch.optim.SGD(settings, lr=optim.lr, fused=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

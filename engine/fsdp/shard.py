@@ -45,15 +45,9 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     A model that is not split over ranks, and that neither casts nor offloads, is not wrapped: FSDP would copy its parameters twice
     per step and its gradients three times, for no benefit. `replicas.sum_gradients` then serves its replicas.
     """
-    precision = config.precision
-    # The compute dtype is also set where it is the stored one, if adapters are stored in float32 beside the base weights.
-    mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
-    compute = getattr(torch, precision.compute) if mixed else None
-    reduce = getattr(torch, precision.reduce) if precision.reduce != precision.compute else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    whole_model = mesh.size(mesh.ndim - 1) == 1 and experts is None
-    if whole_model and compute is None and reduce is None and config.offload.params == "none":
+    if mesh.size(mesh.ndim - 1) == 1 and experts is None and not needs_fsdp(root, config):
         return
+    policy = _policy(root, config)
     offload = OffloadPolicy()
     if config.offload.params == "host":
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -75,6 +69,22 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _policy(root: nn.Module, config: EngineConfig) -> MixedPrecisionPolicy:
+    precision = config.precision
+    # The compute dtype is also set where it is the stored one, if adapters are stored in float32 beside the base weights.
+    mixed = precision.compute != precision.params or len({p.dtype for p in root.parameters()}) > 1
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute) if mixed else None,
+        reduce_dtype=getattr(torch, precision.reduce) if precision.reduce != precision.compute else None,
+    )
+
+
+def needs_fsdp(root: nn.Module, config: EngineConfig) -> bool:
+    """Return whether a model that is not split over ranks needs FSDP all the same: for its number formats, or to be offloaded."""
+    policy = _policy(root, config)
+    return policy.param_dtype is not None or policy.reduce_dtype is not None or config.offload.params != "none"
 
 
 def local_slice(tensor: Tensor) -> tuple[TensorSlice, Tensor]:

@@ -20,11 +20,14 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     experts = experts_of(config) or 1
     routed = config.num_experts_per_tok if experts > 1 else 1
     weights = trained = 0.0
+    of_experts = 0
     for parameter in lm.get_decoder().parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings or parameter is head.weight:
             continue
         # A mixture's experts are one parameter `[E, ...]`, of which each token uses only some.
-        active = parameter.numel() * (routed / experts if parameter.dim() == 3 and len(parameter) == experts else 1.0)
+        is_expert = parameter.dim() == 3 and len(parameter) == experts
+        active = parameter.numel() * (routed / experts if is_expert else 1.0)
+        of_experts += parameter.numel() * is_expert
         weights += active
         trained += active * parameter.requires_grad
     return ModelShape(
@@ -38,6 +41,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
         positions=context_of(config),
         vocabulary=len(lm.get_input_embeddings().weight),
         hidden=config.hidden_size,
+        experts=of_experts,
     )
 
 

@@ -141,15 +141,18 @@ class MCoreEngine(BaseEngine):
 
     def _memory_needs(self) -> MemoryNeeds:
         shape, p = self.model_shape, self.topology.parallel
-        compute = ITEMSIZE[self.config.precision.compute]
-        parts = p.tp * p.pp
-        state = shape.parameters * compute / parts
+        bytes_each = float(ITEMSIZE[self.config.precision.compute])
+        sharded = 0.0
         if self.optim_config is not None:
-            # A buffer for all gradients of the part; moments, and the parameters in float32 if they are not, are sharded.
-            copies = 2 if self.config.precision.compute == "float32" else 3
-            shards = self.topology.size / parts
-            state += shape.parameters_trained * (ITEMSIZE[self.config.precision.reduce] + 4 * copies / shards) / parts
-        return replace(super()._memory_needs(), state=state)
+            # A buffer for all gradients of this rank's part; moments, and the parameters in float32 if they are not, are sharded.
+            trained = shape.parameters_trained / max(1, shape.parameters)
+            bytes_each += trained * ITEMSIZE[self.config.precision.reduce]
+            sharded = trained * 4 * (2 if self.config.precision.compute == "float32" else 3)
+        part = (shape.parameters - shape.experts) / (p.tp * p.pp) + shape.experts / (p.ep * p.etp * p.pp)
+        needs = super()._memory_needs()
+        # Of what a layer keeps, only the results of activation functions are computed again: a fifth of it.
+        kept = {**needs.activations, "selective": 0.8 * needs.activations["none"]}
+        return replace(needs, state=part * bytes_each + shape.parameters * sharded / self.topology.size, activations=kept)
 
     def _settle(self, memory: float) -> None:
         if self.config.recompute == "auto" and self._architecture.router is not None:

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..torch_private import constant_floats
+from ..torch_private import compile_settings, constant_floats
 from .packed_context import PackedContext
 
+GRAPHS = 64
+"""Graphs of all models of a process: with and without gradients, windows, parents, soft caps, for each number of heads."""
 BLOCK = 128
 """Tokens of a block, the kernel's own default."""
 
@@ -35,7 +37,7 @@ def compile_flex(backend: Any = "inductor") -> Any:
     Args:
         backend: The backend of torch.compile.
     """
-    compiled = torch.compile(flex_attention, backend=backend)
+    compiled = torch.compile(flex_attention, backend=backend, **compile_settings(GRAPHS))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("score_mod") is None:

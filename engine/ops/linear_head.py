@@ -12,6 +12,7 @@ Axes: T tokens, C tokens of a chunk, H hidden size, V vocabulary (this rank's ro
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +76,10 @@ def chunk_tokens(vocabulary: int, device_type: str) -> int:
     return max(SMALLEST_CHUNK, tokens // SMALLEST_CHUNK * SMALLEST_CHUNK)
 
 
-def head_bytes(vocabulary: int, hidden: int, device_type: str, *, trained: bool) -> int:
+def head_bytes(vocabulary: int, hidden: int, device_type: str, *, training: bool, trained: bool) -> int:
     """Return the memory that the head needs beside its parameters: chunks of logits, those kept, and the weight's gradient."""
     chunk = chunk_tokens(vocabulary, device_type) * vocabulary * 4
-    kept = KEPT_BYTES.get(device_type, KEPT_BYTES["cuda"]) if trained else 0
+    kept = KEPT_BYTES.get(device_type, KEPT_BYTES["cuda"]) if training else 0
     return 3 * chunk + kept + (4 * vocabulary * hidden if trained else 0)
 
 
@@ -148,14 +149,27 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
+@cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's product of 16-bit matrices can be added to a float32 matrix; some versions want the format of the factors."""
+    tiny = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(torch.zeros(16, 16, device=device), tiny, tiny, out_dtype=torch.float32)
+    except RuntimeError as e:
+        if "dtype" not in str(e):
+            raise
+        return False
+    return True
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `total` in place, whose precision is at least theirs."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif _widening(a.device.type, a.dtype):
+    elif _widening(a.device.type, a.dtype) and _adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        total += a @ b
+        total += _product(a, b)
 
 
 def _logits(h_ch: Tensor, w_vh: Tensor, bias_v: Tensor | None, s: _Settings) -> tuple[Tensor, Tensor | None]:
@@ -306,7 +320,9 @@ class _LinearHead(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         early = _Accumulator(h_th, w_vh, bias_v, wanted) if expected_grads is not None and any(wanted) else None
         budget = KEPT_BYTES.get(h_th.device.type, KEPT_BYTES["cuda"])
-        keeps = any(wanted) and early is None and tokens * len(w_vh) * accurate.itemsize <= budget
+        # With a soft cap its derivative is kept too.
+        size = tokens * len(w_vh) * accurate.itemsize * (1 if s.transform.softcap is None else 2)
+        keeps = any(wanted) and early is None and size <= budget
         kept: list[tuple[Tensor, Tensor | None]] = []
         for start in range(0, tokens, s.chunk):
             part = slice(start, start + s.chunk)

@@ -68,6 +68,8 @@ def init_distributed(
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_expandable = False
+"""Whether `configure_allocator` has changed the allocator."""
 
 
 def configure_allocator() -> None:
@@ -75,21 +77,23 @@ def configure_allocator() -> None:
 
     vLLM's own allocator does not work with this and is kept from it where it runs in the same process (`fixed_segments`).
     """
+    global _expandable
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch_private.set_expandable_segments(True)
+        _expandable = True
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
     """Let CUDA's allocator not grow its segments inside the block, for code with an allocator of its own."""
-    ours = torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES)
-    if ours:
-        torch_private.set_expandable_segments(False)
+    if not _expandable:
+        yield
+        return
+    torch_private.set_expandable_segments(False)
     try:
         yield
     finally:
-        if ours:
-            torch_private.set_expandable_segments(True)
+        torch_private.set_expandable_segments(True)
 
 
 def close_distributed() -> None:

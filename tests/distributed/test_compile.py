@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from drivetrain.engine.config import ParallelConfig
+from drivetrain.engine.config import EngineConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp.compile import compile_layers
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.resolve import resolve_device
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build, close_to, reference_steps, steps
 from helpers.harness import run_ranks
@@ -157,6 +159,17 @@ def test_shared_prefixes_are_compiled(counted: CountingBackend, tmp_path: Path, 
         engine.close()
     assert counted.counts["calls"] > 0
     close_to(found[:1], found[1:])
+
+
+def test_layers_that_exchange_tokens_are_not_compiled(tmp_path: Path, process_group: None) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    parallel = ParallelConfig(ep=2)
+    with pytest.raises(
+        ConfigError, match=r"engine\.compile=true with engine\.parallel\.ep=2: .*; set engine\.compile to auto"
+    ):
+        build(folder, compile=True, parallel=parallel)
+    config = EngineConfig(parallel=parallel)
+    assert resolve_device(config, cuda=True, can_compile=True).compile is False
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")

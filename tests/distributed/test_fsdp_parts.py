@@ -227,3 +227,20 @@ def test_a_micro_batch_reaches_the_layers_as_it_is(
     assert len(set(contexts)) == 1
     assert len(logits) == 1
     engine.close()
+
+
+def test_weights_read_in_a_mode_are_those_that_are_stored(tmp_path: Path, process_group: None) -> None:
+    # One rank keeps its copies in the format of computation until the mode ends; they must not be taken for the parameters.
+    engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=PrecisionConfig(compute="bfloat16"))
+    stored = weights(engine)
+    shapes = engine.weight_shapes()
+    with engine.eval_mode():
+        engine.infer_batch(from_lists([list(range(3, 40))]), OutputRequest(log_probs=True))
+        assert engine.weight_shapes() == shapes
+        found = weights(engine)
+        assert all(shard.data.dtype == torch.float32 for shard in engine._local_shards())
+    assert found.keys() == stored.keys()
+    for name, value in stored.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(found[name], value)
+    engine.close()

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from drivetrain.engine import base as base_module
-from drivetrain.engine.config import MicroBatchConfig, ParallelConfig, PrecisionConfig
+from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.engine.resolve import USABLE, activation_bytes
+from drivetrain.engine.resolve import USABLE
 from drivetrain.engine.torch_private import storage_key, unsharded_gradients
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build
@@ -28,29 +29,56 @@ WIDE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_activations_are_about_what_is_estimated(family: str, compute: Any, tmp_path: Path, process_group: None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "mode", "family", "compute"),
+    [
+        ("fsdp", "none", "llama", "float32"),
+        ("fsdp", "none", "qwen3", "bfloat16"),
+        ("mcore", "none", "llama", "float32"),
+        ("mcore", "selective", "llama", "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fsdp", "none", "llama", "bfloat16"),
+                ("fsdp", "none", "qwen3", "float32"),
+                ("mcore", "none", "qwen3", "bfloat16"),
+                ("mcore", "selective", "qwen3", "float32"),
+            )
+        ),
+    ],
+)
+def test_activations_are_about_what_is_estimated(
+    backend: str, mode: Any, family: str, compute: Any, tmp_path: Path, process_group: None
+) -> None:
     tokens = 512
     engine: Any = build(
         save_tiny_model(tmp_path / "model", family, **WIDE),
+        backend=backend,
+        recompute=mode,
         precision=PrecisionConfig(compute=compute),
         micro_batch=MicroBatchConfig(max_tokens=tokens),
     )
     batch = from_lists([[3 + (7 * i + j) % 50 for i in range(tokens // 4)] for j in range(4)])
-    known = {storage_key(p) for p in engine._root.parameters()}
+    known = {storage_key(p) for p in engine._tensors("params")}
     kept: dict[int, Tensor] = {}
+    measured: list[int] = []
+    forward_step = engine.forward_step
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_key(tensor) not in known:
             kept[storage_key(tensor)] = tensor
         return tensor
 
+    def after_forward(*args: Any) -> Any:
+        done = forward_step(*args)
+        # Megatron frees what it computes again.
+        measured.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        return done
+
+    engine.forward_step = after_forward
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.forward_backward(batch, SFTLoss())
-    measured = sum(t.untyped_storage().nbytes() for t in kept.values())
-    estimated = activation_bytes(engine.model_shape, engine.config, engine.topology.parallel, tokens)["none"]
-    assert 0.7 < estimated / measured < 1.4
+    assert 0.7 < engine._memory_needs().activations[mode] / measured[0] < 1.4
     engine.close()
 
 
@@ -83,6 +111,26 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     memory *= 0.9
     engine = started()
     assert "may not fit" in engine.memory_estimate
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora", "wrapped"),
+    [
+        (PrecisionConfig(), 0, False),
+        (PrecisionConfig(compute="bfloat16"), 0, True),
+        # Only the format of reduction, or that of the adapters, differs.
+        (PrecisionConfig(params="bfloat16", compute="bfloat16"), 2, True),
+        (PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="bfloat16"), 0, False),
+    ],
+)
+def test_the_estimate_knows_whether_fsdp_copies_parameters(
+    precision: PrecisionConfig, lora: int, wrapped: bool, tmp_path: Path, process_group: None
+) -> None:
+    settings = {"lora": LoraConfig(rank=lora)} if lora else {}
+    engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=precision, model=settings)
+    assert isinstance(engine._root, FSDPModule) is wrapped
+    assert (engine._memory_needs().unsharded_gradients > 0) is wrapped
     engine.close()
 
 

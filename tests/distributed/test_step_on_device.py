@@ -11,7 +11,7 @@ from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, ParallelCo
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp import optimizer as optimizer_module
 from drivetrain.engine.fsdp import replicas
-from drivetrain.engine.fsdp.host_moments import HostMoments, parts_of
+from drivetrain.engine.fsdp.host_moments import HostMoments, Piece, parts_of
 from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
@@ -180,32 +180,66 @@ def test_replicas_of_a_whole_model_train_as_one(bucket: int, tmp_path: Path) -> 
 
 def test_parts_of_moments() -> None:
     assert parts_of([], 10) == []
-    assert parts_of([5, 5, 5], 10) == [[0, 1], [2]]
-    assert parts_of([50, 1, 50], 10) == [[0], [1], [2]]
+    assert parts_of([0], 10) == [[Piece(0, 0, 0)]]
+    assert parts_of([6, 5, 0, 12], 10) == [
+        [Piece(0, 0, 6), Piece(1, 0, 4)],
+        [Piece(1, 4, 5), Piece(2, 0, 0), Piece(3, 0, 9)],
+        [Piece(3, 9, 12)],
+    ]
+    for lengths in ([1], [10, 10], [25, 0, 1, 9]):
+        pieces = [piece for part in parts_of(lengths, 10) for piece in part]
+        assert [sum(p.end - p.start for p in pieces if p.index == i) for i in range(len(lengths))] == lengths
 
 
-@pytest.mark.parametrize("limit", [1, 3000, 2**29])
-def test_moments_that_come_and_go_change_no_number(
-    limit: int, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def staged_moments(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> list[HostMoments]:
     made: list[HostMoments] = []
 
     def staged(tensors: Any, kinds: Any) -> HostMoments:
-        made.append(HostMoments(tensors, kinds, limit, staged=True))
+        made.append(HostMoments(tensors, kinds, part_bytes, staged=True))
         return made[-1]
 
     monkeypatch.setattr(optimizer_module, "HostMoments", staged)
+    return made
+
+
+@pytest.mark.parametrize("part_bytes", [3000, 2**29])
+def test_moments_that_come_and_go_change_no_number(
+    part_bytes: int, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = staged_moments(monkeypatch, part_bytes)
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     engine: Any = build(folder, offload=OffloadConfig(optimizer="host"))
-    close_to(steps(engine), reference_steps(folder))
+    close_to(steps(engine, 2), reference_steps(folder, 2))
     (moments,) = made
-    assert (len(moments.parts) == 1) == (limit == 2**29)
-    assert len(moments._slots) == min(2, len(moments.parts))
-    # What is saved is what is on the host, not a slot that another part has overwritten.
-    slots = {storage_key(slot) for slot in moments._slots}
-    saved = list(engine._tensors("optimizer"))
-    assert all(float(m.abs().sum()) > 0 for m in saved)
-    assert not slots & {storage_key(m) for m in saved}
+    assert (len(moments.parts) == 1) == (part_bytes == 2**29)
+    largest = max(sum(8 * (p.end - p.start) for p in part) for part in moments.parts)
+    assert largest <= part_bytes
+    # A run that goes on from a checkpoint has the same moments and step counts.
+    engine.save_checkpoint(tmp_path / "saved", 2)
+    want = steps(engine, 3)[2]
+    engine.close()
+    resumed = build(folder, offload=OffloadConfig(optimizer="host"))
+    resumed.load_checkpoint(tmp_path / "saved" / "step-00000002")
+    assert steps(resumed, 3)[2] == pytest.approx(want, rel=1e-6)
+    resumed.close()
+
+
+def test_a_failed_part_leaves_the_moments_on_the_host(
+    tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (moments_of,) = [staged_moments(monkeypatch, 3000)]
+    engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), offload=OffloadConfig(optimizer="host"))
+    steps(engine, 1)
+    optimizer = engine._optimizer
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(optimizer._optimizers[1], "step", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        steps(engine, 1)
+    on_host = {storage_key(t) for kinds in moments_of[0].host for t in kinds.values()}
+    assert {storage_key(t) for t in engine._tensors("optimizer")} <= on_host
     engine.close()
 
 

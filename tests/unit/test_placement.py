@@ -104,7 +104,9 @@ def test_vllm_sleeps_and_wakes_by_its_rules(present: Placement, target: Placemen
 def test_the_allocator_is_configured_unless_the_user_has(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(torch_private, "set_expandable_segments", calls.append)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process_groups, "_expandable", False)
+    with process_groups.fixed_segments():
+        assert calls == []
     for name in process_groups.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:

@@ -16,6 +16,7 @@ from drivetrain.trainers.rl.algorithms import ALGORITHMS, resolve
 from drivetrain.trainers.rl.answers import Answer, equal_groups
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import answer_metrics, staleness
+from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.update import best_and_worst
 from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.workers.losses.preference import PreferenceLoss
@@ -203,3 +204,20 @@ def test_the_recipes_can_be_read() -> None:
             resolve(found)
             seen.append(name)
     assert {"grpo", "grpo_dapo", "grpo_8gpu", "ppo", "online_dpo"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((), "auto"),
+        (("rollout.dtype=float32",), "float32"),
+        (("engine.precision.compute=bfloat16",), "bfloat16"),
+        (("engine.precision.compute=float32",), "float32"),
+        (("engine.precision.params=bfloat16",), "bfloat16"),
+        (("engine.precision.params=float64",), "float32"),
+        (("engine.precision.params=float64", "engine.precision.compute=float64"), "float32"),
+        (("engine.precision.compute=float16",), "float32"),
+    ],
+)
+def test_the_number_format_of_the_generator(words: tuple[str, ...], dtype: str) -> None:
+    assert rollout_config(config(*words)).dtype == dtype

@@ -1,5 +1,6 @@
 """A step's sums: added up over micro-batches and over the ranks that count, divided once."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from drivetrain.engine.loss import TokenOutputs, loss_mask
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.engine.step import LossAccumulator
+from drivetrain.engine.step import LossAccumulator, _totals
 from drivetrain.engine.step_plan import StepPlan
 from drivetrain.workers.losses.sft import SFTLoss
 
@@ -82,3 +83,13 @@ def test_an_error_of_the_loss_is_raised_at_the_end() -> None:
     assert float(accumulator(micro_batch, outputs)) == 0.0
     with pytest.raises(AssertionError):
         accumulator.finish(Ranks())  # type: ignore[arg-type]
+
+
+def test_sums_of_numbers_wherever_they_are() -> None:
+    found = _totals([[torch.tensor(2), 3.5, torch.tensor([4.0])[0]], [], [torch.tensor(float("nan"))], [True, 1]])
+    assert found[:2] == [9.5, 0]
+    assert math.isnan(found[2])
+    assert found[3] == 2
+    # What is on the device is read at once, apart from what is on the host: meta tensors have nothing to read.
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        _totals([[torch.zeros((), device="meta"), torch.tensor(1)]])

@@ -183,7 +183,8 @@ class RolloutSettings:
         "prompts that are answered together, whose answers are judged while the next ones are generated; null: all of a step",
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "number format of the generator's weights; null: as engine.precision.compute, but float32 if that is float64"
+        None,
+        "number format of the generator's weights; null: bfloat16 if engine.precision.compute is or comes to be, otherwise float32",
     )
     max_batch_size: int = setting(256, "number of answers that a process generates at the same time")
     max_batch_total_tokens: int = setting(32768, "number of tokens of these answers and their prompts, which bounds the cache")

@@ -149,12 +149,14 @@ def check_roles(roles: Roles) -> None:
 
 def rollout_config(config: RLConfig) -> RolloutConfig:
     """Return the configuration of the generator."""
-    rollout, compute = config.rollout, config.engine.precision.compute
+    rollout, precision = config.rollout, config.engine.precision
+    # Only with float32 parameters `auto` depends on the device, which is the generator's to know.
+    compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
     return RolloutConfig(
         model=ModelConfig(path=model.path, added_tokens=model.added_tokens, trust_remote_code=model.trust_remote_code),
         generator=rollout.generator,
-        dtype=rollout.dtype or ("float32" if compute in ("float32", "float64") else compute),
+        dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else compute if compute == "auto" else "float32"),
         max_batch_size=rollout.max_batch_size,
         max_batch_total_tokens=rollout.max_batch_total_tokens,
         target_tokens_per_batch=rollout.target_tokens_per_batch,
