@@ -147,8 +147,10 @@ class FSDPEngine(BaseEngine):
         choice = choose(needs, memory, config.recompute, options.reduce_each_micro_batch, allowed)
         options = replace(options, reduce_each_micro_batch=choice.reduce_each)
         self.config = replace(config, recompute=choice.recompute, options=options)
-        each = "every micro-batch" if choice.reduce_each else "the last micro-batch of a step"
-        self.memory_estimate = f"{describe_needs(needs, choice)}; gradients are reduced after {each}"
+        self.memory_estimate = describe_needs(needs, choice)
+        if needs.unsharded_gradients:
+            each = "every micro-batch" if choice.reduce_each else "the last micro-batch of a step"
+            self.memory_estimate += f"; gradients are reduced after {each}"
 
     def _build_model(self) -> None:
         self._model = build(self._described, self.hf_config, self.model_config, self.config, self.options, self.topology)

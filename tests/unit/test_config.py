@@ -46,6 +46,7 @@ def test_overrides_win_over_recipe_and_defaults(tmp_path: Path) -> None:
         ),
         (["optim.lr=abc"], "optim.lr: Value 'abc'"),
         (["engine.recompute=sometimes"], "engine.recompute: Invalid value 'sometimes', expected one of"),
+        (["engine.compile=perhaps"], "engine.compile: Value 'perhaps' of type 'str'; use auto, true or false"),
         (["engine.backend=fsdq"], "engine.backend='fsdq' is unknown; .*did you mean 'fsdp'"),
         (["recipe=nowhere"], "recipe=nowhere does not exist; the built-in recipes are sft, sft_demo, sft_lora"),
         (["recipe=sft_lorra"], "did you mean 'sft_lora'"),

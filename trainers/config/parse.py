@@ -206,7 +206,8 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
         hint = (
             "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(e) else ""
         )
-        raise ConfigError(f"{where}{str(e).splitlines()[0]}{hint}") from e
+        told = str(e).splitlines()[0].partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
+        raise ConfigError(f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}") from e
     assert isinstance(result, cls)
     return result
 
