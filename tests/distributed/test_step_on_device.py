@@ -21,8 +21,9 @@ from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build, close_to, reference_steps, steps
 from helpers.harness import run_ranks
 
-# What reads the caller's batch, or exchanges objects through gloo, is on the host on any machine.
-ON_THE_HOST = ("losses/sft.py", "step_plan.py", "parallel/collectives.py")
+# What reads the caller's batch, or exchanges objects through gloo, is on the host on any machine. The sums of the loss are here, and are
+# read one by one; those on a device are read together.
+ON_THE_HOST = ("losses/sft.py", "step_plan.py", "parallel/collectives.py", "engine/step.py")
 
 
 def waits(syncs: HostSyncs) -> dict[str, int]:
