@@ -27,10 +27,10 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         cut = len(flat) // ROW * ROW
         for part in (flat[:cut].view(-1, ROW), flat[cut:].view(1, -1)):
             if part.numel():
-                norms = torch.linalg.vector_norm(part, dim=1, dtype=accurate)
-                total += norms.double().square().sum().to(device)
+                norms = torch.linalg.vector_norm(part, dim=1, dtype=accurate).double()
+                total += norms.dot(norms).to(device)
     for dtype, alike in by_dtype.items():
         # A few kernels for all tensors. CUDA's reductions add up in blocks, so they are as accurate as rows.
-        norms = torch.stack(foreach_norm(alike, torch.promote_types(dtype, torch.float32)))
-        total += norms.double().square().sum().to(device)
+        norms = torch.stack(foreach_norm(alike, torch.promote_types(dtype, torch.float32))).double()
+        total += norms.dot(norms).to(device)
     return total
