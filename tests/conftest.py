@@ -12,6 +12,9 @@ from helpers.gpus import hide_gpus
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread in this process and in those that tests start: sums depend on the number, and runs are compared to the last bit.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 # Tokenised data of tests is no matter of the user's own cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="drivetrain-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
@@ -47,7 +50,6 @@ def process_group() -> Iterator[None]:
 
     from drivetrain.engine.parallel.process_groups import init_distributed
 
-    torch.set_num_threads(1)
     init_distributed()
     yield
     dist.destroy_process_group()
