@@ -41,7 +41,7 @@ def measure(kind: str, tokens: int, vocabulary: int, size: int) -> dict[str, obj
         log_probs, entropy = naive(hidden, weight, targets)
         torch.autograd.backward([log_probs, entropy], [gradient, gradient * 0.01])
     elif kind == "general":
-        log_probs, entropies, _ = linear_head(hidden, weight, targets, entropy=True)
+        log_probs, entropies, *_ = linear_head(hidden, weight, targets, entropy=True)
         assert entropies is not None
         torch.autograd.backward([log_probs, entropies], [gradient, gradient * 0.01])
     else:

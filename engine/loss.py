@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .packing.batch import IGNORE, PackedBatch
 
+OUTPUTS = ("log_probs", "entropy", "values", "greedy", "sum_squared_probs")
+"""The names of the per-token outputs, in their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRequest:
@@ -22,6 +25,7 @@ class OutputRequest:
         entropy: Whether to return the entropy of the next-token distribution, in nats.
         values: Whether to return the output of the value head.
         greedy: Whether to return the most likely next token.
+        sum_squared_probs: Whether to return the sum of the squares of all next tokens' probabilities.
         temperature: The number by which the logits are divided first.
     """
 
@@ -29,12 +33,13 @@ class OutputRequest:
     entropy: bool = False
     values: bool = False
     greedy: bool = False
+    sum_squared_probs: bool = False
     temperature: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the requested outputs, in the order of `TokenOutputs`."""
-        return tuple(n for n in ("log_probs", "entropy", "values", "greedy") if getattr(self, n))
+        return tuple(n for n in OUTPUTS if getattr(self, n))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,6 +52,7 @@ class TokenOutputs:
         entropy: `[T]` float, the entropies in nats.
         values: `[T]` float, the outputs of the value head.
         greedy: `[T]` int64, the most likely next tokens' ids; they carry no gradient.
+        sum_squared_probs: `[T]` float, the sums of the squares of the next tokens' probabilities; they carry no gradient.
     """
 
     mask: Tensor
@@ -54,11 +60,11 @@ class TokenOutputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     greedy: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         """Return the requested outputs by name."""
-        outputs = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values, "greedy": self.greedy}
-        return {name: value for name, value in outputs.items() if value is not None}
+        return {name: value for name in OUTPUTS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +182,7 @@ def expected_gradient(loss: Loss, batch: PackedBatch, mask: Tensor, weights: Map
     """
     if not loss.linear:
         return None
-    names = [name for name in loss.request.names if name != "greedy"]
+    names = [name for name in loss.request.names if name in ("log_probs", "entropy", "values")]
     zeros = {name: torch.zeros(batch.num_tokens, device=batch.device, requires_grad=True) for name in names}
     with torch.enable_grad():
         total = combine(loss(TokenOutputs(mask=mask, **zeros), batch), weights)

@@ -180,7 +180,7 @@ class StepPlanner:
         if outputs.values != (self._model.head == "value") or (len(outputs.names) > 1 and outputs.values):
             raise ConfigError(
                 f"{', '.join(outputs.names) or 'nothing'} requested from a model with model.head={self._model.head}; a value "
-                "head returns values, a language-model head returns log_probs, entropy and greedy tokens"
+                "head returns values, a language-model head returns log_probs, entropy, greedy and sum_squared_probs"
             )
         plan = plan_step(
             self._topology,

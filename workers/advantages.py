@@ -192,6 +192,139 @@ def remax(rewards: Numbers, baselines: Numbers, mask: Numbers, gamma: float = 1.
     return returns - broadcast_to_tokens(baselines, mask).to(returns.dtype), returns
 
 
+def opo(rewards: Numbers, groups: Numbers, mask: Numbers) -> Tensor:
+    """Return `[B]`: each response's reward minus the mean of its group, in which longer responses weigh more.
+
+    A response without others in its group has its reward as advantage, as in verl.
+
+    Args:
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        mask: `[B, R]`, the mask of the response tokens.
+
+    Source: Hao et al. 2025, OPO, arXiv:2505.23585.
+    """
+    scores, group, counts = _grouped(rewards, groups)
+    lengths = _mask(mask).double().sum(1)
+    totals = torch.zeros(2, len(counts), dtype=torch.float64, device=scores.device)
+    totals = totals.index_add(1, group, torch.stack([lengths * scores.double(), lengths]))
+    baselines = torch.where(counts > 1, totals[0] / totals[1].clamp(min=1), torch.zeros_like(totals[0]))
+    return (scores.double() - baselines[group]).to(scores.dtype)
+
+
+def gpg(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None) -> Tensor:
+    """Return `[B]`: each response's reward minus the mean of its group, times `gpg_scale`.
+
+    Args:
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        reduce: See `gpg_scale`.
+
+    Source: Chu et al. 2025, GPG, arXiv:2504.02546.
+    """
+    return grpo(rewards, groups, scale=False) * float(gpg_scale(rewards, groups, reduce=reduce))
+
+
+def gpg_scale(rewards: Numbers, groups: Numbers, *, reduce: Reduce | None = None) -> Tensor:
+    """Return the number of responses divided by the number of those in groups whose rewards are not all equal.
+
+    It makes up for the groups that teach nothing, by which a mean over all tokens would shrink.
+
+    Args:
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        reduce: Adds up a tensor over the ranks that hold the other responses; None if there are none.
+
+    Source: Chu et al. 2025, GPG, arXiv:2504.02546, alpha. verl's count is that of the rewards that are not 0.
+    """
+    scores, group, counts = _grouped(rewards, groups)
+    largest = scores.new_full((len(counts),), float("-inf")).scatter_reduce(0, group, scores, "amax")
+    smallest = scores.new_full((len(counts),), float("inf")).scatter_reduce(0, group, scores, "amin")
+    teaching = (largest != smallest)[group].sum().double()
+    total, useful = (reduce or _alone)(torch.stack([teaching.new_tensor(float(len(scores))), teaching]))
+    return total / useful.clamp(min=1)
+
+
+def pass_at_k(rewards: Numbers, groups: Numbers, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Return `[B]`: for the best response of each group the distance to the second best, and 0 for all others.
+
+    It is the advantage of a policy that is judged by the best of its responses to a prompt. Equal best responses have 0.
+
+    Args:
+        rewards: `[B]`, the reward of each response.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        scale: Whether to divide by the group's standard deviation.
+        eps: A small constant that prevents a division by zero.
+
+    Source: Tang et al. 2025, arXiv:2503.19595; a response without others in its group has an advantage of 0.
+    """
+    scores, group, counts = _grouped(rewards, groups)
+    scores64 = scores.double()
+    low = torch.full((len(counts),), float("-inf"), dtype=torch.float64, device=scores.device)
+    best = low.scatter_reduce(0, group, scores64, "amax")
+    is_best = scores64 == best[group]
+    ties = torch.zeros_like(low).index_add(0, group, is_best.double())
+    second = low.scatter_reduce(0, group, torch.where(is_best, low[group], scores64), "amax")
+    gap = torch.where((ties == 1) & (counts > 1), best - second, torch.zeros_like(best))
+    if scale:
+        n = counts.double()
+        mean = torch.zeros_like(n).index_add(0, group, scores64) / n
+        variance = torch.zeros_like(n).index_add(0, group, (scores64 - mean[group]) ** 2) / (n - 1).clamp(min=1)
+        gap = gap / (variance.sqrt() + eps)
+    return torch.where(is_best, gap[group], torch.zeros_like(scores64)).to(scores.dtype)
+
+
+def optimal_token_baseline(
+    rewards: Numbers,
+    groups: Numbers,
+    old_log_probs: Numbers,
+    sum_squared_probs: Numbers,
+    mask: Numbers,
+    weights: Numbers | None = None,
+    eps: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """Compute the returns minus a baseline for each token position of a group, in which responses with larger gradients weigh more.
+
+    The weight of a response at a token is the sum of 1 - 2 p + sum of p^2 over its tokens so far: the squared norm of the gradient of
+    their log-probabilities with respect to the logits. Beyond the second longest response of a group the baseline is 0.
+
+    Args:
+        rewards: `[B, R]`, the reward of each token, penalties included.
+        groups: `[B]` int64, the same number for all responses to one prompt.
+        old_log_probs: `[B, R]`, log p of each token under the policy that generated it.
+        sum_squared_probs: `[B, R]`, the sum over the vocabulary of the squared probabilities.
+        mask: `[B, R]`, the mask of the response tokens.
+        weights: `[B, R]`, importance weights, whose squares multiply the weights; None if there are none.
+        eps: A small constant that prevents a division by zero.
+
+    Returns:
+        The advantages `[B, R]` and the returns `[B, R]`. A response without others in its group has its return as advantage.
+
+    Source: the estimator `optimal_token_baseline` of verl, whose weights approximate the baseline of least variance of Weaver and
+    Tao 2001, arXiv:1301.2315, for each token.
+    """
+    response_mask = _mask(mask)
+    returns = discounted_returns(rewards, mask).double()
+    log_p, squares = (
+        _numbers(name, values, response_mask.shape, response_mask).double()
+        for name, values in (("old_log_probs", old_log_probs), ("sum_squared_probs", sum_squared_probs))
+    )
+    norms = (1 - 2 * log_p.exp() + squares).clamp(min=0)
+    if weights is not None:
+        norms = norms * _numbers("weights", weights, response_mask.shape, response_mask).double() ** 2
+    norms = torch.where(response_mask, norms, 0.0)
+    energy = torch.where(response_mask, norms.cumsum(1), 0.0)
+    _, group, counts = _grouped(returns[:, 0] if returns.shape[1] else returns.new_zeros(len(returns)), groups)
+    sums = returns.new_zeros(len(counts), returns.shape[1])
+    total, weighed = (sums.index_add(0, group, values) for values in (energy, energy * returns))
+    present = sums.index_add(0, group, response_mask.double())
+    # Where one response alone is left there is nothing to compare it with.
+    baselines = torch.where(present > 1, weighed / (total + eps), torch.zeros_like(total))[group]
+    dtype = torch.promote_types(_tensor("rewards", rewards).dtype, torch.float32)
+    advantages = torch.where(response_mask, returns - baselines, 0.0)
+    return advantages.to(dtype), returns.to(dtype)
+
+
 def broadcast_to_tokens(values: Numbers, mask: Numbers) -> Tensor:
     """Return `[B, R]`: each response's advantage `[B]` at each of its tokens."""
     response_mask = _mask(mask)

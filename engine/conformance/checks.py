@@ -211,7 +211,8 @@ def _check_outputs(
 ) -> None:
     reference = Reference(engine_factory.folder, OPTIM)
     batch = engine_factory.pack(documents, indices)
-    outputs = engine.infer_batch(batch, OutputRequest(log_probs=True, entropy=True, temperature=0.7))
+    request = OutputRequest(log_probs=True, entropy=True, sum_squared_probs=True, temperature=0.7)
+    outputs = engine.infer_batch(batch, request)
     all_tokens = torch.ones(batch.num_tokens, dtype=torch.bool)
     greedy = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=all_tokens)["greedy"]
     for position, i in enumerate(indices):
@@ -228,6 +229,9 @@ def _check_outputs(
         entropy = -(distribution.exp() * distribution).sum(-1).detach()
         error = float((outputs["entropy"][start : end - 1] - entropy).abs().max()) if len(entropy) else 0.0
         assert_that(error <= 1e-4, f"entropy of document {i} differs by {error:.1e}")
+        squares = (2 * distribution).exp().sum(-1).detach()
+        error = float((outputs["sum_squared_probs"][start : end - 1] - squares).abs().max()) if len(squares) else 0.0
+        assert_that(error <= 1e-5, f"the sum of squared probabilities of document {i} differs by {error:.1e}")
         likeliest = reference.logits(documents[i]).argmax(-1)
         assert_that(torch.equal(greedy[start:end], likeliest), f"the most likely tokens of document {i} differ")
 

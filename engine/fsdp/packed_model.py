@@ -74,6 +74,7 @@ class PackedModel(HFModel):
             temperature=part.outputs.temperature,
             entropy=part.outputs.entropy,
             greedy=part.outputs.greedy,
+            sum_squared_probs=part.outputs.sum_squared_probs,
             expected=part.expected,
         )
         return {name: value for name, value in head_outputs._asdict().items() if getattr(part.outputs, name)}

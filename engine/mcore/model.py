@@ -139,6 +139,7 @@ class PackedGPTModel(GPTModel):
             temperature=outputs.temperature,
             entropy=outputs.entropy,
             greedy=outputs.greedy,
+            sum_squared_probs=outputs.sum_squared_probs,
             expected=part.expected,
             shard=VocabularyShard(group=tp, first=first_row) if tp.size() > 1 else None,
         )

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and the most likely token of a language-model head, without the logits of all tokens at once.
+"""Log-probabilities, entropy and other numbers of a language-model head's distributions, without the logits of all tokens at once.
 
 Logits exist for one chunk of tokens at a time. Between the forward and the backward pass, only the hidden states, the weight
 and one or two numbers per token are kept, and the logits if they are few; the backward pass recomputes a chunk's logits, or skips this
@@ -63,11 +63,13 @@ class HeadOutputs(NamedTuple):
         log_probs: The log-probabilities of the targets, `[T]`, at least float32.
         entropy: The entropies in nats, `[T]`, or None.
         greedy: The most likely tokens, `[T]` int64, or None. They carry no gradient.
+        sum_squared_probs: The sums of the squares of the probabilities, `[T]`, or None. They carry no gradient.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     greedy: Tensor | None
+    sum_squared_probs: Tensor | None
 
 
 def chunk_tokens(vocabulary: int, device_type: str) -> int:
@@ -93,11 +95,12 @@ def linear_head(
     temperature: float = 1.0,
     entropy: bool = False,
     greedy: bool = False,
+    sum_squared_probs: bool = False,
     expected: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> HeadOutputs:
-    """Compute the log-probability of each token's target and, if requested, the entropy and the most likely token.
+    """Compute the log-probability of each token's target and, if requested, other numbers of its distribution.
 
     Args:
         hidden_th: The hidden states, `[T, H]`.
@@ -108,6 +111,7 @@ def linear_head(
         temperature: The number that the logits are divided by, as the last step.
         entropy: Whether to compute the entropy too.
         greedy: Whether to compute the most likely token too.
+        sum_squared_probs: Whether to compute the sum of the squared probabilities too.
         expected: The gradients with respect to "log_probs" and "entropy", `[T]`, that the backward pass is expected to
             receive. They only save work: if it receives others, it computes the correct gradient from those.
         chunk: The chunk size C; by default from `chunk_tokens`.
@@ -115,12 +119,16 @@ def linear_head(
             the gradient with respect to the hidden states is this rank's part of a sum over the ranks.
     """
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
-    settings = _Settings(transform, temperature, entropy, greedy, size, shard)
+    settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, size, shard)
     expected_grads = None
     if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
         expected_grads = (expected.get("log_probs"), expected.get("entropy"))
-    log_probs, entropies, likeliest = _LinearHead.apply(hidden_th, weight_vh, bias_v, targets_t, settings, expected_grads)
-    return HeadOutputs(log_probs, entropies if entropy else None, likeliest if greedy else None)
+    log_probs, entropies, likeliest, squares = _LinearHead.apply(
+        hidden_th, weight_vh, bias_v, targets_t, settings, expected_grads
+    )
+    return HeadOutputs(
+        log_probs, entropies if entropy else None, likeliest if greedy else None, squares if sum_squared_probs else None
+    )
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ class _Settings:
     temperature: float
     entropy: bool
     greedy: bool
+    squares: bool
     chunk: int
     shard: VocabularyShard | None
 
@@ -204,6 +213,7 @@ class _Chunk:
     lse_c1: Tensor
     entropy_c: Tensor | None
     greedy_c: Tensor | None
+    squares_c: Tensor | None
 
 
 def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
@@ -211,7 +221,9 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
     if s.shard is None:
         lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
         entropy_c = lse_c1[:, 0] - torch.linalg.vecdot((z_cv - lse_c1).exp_(), z_cv) if s.entropy else None
-        return _Chunk((z_cv.gather(1, targets_c1) - lse_c1)[:, 0], lse_c1, entropy_c, z_cv.argmax(1) if s.greedy else None)
+        squares_c = (z_cv - lse_c1).exp_().square_().sum(1) if s.squares else None
+        greedy_c = z_cv.argmax(1) if s.greedy else None
+        return _Chunk((z_cv.gather(1, targets_c1) - lse_c1)[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
     group = s.shard.group
     rows = z_cv.shape[1]
     # A rank may have no rows at all if there are about as many ranks as tokens in the vocabulary.
@@ -223,6 +235,7 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
     assert here_c1 is not None
     target_c = z_cv.gather(1, local_c1).where(here_c1, 0.0)[:, 0] if rows else z_cv.new_zeros(len(z_cv))
     sums = [e_cv.sum(1), target_c, *([torch.linalg.vecdot(e_cv, z_cv)] if s.entropy else [])]
+    sums += [torch.linalg.vecdot(e_cv, e_cv)] if s.squares else []
     totals = torch.stack(sums)
     dist.all_reduce(totals, group=group)
     lse_c1 = max_c1 + totals[0].log()[:, None]
@@ -233,7 +246,8 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
         greedy_c = torch.where((local_max_c1 == max_c1)[:, 0], best_c, no_token)
         dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
     entropy_c = lse_c1[:, 0] - totals[2] / totals[0] if s.entropy else None
-    return _Chunk(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c)
+    squares_c = totals[-1] / totals[0].square() if s.squares else None
+    return _Chunk(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
 
 
 class _Accumulator:
@@ -310,12 +324,13 @@ class _LinearHead(torch.autograd.Function):
         targets_t: Tensor,
         s: _Settings,
         expected_grads: _Gradients | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         accurate = torch.promote_types(h_th.dtype, torch.float32)
         tokens = len(h_th)
         log_probs = torch.empty(tokens, dtype=accurate, device=h_th.device)
         entropies = torch.empty(tokens if s.entropy else 0, dtype=accurate, device=h_th.device)
         likeliest = torch.empty(tokens if s.greedy else 0, dtype=torch.int64, device=h_th.device)
+        squares = torch.empty(tokens if s.squares else 0, dtype=accurate, device=h_th.device)
         lse = torch.empty_like(log_probs)
         wanted = ctx.needs_input_grad[:3]
         early = _Accumulator(h_th, w_vh, bias_v, wanted) if expected_grads is not None and any(wanted) else None
@@ -333,6 +348,8 @@ class _LinearHead(torch.autograd.Function):
             log_probs[part], lse[part] = outputs.log_probs_c, outputs.lse_c1[:, 0]
             if outputs.greedy_c is not None:
                 likeliest[part] = outputs.greedy_c
+            if outputs.squares_c is not None:
+                squares[part] = outputs.squares_c
             if outputs.entropy_c is not None:
                 entropies[part] = outputs.entropy_c
             if early is not None and expected_grads is not None:
@@ -342,8 +359,8 @@ class _LinearHead(torch.autograd.Function):
         ctx.early, ctx.kept = None if early is None else early.results(), kept
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(likeliest)
-        return log_probs, entropies, likeliest
+        ctx.mark_non_differentiable(likeliest, squares)
+        return log_probs, entropies, likeliest, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:

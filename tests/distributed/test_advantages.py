@@ -11,7 +11,11 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.advantages import (
     broadcast_to_tokens,
     gae,
+    gpg,
     grpo,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
@@ -37,6 +41,10 @@ CONFIGS = {
     "reinforce": AdvantageConfig(estimator="reinforce_plus_plus", kl_coef=0.2, kl="k2"),
     "baseline": AdvantageConfig(estimator="reinforce_plus_plus_baseline"),
     "remax": AdvantageConfig(estimator="remax", kl_coef=0.1, gamma=0.9),
+    "pass at k": AdvantageConfig(estimator="pass_at_k"),
+    "opo": AdvantageConfig(estimator="opo"),
+    "gpg": AdvantageConfig(estimator="gpg"),
+    "token baseline": AdvantageConfig(estimator="optimal_token_baseline"),
 }
 
 
@@ -46,6 +54,10 @@ def batch_of() -> dict[str, Any]:
     shape, generator = data["responses"].shape, torch.Generator().manual_seed(0)
     for name in ("old_log_probs", "reference_log_probs", "values"):
         data[name] = torch.randn(shape, generator=generator)
+    data["old_log_probs"] = -data["old_log_probs"].abs()
+    data["sum_squared_probs"] = torch.rand(shape, generator=generator)
+    data["rollout_log_probs"] = data["old_log_probs"] + 0.3 * torch.randn(shape, generator=generator)
+    data["advantages"] = torch.randn(shape, generator=generator)
     data["rewards"] = torch.randn(shape[0], generator=generator)
     data["baselines"] = torch.randn(shape[0], generator=generator)
     data["group_ids"] = data.pop("uids")
@@ -71,6 +83,10 @@ def expected(data: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
         "reinforce": list(reinforce_plus_plus(token_rewards(rewards, mask, kl("k2"), 0.2), mask, 1.0)),
         "baseline": [reinforce_plus_plus_baseline(rewards, groups, mask)],
         "remax": list(remax(penalized, data["baselines"], mask, 0.9)),
+        "pass at k": [broadcast_to_tokens(pass_at_k(rewards, groups), mask)],
+        "opo": [broadcast_to_tokens(opo(rewards, groups, mask), mask)],
+        "gpg": [broadcast_to_tokens(gpg(rewards, groups), mask)],
+        "token baseline": list(optimal_token_baseline(plain, groups, data["old_log_probs"], data["sum_squared_probs"], mask)),
     }
 
 
@@ -105,9 +121,36 @@ def test_advantages_on_two_ranks_are_those_of_the_whole_batch() -> None:
         assert max(errors) < 2e-6
 
 
+def rank_marks() -> list[list[float]]:
+    """What is selected and rejected, of all answers."""
+    data = batch_of()
+    with LocalWorkerGroup({"a": RoleSpec(worker=AdvantageWorker, config=CONFIGS["grpo"])}) as group:
+        role = group["a"]
+        found = [
+            role.select_by_covariance(data, fraction=0.1)["high_covariance"],
+            role.select_by_covariance(data, fraction=0.1, bounds=(0.1, 5.0), seed=4)["high_covariance"],
+            role.select_by_covariance(data, fraction=0.1, bounds=(0.1, 5.0), seed=5)["high_covariance"],
+            role.reject(data, limits={"token_k1": (0.7, 1.5), "seq_mean_k3": 0.06})["response_mask"],
+        ]
+        with pytest.raises(ConfigError, match="there is no such criterion"):
+            role.reject(data, limits={"k1": 2.0})
+        return [values.flatten().tolist() for values in found]
+
+
+def test_tokens_are_selected_and_rejected_alike_on_one_rank_and_on_two() -> None:
+    (alone,) = run_ranks(rank_marks, 1)
+    for found in run_ranks(rank_marks, 2):
+        assert found == alone
+    largest, some, others, accepted = (torch.tensor(values) for values in alone)
+    tokens = int((batch_of()["attention_mask"][:, -batch_of()["responses"].shape[1] :]).sum())
+    assert int(largest.sum()) == int(some.sum()) == int(0.1 * tokens) > 1
+    assert not torch.equal(some, others)
+    assert 0 < int(accepted.sum()) < tokens
+
+
 def test_settings_that_cannot_be() -> None:
     for options, message in (
-        ({"estimator": "gea"}, "estimator='gea'; it must be one of gae, grpo, rloo, reinforce_plus_plus"),
+        ({"estimator": "gea"}, "estimator='gea'; it must be one of gae, grpo, pass_at_k, rloo"),
         ({"gamma": 1.5}, "gamma=1.5; it must be between 0 and 1"),
         ({"lam": float("nan")}, "lam=nan"),
     ):

@@ -18,6 +18,7 @@ from drivetrain.workers.batch_adapters import adapt_batch
 from drivetrain.workers.dispatch import MiniBatches, assign_mini_batches, assign_rows
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.losses.policy import PolicyLoss
+from drivetrain.workers.losses.preference import PreferenceLoss
 from drivetrain.workers.losses.sft import SFTLoss
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
@@ -28,6 +29,7 @@ from drivetrain.workers.roles.reward import Answer, FunctionRewardConfig, Functi
 from helpers.engines import build
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, Plain, example, expected, logs, values
+from helpers.preferences import Pair, pair_loss
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
@@ -463,6 +465,37 @@ def rank_layouts(models: str) -> Any:
 def test_roles_of_different_layouts_share_processes(models: Path, float64: dict[str, Any]) -> None:
     for got in run_ranks(rank_layouts, 2, str(models)):
         assert_close(got, float64)
+
+
+def rank_preferences(models: str, backend: str, parallel: dict[str, Any]) -> list[tuple[float, float]]:
+    """Two steps of DPO: a reference role and an actor, over the recorded answers, the first of every two as the better one."""
+    roles = EXAMPLE.roles_on(backend, Path(models), ParallelConfig(**parallel))
+    actor = replace(roles["actor"], config=replace(roles["actor"].config, loss=PreferenceLoss(beta=0.5)))
+    with LocalWorkerGroup({"actor": actor, "reference": roles["reference"]}) as group:
+        data = padded_data()
+        data["chosen"] = torch.tensor([1.0, 0.0] * (len(ROWS) // 2))
+        data["group_ids"] = torch.arange(len(ROWS)) // 2
+        data |= group["reference"].compute_log_probs(data)
+        return [(r.loss, r.grad_norm) for _ in range(2) for r in group["actor"].update(data)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "nproc", "parallel"),
+    [("fsdp", 2, {}), pytest.param("mcore", 2, {"tp": 2}, marks=pytest.mark.slow)],
+)
+def test_preferences_in_workers_equal_plain_float64(models: Path, backend: str, nproc: int, parallel: dict[str, Any]) -> None:
+    sides = [(row["prompt"] + row["response"], len(row["prompt"])) for row in ROWS]
+    pairs = [Pair(chosen, rejected, 0.0) for chosen, rejected in zip(sides[::2], sides[1::2], strict=True)]
+    plain = Plain(models / "policy", AutoModelForCausalLM)
+    reference = Plain(models / "reference", AutoModelForCausalLM).model
+    wanted = [plain.step(pair_loss("sigmoid", plain.model, reference, pairs, beta=0.5)[0]) for _ in range(2)]
+    for got in run_ranks(rank_preferences, nproc, str(models), backend, parallel):
+        for one, other in zip(got, wanted, strict=True):
+            assert one == pytest.approx(other, rel=2e-5)
+    # Control: the better answers as the worse ones.
+    swapped = [Pair(pair.rejected, pair.chosen, 0.0) for pair in pairs]
+    first = pair_loss("sigmoid", Plain(models / "policy", AutoModelForCausalLM).model, reference, swapped, beta=0.5)[0]
+    assert float(first.detach()) != pytest.approx(wanted[0][0], rel=1e-3)
 
 
 def rank_function_fails(models: str) -> str:

@@ -34,7 +34,7 @@ from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.validate import sample_budget
 from helpers.harness import run_ranks
-from helpers.preferences import Document, Pair, Trained, kto_loss, pair_loss, reward_loss
+from helpers.preferences import AGAINST, Document, Pair, Trained, kto_loss, pair_loss, reward_loss
 from helpers.runs import make_task, records
 
 TOKENIZER = make_tokenizer()
@@ -142,6 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "gamma": 0.7},
     "orpo": {},
     "cpo": {"label_smoothing": 0.1},
+    "aot": {"beta": 0.5},
 }
 
 
@@ -150,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_every_loss_equals_float64_document_by_document(pairs_task: Path, case: str, share: str) -> None:
     kind, options = case.partition(",")[0], CASES[case]
     settings = [f"dpo.{name}={str(value).lower()}" for name, value in options.items()]
-    against = [f"reference.path={pairs_task / 'other'}"] if kind in ("sigmoid", "ipo", "hinge") else []
+    against = [f"reference.path={pairs_task / 'other'}"] if kind in AGAINST else []
     run = words(
         pairs_task,
         f"{case.replace(', ', '-').replace(' ', '-')}-{share}",

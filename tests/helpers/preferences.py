@@ -31,6 +31,10 @@ def log_prob(model: Any, document: Document) -> tuple[Tensor, int]:
     return logs.gather(1, torch.tensor(ids[start:])[:, None]).sum(), len(ids) - start
 
 
+AGAINST = ("sigmoid", "ipo", "hinge", "aot")
+"""The losses with a reference."""
+
+
 def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: Any) -> tuple[Tensor, dict[str, float]]:
     """Loss of a batch of pairs, and its metrics."""
     beta, smoothing = o.get("beta", 0.1), o.get("label_smoothing", 0.0)
@@ -38,7 +42,7 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
     normalize = kind in ("ipo", "simpo", "orpo") if normalize is None else normalize
     weight = o.get("sft_weight")
     weight = float(kind in ("cpo", "orpo")) if weight is None else weight
-    losses, nll, tokens = [], [], 0
+    losses, nll, tokens, own, others = [], [], 0, [], []
     rewards: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for pair in pairs:
         numbers = {}
@@ -49,15 +53,17 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
                 nll.append(-value)
                 tokens += count
             against = 0.0
-            if kind in ("sigmoid", "ipo", "hinge"):
+            if kind in AGAINST:
                 with torch.no_grad():
                     against = float(log_prob(reference, document)[0])
             scale = 1 / count if normalize else 1.0
             numbers[side] = (value - against) * scale
-            rewards[side].append(
-                beta * float(value.detach() - against if kind in ("sigmoid", "ipo", "hinge") else numbers[side].detach())
-            )
+            own.append(value)
+            others.append(against)
+            rewards[side].append(beta * float(value.detach() - against if kind in AGAINST else numbers[side].detach()))
         d = numbers["chosen"] - numbers["rejected"]
+        if kind == "aot":
+            continue
         if kind in ("sigmoid", "cpo"):
             z = beta * d
             loss = (1 - smoothing) * torch.log1p(torch.exp(-z)) + smoothing * torch.log1p(torch.exp(z))
@@ -72,6 +78,11 @@ def pair_loss(kind: str, policy: Any, reference: Any, pairs: list[Pair], **o: An
             odds = [x.exp() / (1 - x.exp()) for x in (numbers["chosen"], numbers["rejected"])]
             loss = -beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
         losses.append(loss)
+    if kind == "aot":
+        # Both distributions in order, whichever pair a number is from.
+        policy_gaps = sorted((a - b for a, b in zip(own[::2], own[1::2], strict=True)), key=lambda x: float(x.detach()))
+        gaps = sorted(a - b for a, b in zip(others[::2], others[1::2], strict=True))
+        losses = [torch.log1p(torch.exp(-beta * (a - b))) for a, b in zip(policy_gaps, gaps, strict=True)]
     total = torch.stack(losses).mean() + weight * torch.stack(nll).sum() / tokens
     n, likelihood = len(pairs), float(torch.stack(nll).sum().detach())
     leads = [a - b for a, b in zip(rewards["chosen"], rewards["rejected"], strict=True)]

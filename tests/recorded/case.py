@@ -22,6 +22,24 @@ PAIRS = [
 MARGINS = [0.5, 0.0, 1.0, 0.25, 0.0, 2.0, 0.75, 0.1]
 BETA = 0.3
 
+PAIR_LOSSES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": [name]} for name in ("sigmoid", "ipo", "hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero")},
+    **{name: {"loss_type": [name]} for name in ("apo_down", "aot", "discopop")},
+    "sigmoid_normalized": {"loss_type": ["sigmoid_norm"]},
+    "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
+    "robust": {"loss_type": ["robust"], "label_smoothing": 0.2},
+    "aot_smoothed": {"loss_type": ["aot"], "label_smoothing": 0.2},
+    "weighted": {"loss_type": ["sigmoid", "apo_zero", "sft"], "loss_weights": [0.5, 0.25, 2.0]},
+    "forward_kl": {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"},
+    "js_divergence": {"loss_type": ["hinge"], "f_divergence_type": "js_divergence"},
+    "alpha_divergence": {
+        "loss_type": ["ipo"],
+        "f_divergence_type": "alpha_divergence",
+        "f_alpha_divergence_coef": 0.7,
+    },
+}
+"""The arguments of TRL's DPOConfig for each recorded loss over pairs."""
+
 
 def unpaired() -> list[dict[str, Any]]:
     """Single answers, every second one a bad one."""

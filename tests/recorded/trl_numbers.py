@@ -73,14 +73,9 @@ def main() -> None:
             return AutoModelForCausalLM.from_pretrained(folder / which, dtype=torch.float32)
 
         pairs = Dataset.from_list(case.PAIRS)
-        for label, loss in (
-            ("sigmoid", "sigmoid"),
-            ("ipo", "ipo"),
-            ("hinge", "hinge"),
-            ("sigmoid_normalized", "sigmoid_norm"),
-        ):
+        for label, more in case.PAIR_LOSSES.items():
             model = policy()
-            args = settings(trl.DPOConfig, folder, beta=case.BETA, loss_type=[loss], max_length=None)
+            args = settings(trl.DPOConfig, folder, beta=case.BETA, max_length=None, **more)
             trainer = trl.DPOTrainer(
                 model=model, ref_model=policy("reference"), args=args, train_dataset=pairs, processing_class=tokenizer
             )

@@ -22,14 +22,16 @@ from helpers.harness import run_ranks
 BOUNDS = (0, 1, 14, 15, 40)
 
 
+def transform_logits(h: Tensor, w: Tensor, b: Tensor | None, t: LogitTransform) -> Tensor:
+    z = h @ w.T
+    z = (z if b is None else z + b) * t.scale
+    return z if t.softcap is None else t.softcap * torch.tanh(z / t.softcap)
+
+
 def plain_head(
     h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: LogitTransform, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    z = h @ w.T
-    z = (z if b is None else z + b) * t.scale
-    if t.softcap is not None:
-        z = t.softcap * torch.tanh(z / t.softcap)
-    lp = torch.log_softmax(z / temperature, -1)
+    lp = torch.log_softmax(transform_logits(h, w, b, t) / temperature, -1)
     return lp.gather(1, y[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
 
 
@@ -62,7 +64,7 @@ def test_linear_head_and_its_gradients(
         leaf = {k: v.clone().requires_grad_() for k, v in values.items()}
         b = leaf["b"] if bias else None
         if ours:
-            lp, ent, _ = linear_head(
+            lp, ent, _, squares = linear_head(
                 leaf["h"],
                 leaf["w"],
                 targets,
@@ -70,9 +72,14 @@ def test_linear_head_and_its_gradients(
                 transform=transform,
                 temperature=1.3,
                 entropy=entropy,
+                sum_squared_probs=True,
                 expected=expected,
                 chunk=16,
             )
+            assert squares is not None
+            assert not squares.requires_grad
+            z = transform_logits(leaf["h"], leaf["w"], b, transform) / 1.3
+            torch.testing.assert_close(squares, z.softmax(-1).square().sum(-1).detach())
         else:
             lp, ent = plain_head(leaf["h"], leaf["w"], b, targets, transform, 1.3)
         ((lp * g_lp).sum() + ((ent * g_ent).sum() if entropy and ent is not None else 0)).backward()

@@ -15,7 +15,11 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.advantages import (
     broadcast_to_tokens,
     gae,
+    gpg,
     grpo,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
@@ -23,15 +27,17 @@ from drivetrain.workers.advantages import (
     token_rewards,
     whiten,
 )
-from drivetrain.workers.losses.importance import importance_weights
-from drivetrain.workers.losses.policy import (
-    POLICY_LOSSES,
-    PolicyLoss,
-    aggregation_weight,
+from drivetrain.workers.losses.covariance import covariances, random_keys, select_between, select_largest
+from drivetrain.workers.losses.importance import importance_weights, rejection_bounds
+from drivetrain.workers.losses.objectives import (
     cispo_objective,
     clipped_objective,
-    kl_estimate,
+    dppo_kl_objective,
+    dppo_tv_objective,
+    gpg_objective,
+    sapo_objective,
 )
+from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss, aggregation_weight, kl_estimate
 from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
 
 
@@ -78,7 +84,12 @@ def test_k3_far_from_the_reference_is_bounded_as_in_verl_unless_told_otherwise()
 
 def extreme(loss: PolicyLoss, old: float, advantage: float, dtype: torch.dtype = torch.float32) -> tuple[float, Tensor]:
     """Loss and gradient of the answers where one token was given another old log-probability."""
-    b = answers(old_log_probs=[[old, -0.5], *OLD[1:]], advantages=[[advantage, 1.0], *ADV[1:]], reference_log_probs=REF)
+    b = answers(
+        old_log_probs=[[old, -0.5], *OLD[1:]],
+        advantages=[[advantage, 1.0], *ADV[1:]],
+        reference_log_probs=REF,
+        high_covariance=[[1.0, 0.0], [0.0], [0.0, 1.0, 0.0]],
+    )
     b = b.with_fields(**{name: value.to(dtype) for name, value in b.token_fields.items()})
     mask = loss.tokens(b)
     values = torch.tensor([x for row in placed(NEW) for x in row], dtype=torch.float32).requires_grad_()
@@ -104,6 +115,145 @@ def test_one_log_probability_far_off_spoils_no_gradient(
         plain = extreme(loss, -1.2, advantage)[1]
         assert torch.equal(gradient[1:], plain[1:])
         assert gradient.norm() < 10
+
+
+OTHERS = [name for name in POLICY_LOSSES if POLICY_LOSSES[name].objective != "clipped"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("old", [-100.0, -3e4, 100.0])
+def test_no_objective_is_spoilt_by_one_log_probability(name: str, advantage: float, old: float) -> None:
+    value, gradient = extreme(replace(POLICY_LOSSES[name], kl_coef=0.0), old, advantage)
+    assert math.isfinite(value)
+    assert bool(torch.isfinite(gradient).all())
+
+
+def test_objectives_by_hand() -> None:
+    log_probs, old = t(-0.5, -2.0, -0.1, -3.0), t(-1.0, -1.0, -0.2, -0.5)
+    ratio, advantages = (log_probs - old).exp(), t(1.0, 1.0, -2.0, -2.0)
+    r = [math.exp(x) for x in (0.5, -1.0, 0.1, -2.5)]
+    assert gpg_objective(log_probs, advantages).losses.tolist() == pytest.approx([0.5, 2.0, -0.2, -6.0])
+    sapo = sapo_objective(ratio, advantages, 1.0, 1.05).losses
+    wanted = [-4 / (1 + math.exp(1 - x)) for x in r[:2]] + [2 * 4 / 1.05 / (1 + math.exp(1.05 * (1 - x))) for x in r[2:]]
+    assert sapo.tolist() == pytest.approx(wanted)
+    # Moved up by 0.24, down by 0.23, up by 0.09 and down by 0.56.
+    moved = dppo_tv_objective(log_probs, old, ratio, advantages, 0.5, 0.2, 1.2)
+    assert moved.clipped.tolist() == [True, False, False, True]
+    assert moved.losses.tolist() == pytest.approx([0.0, r[1] * 2.0, -2 * r[2] * 0.1, 0.0])
+    assert dppo_tv_objective(log_probs, old, ratio, advantages, 1.0, 1.0, 1.2).losses[0].item() == pytest.approx(1.2 * 0.5)
+    # A token that moved in the direction of its advantage's opposite is always learned.
+    by_kl = dppo_kl_objective(log_probs, old, ratio, advantages, 0.0, 0.0, 20.0)
+    assert by_kl.clipped.tolist() == [True, False, False, True]
+
+
+def test_the_geometric_mean_by_hand() -> None:
+    b = answers(old_log_probs=OLD, advantages=[[2.0, 2.0], [-1.0], [0.0] * 3])
+    loss = POLICY_LOSSES["gmpo"]
+    sums, _ = run(loss, b)
+    first = -2.0 * math.exp((0.2 + 0.0) / 2)
+    # The log-ratio of -1 is clipped at -0.4, and for a negative advantage the larger one counts.
+    second = 1.0 * math.exp(-0.4)
+    assert float(sums.terms["policy"].detach()) == pytest.approx(first + second)
+
+
+def test_tokens_are_selected_by_covariance() -> None:
+    log_probs, advantages = t(-1.0, -3.0, -1.0, -3.0, 0.0), t(2.0, -2.0, -2.0, 2.0, 100.0)
+    mask = torch.tensor([True, True, True, True, False])
+    values = covariances(log_probs, advantages, mask)
+    assert values.tolist() == [2.0, 2.0, -2.0, -2.0, 0.0]
+    assert select_largest(values, mask, 0.25).tolist() == [True, True, False, False, False]
+    assert select_largest(values, mask, 1e-9).any()
+    keys = t(0.3, 0.7, 0.9, 0.9, 0.99)
+    assert select_between(values, mask, (1.0, 5.0), 0.25, keys).tolist() == [False, True, False, False, False]
+    assert select_between(values, mask, (1.0, 5.0), 1.0, keys).tolist() == [True, True, False, False, False]
+    assert not select_between(values, mask, (2.0, 5.0), 1.0, keys).any()
+    nothing = torch.zeros(5, dtype=torch.bool)
+    assert not select_largest(values, nothing, 0.5).any()
+    assert not select_largest(t(), torch.zeros(0, dtype=torch.bool), 0.5).any()
+
+
+def test_random_keys_belong_to_a_sequence_and_not_to_its_place() -> None:
+    b = from_lists([[7, 7, 7, 3], [1, 2], [5] * 2000])
+    keys = random_keys(b, 3)
+    assert torch.equal(random_keys(b.select([2, 0]), 3), keys[b.token_index([2, 0])])
+    assert not torch.equal(random_keys(b, 4), keys)
+    assert len(set(keys.tolist())) == b.num_tokens
+    assert float(keys.min()) >= 0
+    assert float(keys.max()) < 1
+    assert abs(float(keys[6:].mean()) - 0.5) < 0.03
+
+
+def test_a_selection_is_needed() -> None:
+    b = answers(old_log_probs=OLD, advantages=ADV)
+    for name in ("clip_cov", "kl_cov"):
+        with pytest.raises(BatchError, match="needs the token field 'high_covariance'"):
+            POLICY_LOSSES[name].weights(b)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "gmpo", "dual_clip": None}, "objective=gmpo with aggregation=token-mean"),
+        ({"objective": "sapo"}, "objective=sapo with dual_clip=3.0 and ratio=token"),
+        ({"objective": "sapo", "dual_clip": None, "tau_negative": 0.0}, "tau_negative=0.0; it must be more than 0"),
+        ({"objective": "dppo_tv", "dual_clip": None, "max_ratio": math.inf}, "max_ratio=inf"),
+        ({"objective": "clip_cov", "dual_clip": None, "cov_fraction": 0.0}, "cov_fraction=0.0"),
+        ({"objective": "clip_cov", "dual_clip": None, "cov_bounds": (5.0, 1.0)}, r"cov_bounds=\[5.0, 1.0\]"),
+        ({"objective": "kl_cov", "dual_clip": None, "cov_coef": -1.0}, "cov_coef=-1.0"),
+        ({"objective": "clip_cov", "dual_clip": None, "clip_low": 1.0}, "clip_low=1.0"),
+    ],
+)
+def test_settings_of_objectives_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PolicyLoss(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "message"),
+    [
+        ("token_k1", 1.0, r"rejection.token_k1=1.0; give it \[LOW, HIGH\]"),
+        ("token_k1", (2.0, 3.0), "rejection.token_k1"),
+        ("token_k1", (0.5, 2.0, 3.0), "rejection.token_k1"),
+        ("seq_sum_k2", (0.5, 2.0), "rejection.seq_sum_k2=.*; give it one number above 0"),
+        ("seq_sum_k2", 0.0, "rejection.seq_sum_k2=0.0"),
+        ("seq_sum_k2", math.nan, "rejection.seq_sum_k2=nan"),
+        ("seq_sum_k2", True, "rejection.seq_sum_k2=True"),
+        ("seq_max_k1", 2.0, "rejection.seq_max_k1: there is no such criterion; choose one of token_k1"),
+    ],
+)
+def test_limits_of_a_rejection_are_checked(kind: str, limit: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rejection_bounds(kind, limit)
+
+
+def test_estimators_of_groups_at_their_ends() -> None:
+    rewards, groups = t(1.0, 1.0, 0.0, 3.0, 2.0, 5.0), torch.tensor([0, 0, 0, 1, 1, 2])
+    assert pass_at_k(rewards, groups, scale=False).tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1], [1, 1], [1, 0]])
+    assert opo(rewards, groups, mask).tolist() == pytest.approx([0.25, 0.25, -0.75, 0.5, -0.5, 5.0])
+    # Of six answers five are in groups with different rewards.
+    assert gpg(rewards, groups).tolist() == pytest.approx([x * 6 / 5 for x in (1 / 3, 1 / 3, -2 / 3, 0.5, -0.5, 0.0)])
+    assert gpg(t(1.0, 1.0), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    for estimator in (pass_at_k, gpg):
+        assert estimator(t(), torch.tensor([], dtype=torch.long)).tolist() == []
+    # 0.1 three times has a mean that is not 0.1.
+    assert gpg([0.1, 0.1, 0.1], [0, 0, 0]).tolist() == [0.0] * 3
+    half = torch.tensor([2.0, 1.0], dtype=torch.float16)
+    assert pass_at_k(half, torch.tensor([4, 4]), scale=False).tolist() == [1.0, 0.0]
+
+
+def test_the_token_baseline_by_hand() -> None:
+    # Two answers of two and one tokens; the weights of their tokens are 1 - 2 p + squares.
+    mask, groups = torch.tensor([[1, 1], [1, 0]]), torch.tensor([3, 3])
+    rewards = torch.tensor([[0.0, 1.0], [4.0, 0.0]], dtype=torch.float64)
+    p = torch.tensor([[0.5, 0.2], [0.25, 1.0]], dtype=torch.float64)
+    squares = torch.tensor([[0.5, 0.3], [0.25, math.nan]], dtype=torch.float64)
+    advantages, returns = optimal_token_baseline(rewards, groups, p.log(), squares, mask)
+    first, second = 1 - 1.0 + 0.5, 1 - 0.5 + 0.25
+    baseline = (first * 1.0 + second * 4.0) / (first + second)
+    assert returns.tolist() == [[1.0, 1.0], [4.0, 0.0]]
+    assert advantages.flatten().tolist() == pytest.approx([1 - baseline, 1.0, 4 - baseline, 0.0])
 
 
 def test_a_ratio_is_followed_up_to_the_bound() -> None:
@@ -204,7 +354,9 @@ def test_importance_weights_by_hand() -> None:
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_on_policy_the_log_probs_from_before_are_not_needed(name: str) -> None:
     loss = POLICY_LOSSES[name]
-    with_old, without = (answers(advantages=ADV, reference_log_probs=REF, **more) for more in ({"old_log_probs": NEW}, {}))
+    with_old, without = (
+        answers(advantages=ADV, reference_log_probs=REF, high_covariance=ADV, **more) for more in ({"old_log_probs": NEW}, {})
+    )
     (one, leaf), (other, other_leaf) = run(loss, with_old), run(replace(loss, on_policy=True), without)
     assert one.terms.keys() == other.terms.keys()
     for term in one.terms:
@@ -225,7 +377,7 @@ def test_on_policy_the_log_probs_from_before_are_not_needed(name: str) -> None:
 
 
 def batch() -> PackedBatch:
-    return answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF)
+    return answers(old_log_probs=OLD, advantages=ADV, reference_log_probs=REF, high_covariance=[[1, 0], [0], [0, 1, 1]])
 
 
 def run(loss: Any, b: PackedBatch, entropy: float = 0.0) -> tuple[LossSums, Tensor]:
@@ -270,8 +422,9 @@ def test_the_policy_loss_by_hand(ratio: Any, aggregation: Any) -> None:
     assert got == pytest.approx(AGGREGATED[aggregation](by_hand(ratio)), rel=1e-12)
 
 
-def test_every_token_counts_once_however_the_batch_is_cut() -> None:
-    loss = PolicyLoss(aggregation="seq-mean-token-mean", entropy_coef=0.1, kl_coef=0.3)
+@pytest.mark.parametrize("name", ["grpo", *OTHERS])
+def test_every_token_counts_once_however_the_batch_is_cut(name: str) -> None:
+    loss = replace(POLICY_LOSSES[name], entropy_coef=0.1, kl_coef=0.3)
     whole, values = run(loss, batch(), entropy=0.7)
     found = dict.fromkeys(whole.terms, 0.0)
     for part in ([1], [0, 2]):

@@ -25,7 +25,7 @@ from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.validate import sample_budget
-from drivetrain.workers.losses import preference
+from drivetrain.workers.losses import pairs, preference
 from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
 from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
 from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
@@ -47,15 +47,15 @@ def sigma(x: float) -> float:
 @pytest.mark.parametrize(
     ("got", "wanted"),
     [
-        (preference.sigmoid_loss(numbers(2.0), 0.5), -math.log(sigma(1.0))),
-        (preference.sigmoid_loss(numbers(2.0), 0.5, 0.1), -0.9 * math.log(sigma(1.0)) - 0.1 * math.log(sigma(-1.0))),
-        (preference.ipo_loss(numbers(2.0), 0.5), (2.0 - 1.0) ** 2),
-        (preference.hinge_loss(numbers(1.0), 0.5), 0.5),
-        (preference.hinge_loss(numbers(3.0), 0.5), 0.0),
-        (preference.simpo_loss(numbers(1.0), 2.0, 0.5), -math.log(sigma(1.5))),
-        (preference.cpo_loss(numbers(1.0), 2.0), -math.log(sigma(2.0))),
+        (pairs.sigmoid_loss(numbers(2.0), 0.5), -math.log(sigma(1.0))),
+        (pairs.sigmoid_loss(numbers(2.0), 0.5, 0.1), -0.9 * math.log(sigma(1.0)) - 0.1 * math.log(sigma(-1.0))),
+        (pairs.ipo_loss(numbers(2.0), 0.5), (2.0 - 1.0) ** 2),
+        (pairs.hinge_loss(numbers(1.0), 0.5), 0.5),
+        (pairs.hinge_loss(numbers(3.0), 0.5), 0.0),
+        (pairs.simpo_loss(numbers(1.0), 2.0, 0.5), -math.log(sigma(1.5))),
+        (pairs.cpo_loss(numbers(1.0), 2.0), -math.log(sigma(2.0))),
         (
-            preference.orpo_loss(numbers(math.log(0.5)), numbers(math.log(0.2)), 0.3),
+            pairs.orpo_loss(numbers(math.log(0.5)), numbers(math.log(0.2)), 0.3),
             -0.3 * math.log(sigma(math.log(1.0) - math.log(0.25))),
         ),
         (preference.kto_loss(numbers(1.5), torch.tensor([True]), numbers(0.5), 2.0, 3.0, 1.0), 3.0 * (1 - sigma(2.0))),
@@ -71,7 +71,7 @@ def test_formulas_by_hand(got: Tensor, wanted: float) -> None:
 @pytest.mark.parametrize("log_prob", [-1e-7, -0.1, -0.69, -0.7, -30.0])
 def test_odds_keep_their_digits_at_both_ends(log_prob: float) -> None:
     x = numbers(log_prob).requires_grad_()
-    odds = preference.log_odds(x)
+    odds = pairs.log_odds(x)
     assert odds.item() == pytest.approx(log_prob - math.log(-math.expm1(log_prob)), rel=1e-12)
     (slope,) = torch.autograd.grad(odds, x)
     assert slope.item() == pytest.approx(1 / -math.expm1(log_prob), rel=1e-9)
@@ -81,17 +81,63 @@ def test_odds_keep_their_digits_at_both_ends(log_prob: float) -> None:
 def test_odds_of_what_is_certain_are_finite(dtype: torch.dtype) -> None:
     x = torch.tensor([0.0, -1e-30, -1e-7, -200.0], dtype=dtype, requires_grad=True)
     for chosen, rejected in itertools.product(x, x):
-        loss = preference.orpo_loss(chosen, rejected, 0.1)
+        loss = pairs.orpo_loss(chosen, rejected, 0.1)
         (slopes,) = torch.autograd.grad(loss, x)
         assert math.isfinite(float(loss.detach()))
         assert bool(torch.isfinite(slopes).all())
-    assert float(preference.log_odds(x).detach()[0]) == pytest.approx(-math.log(2**-24), rel=1e-6)
+    assert float(pairs.log_odds(x).detach()[0]) == pytest.approx(-math.log(2**-24), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", [*(PreferenceLoss(kind=k) for k in get_args(PairLoss)), KTOLoss()])
+SMOOTHING = {"exo_pair": 0.1}
+ALL = [PreferenceLoss(kind=k, label_smoothing=SMOOTHING.get(k, 0.0)) for k in get_args(PairLoss)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [loss.kind for loss in ALL])
+def test_log_ratios_far_out_have_finite_losses_and_slopes(kind: Any, dtype: torch.dtype) -> None:
+    divergences = get_args(pairs.Divergence) if kind in preference.BY_DIVERGENCE else ("reverse_kl",)
+    for divergence in divergences:
+        check_far_out(
+            PreferenceLoss(kind=kind, divergence=divergence, beta=1.0, label_smoothing=SMOOTHING.get(kind, 0.0)), dtype
+        )
+
+
+def check_far_out(loss: PreferenceLoss, dtype: torch.dtype) -> None:
+    for far in ([-1000.0, 1000.0], [1000.0, -1000.0], [-1e4, -1e4], [0.0, 0.0], [1e4, 0.0]):
+        batch = from_lists(
+            [[5, 6], [5, 7]],
+            sequence_fields={CHOSEN: [1, 0], REFERENCE: [-1.0 - far[0], -2.0 - far[1]], "matched_margin": [far[1], far[1]]},
+            group_ids=[0, 0],
+        )
+        log_probs = torch.tensor([-1.0, 0.0, -2.0, 0.0], dtype=dtype, requires_grad=True)
+        total = loss(TokenOutputs(mask=loss.tokens(batch), log_probs=log_probs), batch).terms["preference"]
+        (slopes,) = torch.autograd.grad(total, log_probs)
+        assert math.isfinite(float(total.detach())), far
+        assert bool(torch.isfinite(slopes).all()), far
+
+
+def test_divergences_by_hand() -> None:
+    log_ratio, r = numbers(math.log(3.0)), 3.0
+    for name, wanted in (
+        ("reverse_kl", math.log(r)),
+        ("forward_kl", 1 - 1 / r),
+        ("js_divergence", math.log(2 * r / (1 + r))),
+        ("alpha_divergence", (r**-0.5 - 1) / -0.5),
+    ):
+        assert pairs.divergence_score(log_ratio, name, 0.5).item() == pytest.approx(wanted, rel=1e-12)  # type: ignore[arg-type]
+    assert pairs.divergence_score(log_ratio, "alpha_divergence", 1.0).item() == pytest.approx(math.log(r))
+
+
+def test_quantiles_are_matched_by_rank() -> None:
+    matched = pairs.matched_quantiles(numbers(3.0, -1.0, 2.0), numbers(10.0, 30.0, 20.0))
+    assert matched.tolist() == [30.0, 10.0, 20.0]
+    assert pairs.matched_quantiles(numbers(), numbers()).tolist() == []
+
+
+@pytest.mark.parametrize("loss", [*ALL, KTOLoss()], ids=lambda loss: getattr(loss, "kind", "kto"))
 def test_an_empty_answer_and_a_number_that_is_not_finite_are_refused_with_their_row(loss: Any) -> None:
     names = [f"pairs.jsonl:{i}" for i in range(6)]
-    whole = pairs_batch(names=names).with_sequence_fields(kl_baseline=torch.zeros(6))
+    whole = pairs_batch(names=names).with_sequence_fields(kl_baseline=torch.zeros(6), matched_margin=torch.zeros(6))
     assert loss.weights(whole)
     one = whole.bounds[3]
     labels = whole.labels.clone()
@@ -163,9 +209,11 @@ def evaluated(loss: Any, batch: PackedBatch) -> tuple[LossSums, Tensor]:
     return loss(TokenOutputs(mask=mask, **{name: values}), batch), values
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"])
+@pytest.mark.parametrize("kind", [*get_args(PairLoss), "weighted"])
 def test_a_cut_of_the_batch_and_the_order_of_its_sides_change_nothing(kind: Any) -> None:
-    loss, batch = PreferenceLoss(kind=kind, sft_weight=0.5), pairs_batch()
+    weights = {"loss_weights": {"aot": 0.3, "orpo": 0.5}} if kind == "weighted" else {"kind": kind}
+    loss = PreferenceLoss(**weights, sft_weight=0.5, label_smoothing=SMOOTHING.get(kind, 0.0))  # type: ignore[arg-type]
+    batch = pairs_batch().with_sequence_fields(matched_margin=torch.tensor([0.3, 0.3, -1.0, -1.0, 2.0, 2.0]))
     whole, values = evaluated(loss, batch)
     whole = LossSums(terms={name: value.detach() for name, value in whole.terms.items()})
     sums: dict[str, float] = dict.fromkeys(whole.terms, 0.0)
@@ -204,6 +252,19 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: PreferenceLoss(kind="simpo", gamma=float("nan")), "gamma=nan"),
         (lambda: RewardLoss(centering=float("nan")), "centering=nan"),
         (lambda: PreferenceLoss(kind="ipo", label_smoothing=0.1), "label_smoothing=0.1 with loss=ipo"),
+        (lambda: PreferenceLoss(kind="exo_pair"), "label_smoothing=0 with loss=exo_pair"),
+        (lambda: PreferenceLoss(kind="discopop", tau=1.0), "tau=1.0; at 1 and more"),
+        (lambda: PreferenceLoss(kind="discopop", tau=0.0), "tau=0.0"),
+        (lambda: PreferenceLoss(kind="apo_zero", divergence="forward_kl"), "divergence=forward_kl with loss=apo_zero"),
+        (lambda: PreferenceLoss(divergence="kl"), "divergence=kl; choose one of reverse_kl"),  # type: ignore[arg-type]
+        (lambda: PreferenceLoss(divergence="alpha_divergence", alpha=float("inf")), "alpha=inf"),
+        (lambda: PreferenceLoss(loss_weights={"dpo": 1.0}), "loss=dpo; choose one of sigmoid"),
+        (lambda: PreferenceLoss(loss_weights={"ipo": 0.0}), "loss_weights.ipo=0.0; it must be a number above 0"),
+        (lambda: PreferenceLoss(loss_weights={"ipo": float("nan")}), "loss_weights.ipo=nan"),
+        (
+            lambda: PreferenceLoss(loss_weights={"ipo": 1.0, "sft": 1.0}, sft_weight=1.0),
+            "sft_weight=1.0 with loss_weights.sft",
+        ),
         (lambda: PreferenceLoss(label_smoothing=0.5), "below 0.5"),
         (lambda: PreferenceLoss(kind="orpo", length_normalize=False), "length_normalize=false with loss=orpo"),
         (lambda: PreferenceLoss(sft_weight=-1.0), "sft_weight=-1.0"),
@@ -286,11 +347,21 @@ class build_engine:  # a context
         self._engine.close()
 
 
+OURS = {"loss_type": "loss", "f_divergence_type": "divergence", "f_alpha_divergence_coef": "alpha"}
+"""The names of TRL's arguments here."""
+
+
+def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `dpo` for the arguments of TRL's DPOConfig."""
+    if "loss_weights" in arguments:
+        return {"loss_weights": dict(zip(arguments["loss_type"], arguments["loss_weights"], strict=True))}
+    if arguments["loss_type"] == ["sigmoid_norm"]:
+        return {"length_normalize": True}
+    return {OURS.get(name, name): value[0] if name == "loss_type" else value for name, value in arguments.items()}
+
+
 LOSSES: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "ipo": {"loss": "ipo"},
-    "hinge": {"loss": "hinge"},
-    "sigmoid_normalized": {"length_normalize": True},
+    **{name: settings_of(arguments) for name, arguments in CASE.PAIR_LOSSES.items()},
     "cpo": {"loss": "cpo"},
     "cpo_smoothed": {"loss": "cpo", "label_smoothing": 0.2},
     "simpo": {"loss": "simpo", "gamma": 0.5},
@@ -303,7 +374,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
     settings = LOSSES[name]
-    needs = settings.get("loss", "sigmoid") in ("sigmoid", "ipo", "hinge", "kto")
+    needs = settings.get("loss", "sigmoid") not in preference.REFERENCE_FREE
     data = case / ("unpaired.jsonl" if name == "kto" else "pairs.jsonl")
     config = DPOConfig(
         model=ModelConfig(path=str(case / "policy")),
@@ -324,6 +395,13 @@ def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
         other = theirs.startswith("logps") and name in ("simpo", "orpo")
         if theirs in told and mine in got.metrics and not other and not (theirs == "nll_loss" and name != "cpo"):
             assert got.metrics[mine] == pytest.approx(told[theirs], rel=1e-5), mine
+
+
+def test_every_recorded_loss_is_another_number() -> None:
+    # Control: a loss that computed another one's formula would not be told apart by equal numbers.
+    found = {round(TRL[name]["loss"], 6) for name in CASE.PAIR_LOSSES}
+    assert len(found) == len(CASE.PAIR_LOSSES)
+    assert LOSSES.keys() | {"reward", "reward_margin", "reward_centered"} == TRL.keys()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -85,7 +85,16 @@ def test_settings_change_the_algorithm() -> None:
     [
         (["rl.loss.clip_low=1.5"], r"clip_low=1\.5"),
         (["rl.loss.length_norm=5"], r"length_norm=5 with aggregation=seq-mean-token-mean"),
-        (["rl.algorithm=cispo", "rl.loss.dual_clip=3"], r"objective=cispo with dual_clip=3"),
+        (["rl.algorithm=cispo", "rl.loss.dual_clip=3"], r"rl\.loss\.dual_clip=3\.0 is not used by the objective cispo"),
+        (["rl.algorithm=sapo", "rl.loss.clip_low=0.1"], r"rl\.loss\.clip_low=0\.1 is not used by the objective sapo"),
+        (["rl.loss.tau_positive=2"], r"rl\.loss\.tau_positive=2\.0 is not used by the objective clipped"),
+        (["rl.rejection.token_k1=0.5"], r"rl\.rejection\.token_k1=0\.5; give it \[LOW, HIGH\]"),
+        (["rl.rejection.k1=2"], r"rl\.rejection\.k1: there is no such criterion; choose one of token_k1"),
+        (
+            ["rl.algorithm=optimal_token_baseline", "rl.old_log_probs=rollout"],
+            r"rl\.old_log_probs=rollout with the estimator optimal_token_baseline",
+        ),
+        (["rl.algorithm=online_dpo", "dpo.loss=aot"], r"dpo\.loss=aot with rl\.algorithm=online_dpo"),
         (["rl.algorithm=online_dpo", "dpo.loss=kto"], r"dpo\.loss=kto .* use sigmoid"),
     ],
 )

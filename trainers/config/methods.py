@@ -6,14 +6,35 @@ from typing import Literal
 from ...engine.config import OffloadTarget, ParallelConfig, expand_paths, setting
 from ...engine.errors import ConfigError
 
-PreferenceLossName = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo", "kto"]
+PreferenceLossName = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "exo_pair",
+    "robust",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "aot",
+    "discopop",
+    "simpo",
+    "orpo",
+    "cpo",
+    "kto",
+]
 ReferenceMode = Literal["auto", "model", "base", "cached"]
 
+_SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "simpo", "cpo")
+_BY_DIVERGENCE = ("sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop")
 ONLY = {
     "gamma": ("simpo",),
-    "label_smoothing": ("sigmoid", "simpo", "cpo"),
-    "length_normalize": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
-    "sft_weight": ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"),
+    "tau": ("discopop",),
+    "label_smoothing": _SMOOTHED,
+    "divergence": _BY_DIVERGENCE,
+    "alpha": _BY_DIVERGENCE,
+    "length_normalize": ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "simpo", "orpo", "cpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
@@ -26,13 +47,22 @@ class PreferenceConfig:
 
     loss: PreferenceLossName = setting(
         "sigmoid",
-        "sigmoid (DPO), ipo, hinge, kto: relative to a reference; simpo, orpo, cpo: without a reference; kto: single answers labeled good or bad",
+        "sigmoid (DPO) to discopop: relative to a reference; simpo, orpo, cpo: without a reference; kto: relative to a reference, of single answers labeled good or bad",
+    )
+    loss_weights: dict[str, float] = setting(
+        factory=dict,
+        help="weights of several losses whose sum is trained instead of dpo.loss, as in dpo.loss_weights={sigmoid: 0.8, sft: 0.2}; sft: the chosen side's negative log-likelihood",
     )
     beta: float = setting(
         0.1, "scale of the reward; larger values keep the policy closer to the reference; tau in ipo, lambda in orpo"
     )
-    label_smoothing: float = setting(0.0, "assumed fraction of flipped labels; for sigmoid, simpo, cpo")
+    label_smoothing: float = setting(0.0, "assumed fraction of flipped labels; for sigmoid, exo_pair, robust, aot, simpo, cpo")
     gamma: float = setting(0.5, "simpo: target margin between the chosen and the rejected side")
+    tau: float = setting(0.05, "discopop: width of the transition between its two parts")
+    divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = setting(
+        "reverse_kl", "how the distance to the reference is measured; for sigmoid, ipo, hinge, exo_pair, robust, discopop"
+    )
+    alpha: float = setting(0.5, "parameter of the alpha_divergence; 1 is the reverse_kl")
     length_normalize: bool | None = setting(
         None,
         "divide each side's log-probability by its number of tokens; null: as the loss is defined (ipo, simpo and orpo divide)",
@@ -51,12 +81,28 @@ class PreferenceConfig:
             ConfigError: A setting does not apply to the loss.
         """
         defaults = PreferenceConfig()
-        for name, losses in ONLY.items():
+        if self.loss_weights and self.loss != defaults.loss:
+            raise ConfigError(
+                f"dpo.loss={self.loss} with dpo.loss_weights={self.loss_weights}, which takes its place; give one of them"
+            )
+        if "kto" in self.loss_weights:
+            raise ConfigError(
+                "dpo.loss_weights.kto: kto learns from single answers and cannot be added to losses of pairs; remove it"
+            )
+        losses = self.loss_weights or {self.loss: 1.0}
+        for name, known in ONLY.items():
             value = getattr(self, name)
-            if self.loss not in losses and value != getattr(defaults, name):
+            if not set(known) & losses.keys() and value != getattr(defaults, name):
                 raise ConfigError(
-                    f"dpo.{name}={value} does not apply to dpo.loss={self.loss}; it is only for {', '.join(losses)}"
+                    f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(known)}"
                 )
+        if self.loss == "kto" and self.sft_weight is not None:
+            raise ConfigError(f"dpo.sft_weight={self.sft_weight} does not apply to dpo.loss=kto; it is for losses of pairs")
+        if self.alpha != defaults.alpha and self.divergence != "alpha_divergence":
+            raise ConfigError(
+                f"dpo.alpha={self.alpha} is not used with dpo.divergence={self.divergence}; set that to alpha_divergence, or remove "
+                "dpo.alpha"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

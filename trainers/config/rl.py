@@ -17,6 +17,16 @@ AlgorithmName = Literal[
     "dapo",
     "gspo",
     "cispo",
+    "sapo",
+    "gmpo",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "pass_at_k",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -24,11 +34,24 @@ AlgorithmName = Literal[
     "ppo",
     "online_dpo",
 ]
-EstimatorName = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+EstimatorName = Literal[
+    "gae",
+    "grpo",
+    "pass_at_k",
+    "rloo",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+]
 RewardNorm = Literal["none", "batch", "running"]
 OldLogProbs = Literal["actor", "rollout"]
 GroupKind = Literal["process", "ray", "local"]
 Offload = Literal["none", "host", "disk"]
+BY_ANSWER = ("gae", "reinforce_plus_plus", "remax")
+"""The estimators that do not compare the answers to one prompt."""
 REWARD_MODEL = "model"
 """The name of the reward model in `rewards.use`."""
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
@@ -39,11 +62,19 @@ ROLES = ("actor", "critic", "reference", "reward", "rollout")
 class PolicyLossConfig:
     """The loss of the policy; see `workers.losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
 
-    objective: Literal["clipped", "cispo"] | None = setting(
-        None, "clipped: PPO's; cispo: clipped weights of the log-probability"
+    objective: Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"] | None = setting(
+        None, "loss of a token, a function of workers.losses.objectives; clipped: PPO's"
     )
-    clip_low: float | None = setting(None, "distance below 1 at which the ratio is clipped")
-    clip_high: float | None = setting(None, "distance above 1 at which the ratio is clipped")
+    clip_low: float | None = setting(
+        None, "distance below 1 at which the ratio is clipped; gmpo: below a log-ratio of 0; dppo: a divergence"
+    )
+    clip_high: float | None = setting(None, "distance above 1 at which the ratio is clipped; gmpo and dppo as for clip_low")
+    tau_positive: float | None = setting(None, "sapo: how soon the gradient fades where the advantage is positive")
+    tau_negative: float | None = setting(None, "sapo: how soon it fades elsewhere")
+    max_ratio: float | None = setting(None, "dppo_tv, dppo_kl: largest weight of a token")
+    cov_fraction: float | None = setting(None, "clip_cov, kl_cov: share of the tokens of a step that is selected")
+    cov_bounds: tuple[float, float] | None = setting(None, "clip_cov: covariances between which tokens are selected")
+    cov_coef: float | None = setting(None, "kl_cov: weight of the penalty of selected tokens")
     dual_clip: float | None = setting(None, "bound on the ratio where the advantage is negative; 0: none")
     ratio: Literal["token", "sequence", "sequence-token"] | None = setting(None, "what the ratio is taken over")
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = (
@@ -62,7 +93,7 @@ class EstimatorConfig:
     """How advantages are computed. Null takes the value of rl.algorithm."""
 
     estimator: EstimatorName | None = setting(None, "estimator of the advantages")
-    scale: bool | None = setting(None, "grpo: divide by the standard deviation of the group")
+    scale: bool | None = setting(None, "grpo, pass_at_k: divide by the standard deviation of the group")
     whiten: bool | None = setting(
         None, "gae, reinforce_plus_plus: shift and scale the advantages to mean 0 and variance 1 over the tokens of a step"
     )
@@ -107,6 +138,10 @@ class RLSettings:
     )
     importance_level: Literal["token", "sequence"] = setting("token", "whether a weight belongs to a token or to an answer")
     importance_bounds: tuple[float, float] = setting((0.5, 2.0), "bounds of the weights; truncate uses the upper one")
+    rejection: dict[str, Any] = setting(
+        factory=dict,
+        help="tokens and answers that are not learned because actor and generator differ too much: criterion and limit, as in rl.rejection.seq_mean_k3=0.01; see losses.importance.Rejection",
+    )
     max_log_prob_gap: float | None = setting(
         0.1,
         "the run stops if the log-probabilities of actor and generator differ by more than this on average, in nats per token; null: never",
@@ -162,11 +197,14 @@ class RLSettings:
                     raise ConfigError(
                         f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
                     )
-        if self.importance != "none" and self.old_log_probs == "rollout":
-            raise ConfigError(
-                f"rl.importance={self.importance} with rl.old_log_probs=rollout: a correction compares the generator's "
-                "log-probabilities with the actor's; set rl.old_log_probs=actor"
-            )
+        given: list[tuple[str, Any]] = [("importance", self.importance)] if self.importance != "none" else []
+        given += [("rejection", self.rejection)] if self.rejection else []
+        for name, value in given:
+            if self.old_log_probs == "rollout":
+                raise ConfigError(
+                    f"rl.{name}={value} with rl.old_log_probs=rollout: a correction compares the generator's "
+                    "log-probabilities with the actor's; set rl.old_log_probs=actor"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +363,7 @@ class RLConfig:
         unused: list[str] = []
         if rl.algorithm == "online_dpo":
             unused += ["rl.loss"] * (rl.loss != defaults.loss) + ["rl.advantage"] * (rl.advantage != defaults.advantage)
-            names = ("importance", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
+            names = ("importance", "rejection", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
             unused += [f"rl.{name}" for name in names if getattr(rl, name) != getattr(defaults, name)]
         elif self.dpo != PreferenceConfig():
             unused.append("dpo")
@@ -363,7 +401,7 @@ class RLConfig:
                 f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as those of a "
                 "single answer always are; use at least 2, or rl.dynamic_sampling=false"
             )
-        compares = rl.advantage.estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") or (
+        compares = rl.advantage.estimator not in (None, *BY_ANSWER) or (
             rl.advantage.estimator is None and rl.algorithm not in ("ppo", "reinforce_plus_plus", "remax")
         )
         if compares and rl.group_size < 2:

@@ -8,8 +8,9 @@ import torch
 from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
+from ...workers.losses.pairs import matched_quantiles
 from ...workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
-from ...workers.losses.sequences import REFERENCE
+from ...workers.losses.sequences import MATCHED, REFERENCE
 from ..config.methods import PreferenceConfig, ReferenceConfig
 from ..config.runs import DPOConfig
 from ..data.dataset import Dataset
@@ -53,7 +54,9 @@ class PreferenceMethod(Method):
         if self._loss.needs_reference:
             check_reference(config)
         elif config.reference != ReferenceConfig():
-            raise ConfigError(f"reference.* is set with dpo.loss={config.dpo.loss}, which has no reference; unset it")
+            raise ConfigError(
+                f"reference.* is set with dpo.loss={'+'.join(config.dpo.loss_weights) or config.dpo.loss}, which has no reference; unset it"
+            )
         if config.dpo.loss == "kto":
             if config.data.batch_size < 2:
                 raise ConfigError(
@@ -80,7 +83,12 @@ class PreferenceMethod(Method):
         log_probs = self._reference.log_probs(global_batch, training=training)
         batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.positions]})
         if not isinstance(self._loss, KTOLoss):
-            return batch
+            if not self._loss.needs_matching:
+                return batch
+            # Ranks among all pairs of the global batch, so that they do not depend on how it is split.
+            policy = log_probs_of(engine, global_batch, training=training)
+            matched = matched_quantiles(policy[::2] - policy[1::2], log_probs[::2] - log_probs[1::2]).repeat_interleave(2)
+            return batch.with_sequence_fields(**{MATCHED: matched[shard.positions]})
         mismatches = mismatched(global_batch, self._longest)
         baseline = torch.zeros(())
         if len(mismatches):
@@ -158,6 +166,10 @@ def preference_loss(settings: PreferenceConfig, temperature: float = 1.0) -> Pre
     try:
         return PreferenceLoss(
             kind=settings.loss,
+            loss_weights=dict(settings.loss_weights) or None,
+            tau=settings.tau,
+            divergence=settings.divergence,
+            alpha=settings.alpha,
             beta=settings.beta,
             label_smoothing=settings.label_smoothing,
             gamma=settings.gamma,

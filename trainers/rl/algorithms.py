@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from ...engine.errors import ConfigError
+from ...workers.losses.importance import rejection_bounds
 from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from ...workers.losses.preference import PreferenceLoss
 from ...workers.roles.advantage import AdvantageConfig
@@ -50,6 +51,17 @@ class Algorithm:
         return bool(self.loss.kl_coef) or bool(self.advantage is not None and self.advantage.kl_coef)
 
     @property
+    def needs_squared_probs(self) -> bool:
+        """Whether it uses the sums of squared probabilities of the policy that answered."""
+        return self.advantage is not None and self.advantage.estimator == "optimal_token_baseline"
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether it uses the log-probabilities from before the update beyond the ratio, which is 1 in a single update."""
+        by_covariance = isinstance(self.loss, PolicyLoss) and self.loss.selects_by_covariance
+        return by_covariance or self.needs_squared_probs or bool(self.advantage is not None and self.advantage.kl_coef)
+
+    @property
     def needs_baselines(self) -> bool:
         """Whether it compares each answer with the most likely one."""
         return self.advantage is not None and self.advantage.estimator == "remax"
@@ -58,13 +70,31 @@ class Algorithm:
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "gae": ("gamma", "lam", "whiten"),
     "grpo": ("scale",),
+    "pass_at_k": ("scale",),
     "rloo": (),
+    "opo": (),
+    "gpg": (),
+    "optimal_token_baseline": (),
     "reinforce_plus_plus": ("gamma", "whiten"),
     "reinforce_plus_plus_baseline": ("whiten",),
     "remax": ("gamma",),
 }
 """The settings of `AdvantageConfig` that only some estimators read."""
+_CLIPS = frozenset({"clip_low", "clip_high"})
+READ_BY_OBJECTIVE: Mapping[str, frozenset[str]] = {
+    "clipped": _CLIPS | {"dual_clip", "ratio"},
+    "cispo": _CLIPS,
+    "gpg": frozenset(),
+    "sapo": frozenset({"tau_positive", "tau_negative"}),
+    "dppo_tv": _CLIPS | {"max_ratio"},
+    "dppo_kl": _CLIPS | {"max_ratio"},
+    "gmpo": _CLIPS,
+    "clip_cov": _CLIPS | {"cov_fraction", "cov_bounds"},
+    "kl_cov": frozenset({"cov_fraction", "cov_coef"}),
+}
+"""The settings of `PolicyLoss` that only some objectives read."""
 _PLAIN = PolicyLoss(dual_clip=None)
+_GROUPED = AdvantageConfig(estimator="grpo")
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "grpo": Algorithm(loss=POLICY_LOSSES["grpo"], advantage=AdvantageConfig(estimator="grpo")),
     "dr_grpo": Algorithm(
@@ -75,6 +105,15 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "dapo": Algorithm(loss=POLICY_LOSSES["dapo"], advantage=AdvantageConfig(estimator="grpo"), dynamic_sampling=True),
     "gspo": Algorithm(loss=POLICY_LOSSES["gspo"], advantage=AdvantageConfig(estimator="grpo")),
     "cispo": Algorithm(loss=POLICY_LOSSES["cispo"], advantage=AdvantageConfig(estimator="grpo")),
+    **{
+        name: Algorithm(loss=POLICY_LOSSES[name], advantage=_GROUPED)
+        for name in get_args(AlgorithmName)
+        if name in ("sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+    },
+    "pass_at_k": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="pass_at_k")),
+    "opo": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="opo")),
+    "gpg": Algorithm(loss=POLICY_LOSSES["gpg"], advantage=AdvantageConfig(estimator="gpg")),
+    "optimal_token_baseline": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="optimal_token_baseline")),
     "rloo": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="rloo", kl_coef=0.05)),
     "reinforce_plus_plus": Algorithm(loss=_PLAIN, advantage=AdvantageConfig(estimator="reinforce_plus_plus", kl_coef=0.01)),
     "reinforce_plus_plus_baseline": Algorithm(
@@ -87,7 +126,8 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 }
 """The algorithms, with the settings of their papers or, where these say nothing, of common implementations.
 
-Source: grpo, dr_grpo, dapo, gspo, cispo: see `workers.losses.policy.POLICY_LOSSES`; DAPO's dynamic sampling Yu et al. 2025,
+Source: grpo to kl_cov and gpg: see `workers.losses.policy.POLICY_LOSSES`; pass_at_k, opo, optimal_token_baseline: see
+`workers.advantages`; DAPO's dynamic sampling Yu et al. 2025,
 arXiv:2503.14476, section 3.2. RLOO Ahmadian et al. 2024, arXiv:2402.14740; REINFORCE++ and its form with a group baseline Hu 2025,
 arXiv:2501.03262; ReMax Li et al. 2024, arXiv:2310.10505; PPO Schulman et al. 2017, arXiv:1707.06347; online DPO Guo et al. 2024,
 arXiv:2402.04792, with the best and the worst answer of a group as a pair.
@@ -106,18 +146,32 @@ def resolve(config: RLConfig) -> Algorithm:
     rl = config.rl
     known = ALGORITHMS[rl.algorithm]
     if isinstance(known.loss, PreferenceLoss):
-        return replace(known, loss=preference_loss(config.dpo, config.rollout.temperature))
+        pairs = preference_loss(config.dpo, config.rollout.temperature)
+        if pairs.needs_matching:
+            raise ConfigError(
+                "dpo.loss=aot with rl.algorithm=online_dpo: it compares distributions over many pairs of known answers; use it with "
+                "drivetrain dpo, or another loss"
+            )
+        return replace(known, loss=pairs)
     assert known.advantage is not None
     changes = _given(rl.loss)
-    if changes.get("dual_clip") == 0 or (changes.get("objective") == "cispo" and "dual_clip" not in changes):
+    objective = changes.get("objective", known.loss.objective)
+    elsewhere = frozenset().union(*READ_BY_OBJECTIVE.values()) - READ_BY_OBJECTIVE[objective]
+    if unread := sorted(name for name in changes if name in elsewhere and changes[name] != 0):
+        raise ConfigError(
+            f"rl.loss.{unread[0]}={changes[unread[0]]} is not used by the objective {objective} of rl.algorithm={rl.algorithm}; "
+            "remove it"
+        )
+    if changes.get("dual_clip") == 0 or (objective != "clipped" and "dual_clip" not in changes):
         changes["dual_clip"] = None
-    loss = replace(known.loss, length_norm=None, aggregation="token-mean")
+    if "cov_bounds" in changes:
+        changes["cov_bounds"] = tuple(changes["cov_bounds"])
     aggregation = changes.pop("aggregation", known.loss.aggregation)
     norm = changes.pop("length_norm", config.rollout.max_tokens)
     by_norm = aggregation == "seq-mean-token-sum-norm"
     try:
         loss = replace(
-            loss,
+            known.loss,
             aggregation=aggregation,
             length_norm=norm if by_norm or rl.loss.length_norm is not None else None,
             temperature=config.rollout.temperature,
@@ -139,6 +193,16 @@ def resolve(config: RLConfig) -> Algorithm:
             f"rl.advantage.{name}={estimator[unread[0]]} is not used by the estimator {advantage.estimator} of rl.algorithm="
             f"{rl.algorithm} with rl.advantage.kl_coef={advantage.kl_coef:g}; remove it"
         )
+    if advantage.estimator == "optimal_token_baseline" and rl.old_log_probs == "rollout":
+        raise ConfigError(
+            "rl.old_log_probs=rollout with the estimator optimal_token_baseline, which needs the actor's distributions; set "
+            "rl.old_log_probs=actor"
+        )
+    for kind, limit in rl.rejection.items():
+        try:
+            rejection_bounds(kind, limit)
+        except ConfigError as e:
+            raise ConfigError(f"rl.{e}") from e
     dynamic = known.dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
     if not dynamic and rl.max_resamples != RLSettings().max_resamples:
         raise ConfigError(

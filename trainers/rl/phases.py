@@ -67,15 +67,16 @@ class Phases:
 
         With dropout the update's own log-probabilities are not those of the policy that answered.
         """
-        rl, advantage = self.config.rl, self.algorithm.advantage
+        rl = self.config.rl
         return (
             rl.mini_batch_size is None
             and rl.epochs == 1
             and not self.has_dropout
             and rl.importance == "none"
+            and not rl.rejection
             and rl.old_log_probs == "actor"
             and rl.kl_target is None
-            and not (advantage is not None and advantage.kl_coef)
+            and not self.algorithm.needs_old_log_probs
         )
 
     @property

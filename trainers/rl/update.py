@@ -28,14 +28,15 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
     if isinstance(phases.algorithm.loss, PreferenceLoss) or phases.is_on_policy:
         return answers
     batch = answers.ref
-    if "old_log_probs" in batch.keys:
+    squares = phases.algorithm.needs_squared_probs
+    if "old_log_probs" in batch.keys and (not squares or "sum_squared_probs" in batch.keys):
         return answers
     if phases.config.rl.old_log_probs == "rollout":
         return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
     # Where a critic is updated first, the actor's state would come and go once more.
     phases.ledger.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
-        found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy)
+        found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares)
     return answers.with_columns(found.rename(log_probs="old_log_probs"))
 
 
@@ -73,6 +74,10 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         grouped = batch.with_groups(answers.groups)
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
+        batch |= _selected(phases, batch, step)
+    batch = _with_something_to_learn(phases, batch)
+    if not len(batch):
+        return metrics
     mini_batches = _mini_batches(phases, step)
     if phases.algorithm.needs_critic:
         with phases.timed("update_critic", batch.num_tokens):
@@ -98,6 +103,19 @@ def _loss(phases: Phases) -> PolicyLoss:
     return replace(loss, on_policy=True, log_entropy=phases.config.rl.log_entropy) if phases.is_on_policy else loss
 
 
+def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
+    """Return the batch with the mark of the tokens that the loss treats differently, if it does."""
+    loss = phases.algorithm.loss
+    if not (isinstance(loss, PolicyLoss) and loss.selects_by_covariance):
+        return batch
+    bounds = loss.cov_bounds if loss.objective == "clip_cov" else None
+    seed = seed_of(phases.config.data.seed, step)
+    marks: DataRef = phases.group["advantage"].select_by_covariance(
+        batch, fraction=loss.cov_fraction, bounds=bounds, seed=seed
+    )
+    return marks
+
+
 def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]:
     """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
     rl, batch = phases.config.rl, answers.ref
@@ -109,9 +127,19 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
         batch |= phases.group["advantage"].compute_importance_weights(
             batch, correction=rl.importance, level=rl.importance_level, low=low, high=high
         )
+    if rl.rejection:
+        batch |= phases.group["advantage"].reject(batch, limits=dict(rl.rejection))
     metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
     _check_gap(phases, metrics)
     return batch, metrics
+
+
+def _with_something_to_learn(phases: Phases, batch: DataRef) -> DataRef:
+    """Return the batch without the answers of which every token was rejected: a mini-batch of nothing else would have no loss."""
+    if not phases.config.rl.rejection:
+        return batch
+    accepted = phases.group.get(batch, ["response_mask"])["response_mask"].split(list(batch.lengths))
+    return batch.select([row for row, mask in enumerate(accepted) if bool((mask > 0).any())])
 
 
 def _gap_of_some(phases: Phases, answers: Answers) -> dict[str, float]:

@@ -17,6 +17,8 @@ TOKEN_FIELDS = frozenset(
         "rollout_log_probs",
         "importance_weights",
         "advantages",
+        "high_covariance",
+        "sum_squared_probs",
         "returns",
         "values",
         "loss_weights",
@@ -29,7 +31,7 @@ TOKEN_FIELDS = frozenset(
 to role.
 """
 SEQUENCE_FIELDS = frozenset(
-    {"rewards", "chosen", "margin", "reference_log_probs", "kl_baseline", "baselines", "row", "finished"}
+    {"rewards", "chosen", "margin", "reference_log_probs", "matched_margin", "kl_baseline", "baselines", "row", "finished"}
 )
 """Sequence fields that some loss reads or some worker returns."""
 

@@ -8,7 +8,7 @@ Axes: T tokens, N sequences.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -19,75 +19,28 @@ from ...engine.errors import ConfigError
 from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
+from .objectives import (
+    MAX_LOG_RATIO,
+    Clipped,
+    cispo_objective,
+    clip_cov_objective,
+    clipped_objective,
+    dppo_kl_objective,
+    dppo_tv_objective,
+    gmpo_objective,
+    gpg_objective,
+    kl_cov_objective,
+    sapo_objective,
+)
 from .sequences import sequence_of, sequence_sums
 
 Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Objective = Literal["clipped", "cispo"]
+Objective = Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
-MAX_LOG_RATIO = 20.0
-"""Bound on the absolute value of a log-ratio before it is exponentiated, as in verl. Any sensible clip range clips a ratio
-beyond it, and a single log-probability of -100 must not make a gradient infinite.
-"""
 MAX_K3 = 10.0
 """Upper bound on the k3 estimate, as in verl."""
-
-
-@dataclass(frozen=True, eq=False)
-class Clipped:
-    """The result of PPO's clipped objective.
-
-    Args:
-        losses: The loss of each token.
-        clipped: Bool mask of the tokens whose clipped loss is the larger one. These tokens get no gradient.
-        dual: Bool mask of the tokens where the dual clip bounds the loss of a negative advantage.
-    """
-
-    losses: Tensor
-    clipped: Tensor
-    dual: Tensor
-
-
-def clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Clipped:
-    """Compute PPO's clipped loss: max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c.
-
-    Args:
-        ratio: r, the probability under the current policy divided by that under the policy that sampled the response.
-        advantages: A, the advantages.
-        clip_low: Distance below 1 at which the ratio is clipped.
-        clip_high: Distance above 1 at which the ratio is clipped. A value larger than `clip_low` is DAPO's clip-higher.
-        dual_clip: c; None disables the dual clip.
-
-    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; dual clip Ye et al. 2020, arXiv:1912.09729, equation 5; two
-    bounds Yu et al. 2025, arXiv:2503.14476, equation 8. Clipped tokens are counted as in verl.
-    """
-    unclipped, clipped_losses = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses, clipped = torch.maximum(unclipped, clipped_losses), clipped_losses > unclipped
-    if dual_clip is None:
-        return Clipped(losses, clipped, torch.zeros_like(clipped))
-    bound = -advantages * dual_clip
-    dual = (advantages < 0) & (losses > bound)
-    return Clipped(torch.where(dual, bound, losses), clipped, dual)
-
-
-def cispo_objective(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Clipped:
-    """Compute CISPO's loss: -sg(clip(r, 1 - low, 1 + high)) A log p. Every token has a gradient, with a bounded weight.
-
-    Args:
-        log_probs: log p, the log-probabilities under the current policy.
-        ratio: r, as in `clipped_objective`.
-        advantages: A, the advantages.
-        clip_low: Distance below 1 from which on the weight is constant; 1 is no bound.
-        clip_high: Distance above 1 from which on the weight is constant.
-
-    Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
-    """
-    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    clipped = weight != ratio.detach()
-    return Clipped(-weight * advantages * log_probs, clipped, torch.zeros_like(clipped))
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *, clamp: bool = True) -> Tensor:
@@ -101,8 +54,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KLEstimator, *,
         clamp: For k3, whether to clamp log(q/p) to +-20 and the estimate to 10, as verl does.
 
     Source: Schulman 2020, "Approximating KL divergence"; k3 as in Shao et al. 2024, arXiv:2402.03300, equation 4; k3+ as
-        verl's
-    straight-through estimator.
+    verl's straight-through estimator.
     """
     difference = log_probs - reference
     if estimator == "k1":
@@ -150,6 +102,20 @@ def check_response_mask(batch: PackedBatch) -> None:
         token_field(batch, "response_mask", loss_mask(batch))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Inputs:
+    """What objectives read of a micro-batch, `[T]` each; 0 outside the responses."""
+
+    log_probs: Tensor
+    old: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    mask: Tensor
+    batch: PackedBatch
+    selected: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """The loss of a policy update.
@@ -157,10 +123,18 @@ class PolicyLoss:
     Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.
 
     Args:
-        objective: `clipped`, PPO's; or `cispo`, see `cispo_objective`, for which `dual_clip` has no meaning.
-        clip_low: See `clipped_objective`.
-        clip_high: See `clipped_objective`; None uses the value of `clip_low`.
+        objective: One of the functions of `losses.objectives`: `clipped` is PPO's, and the only one that `dual_clip` and a `ratio`
+            other than `token` are for. `gmpo` needs the aggregation `seq-mean-token-mean`. `clip_cov` and `kl_cov` read the
+            token field `high_covariance`, which `AdvantageWorker.select_by_covariance` computes.
+        clip_low: See the objective.
+        clip_high: See the objective; None uses the value of `clip_low`.
         dual_clip: See `clipped_objective`.
+        tau_positive: See `sapo_objective`.
+        tau_negative: See `sapo_objective`.
+        max_ratio: See `dppo_tv_objective`.
+        cov_fraction: The share of tokens that `clip_cov` and `kl_cov` select; see `losses.covariance`.
+        cov_bounds: The covariances that `clip_cov` selects between.
+        cov_coef: The weight of the penalty of `kl_cov`.
         ratio: What the importance ratio is taken over. `token`: each token. `sequence`: the entire response (GSPO).
             `sequence-token`: the value of the sequence ratio with per-token gradients (GSPO-token, equation 13 of the paper),
             for advantages that vary within a response.
@@ -185,6 +159,12 @@ class PolicyLoss:
     clip_low: float = 0.2
     clip_high: float | None = None
     dual_clip: float | None = 3.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    max_ratio: float = 20.0
+    cov_fraction: float = 2e-4
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    cov_coef: float = 1.0
     ratio: Ratio = "token"
     aggregation: Aggregation = "token-mean"
     length_norm: int | None = None
@@ -208,16 +188,29 @@ class PolicyLoss:
         ):
             if getattr(self, name) not in get_args(values):
                 raise ConfigError(f"{name}={getattr(self, name)}; choose one of {', '.join(get_args(values))}")
-        for name in ("clip_low", "clip_high", "kl_coef"):
+        for name in ("clip_low", "clip_high", "kl_coef", "cov_coef"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{name}={value}; it must be 0 or more")
-        if self.clip_low > 1 or (self.clip_low == 1 and self.objective == "clipped"):
+        lowest = {"clipped": self.clip_low < 1, "clip_cov": self.clip_low < 1, "cispo": self.clip_low <= 1}
+        if not lowest.get(self.objective, True):
             raise ConfigError(f"clip_low={self.clip_low}; ratios are always positive, so it must be less than 1")
-        if self.objective == "cispo" and (self.dual_clip is not None or self.ratio != "token"):
+        if self.objective != "clipped" and (self.dual_clip is not None or self.ratio != "token"):
             raise ConfigError(
-                f"objective=cispo with dual_clip={self.dual_clip} and ratio={self.ratio}; it needs dual_clip=None and ratio=token"
+                f"objective={self.objective} with dual_clip={self.dual_clip} and ratio={self.ratio}; it needs dual_clip=None and "
+                "ratio=token"
             )
+        if self.objective == "gmpo" and self.aggregation != "seq-mean-token-mean":
+            raise ConfigError(
+                f"objective=gmpo with aggregation={self.aggregation}; it is a mean over responses and needs seq-mean-token-mean"
+            )
+        for name in ("tau_positive", "tau_negative", "max_ratio"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
+        if not 0 < self.cov_fraction <= 1:
+            raise ConfigError(f"cov_fraction={self.cov_fraction}; it is a share of the tokens, above 0 and at most 1")
+        if not self.cov_bounds[0] < self.cov_bounds[1]:
+            raise ConfigError(f"cov_bounds={list(self.cov_bounds)}; the lower bound must be below the upper one")
         if not math.isfinite(self.entropy_coef):
             raise ConfigError(f"entropy_coef={self.entropy_coef}; it must be a finite number")
         if self.dual_clip is not None and not (self.dual_clip > 1 and math.isfinite(self.dual_clip)):
@@ -240,6 +233,16 @@ class PolicyLoss:
         entropy = self.entropy_coef != 0 or self.log_entropy
         return OutputRequest(log_probs=True, entropy=entropy, temperature=self.temperature)
 
+    @property
+    def selects_by_covariance(self) -> bool:
+        """Whether the token field `high_covariance` is needed."""
+        return self.objective in ("clip_cov", "kl_cov")
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """`clip_low` and `clip_high`, which is the former if it is not set."""
+        return self.clip_low, self.clip_low if self.clip_high is None else self.clip_high
+
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Return the mask of the response tokens."""
         return response_tokens(batch)
@@ -252,6 +255,7 @@ class PolicyLoss:
             *([] if self.on_policy else ["old_log_probs"]),
             "advantages",
             *(["reference_log_probs"] if self.kl_coef else []),
+            *(["high_covariance"] if self.selects_by_covariance else []),
         ]
         for name in needed:
             token_field(batch, name, tokens)
@@ -283,11 +287,19 @@ class PolicyLoss:
             if self.ratio == "sequence-token":
                 sequence_ratio = sequence_ratio.detach() + log_ratio - log_ratio.detach()
             ratio = sequence_ratio.clamp(-bound, bound).exp()
-        clip_high = self.clip_low if self.clip_high is None else self.clip_high
-        if self.objective == "cispo":
-            objective = cispo_objective(masked_log_probs, ratio, advantages, self.clip_low, clip_high)
-        else:
-            objective = clipped_objective(ratio, advantages, self.clip_low, clip_high, self.dual_clip)
+        objective = _OBJECTIVES[self.objective](
+            self,
+            _Inputs(
+                log_probs=masked_log_probs,
+                old=old,
+                log_ratio=log_ratio,
+                ratio=ratio,
+                advantages=advantages,
+                mask=mask,
+                batch=batch,
+                selected=masked_field("high_covariance") > 0 if self.selects_by_covariance else None,
+            ),
+        )
         losses = objective.losses
         if "importance_weights" in batch.token_fields:
             losses = losses * masked_field("importance_weights")
@@ -344,6 +356,23 @@ def aggregate(values: Tensor, mask: Tensor, batch: PackedBatch, aggregation: Agg
     return values.sum() / (length_norm or 1)
 
 
+def _selected(x: _Inputs) -> Tensor:
+    assert x.selected is not None
+    return x.selected
+
+
+_OBJECTIVES: Mapping[Objective, Callable[[PolicyLoss, _Inputs], Clipped]] = {
+    "clipped": lambda s, x: clipped_objective(x.ratio, x.advantages, *s.clip_bounds, s.dual_clip),
+    "cispo": lambda s, x: cispo_objective(x.log_probs, x.ratio, x.advantages, *s.clip_bounds),
+    "gpg": lambda s, x: gpg_objective(x.log_probs, x.advantages),
+    "sapo": lambda s, x: sapo_objective(x.ratio, x.advantages, s.tau_positive, s.tau_negative),
+    "dppo_tv": lambda s, x: dppo_tv_objective(x.log_probs, x.old, x.ratio, x.advantages, *s.clip_bounds, s.max_ratio),
+    "dppo_kl": lambda s, x: dppo_kl_objective(x.log_probs, x.old, x.ratio, x.advantages, *s.clip_bounds, s.max_ratio),
+    "gmpo": lambda s, x: gmpo_objective(x.log_ratio, x.advantages, x.mask, x.batch, *s.clip_bounds),
+    "clip_cov": lambda s, x: clip_cov_objective(x.ratio, x.advantages, _selected(x), *s.clip_bounds),
+    "kl_cov": lambda s, x: kl_cov_objective(x.log_ratio, x.ratio, x.advantages, _selected(x), s.cov_coef),
+}
+_BY_ANSWER: Aggregation = "seq-mean-token-mean"
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "ppo": PolicyLoss(),
     "grpo": PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, kl_coef=0.04),
@@ -351,11 +380,20 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "dapo": PolicyLoss(clip_high=0.28),
     "cispo": PolicyLoss(objective="cispo", clip_low=1.0, clip_high=0.28, dual_clip=None),
     "gspo": PolicyLoss(ratio="sequence", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4, dual_clip=None),
+    "gpg": PolicyLoss(objective="gpg", dual_clip=None),
+    "sapo": PolicyLoss(objective="sapo", aggregation=_BY_ANSWER, dual_clip=None),
+    "gmpo": PolicyLoss(objective="gmpo", aggregation=_BY_ANSWER, clip_low=0.4, dual_clip=None),
+    "dppo_tv": PolicyLoss(objective="dppo_tv", clip_low=0.15, dual_clip=None),
+    "dppo_kl": PolicyLoss(objective="dppo_kl", clip_low=0.05, dual_clip=None),
+    "clip_cov": PolicyLoss(objective="clip_cov", dual_clip=None),
+    "kl_cov": PolicyLoss(objective="kl_cov", cov_fraction=2e-3, dual_clip=None),
 }
 """Settings of published algorithms. Use `dataclasses.replace` to change individual settings.
 
 Source: ppo with verl's dual clip; GRPO Shao et al. 2024, arXiv:2402.03300, equation 3 and section 4.2; Dr. GRPO Liu et al.
 2025, arXiv:2503.20783 (its sum is divided by a constant, `length_norm`, which depends on the run); DAPO Yu et al. 2025,
 arXiv:2503.14476; CISPO MiniMax 2025, arXiv:2506.13585, without a lower bound as there; its upper one is DAPO's;
-GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1.
+GSPO Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1; GPG Chu et al. 2025, arXiv:2504.02546; SAPO Gao et al. 2025,
+arXiv:2511.20347; GMPO Zhao et al. 2025, arXiv:2507.20673; DPPO Qi et al. 2026, arXiv:2602.04879, with the thresholds
+of verl's example; Clip-Cov and KL-Cov Cui et al. 2025, arXiv:2505.22617, as in verl.
 """

@@ -1,127 +1,52 @@
-"""Losses for preference learning without a reward model: DPO and related methods.
-
-The formulas are pure functions of per-sequence log-probabilities. `PreferenceLoss` and `KTOLoss` make them available to an
-engine.
+"""Losses for preference learning without a reward model: what makes the formulas of `losses.pairs` available to an engine, and KTO.
 
 Axes: T tokens, N sequences, P pairs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
+from . import pairs as p
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field, token_field
-from .sequences import CHOSEN, REFERENCE, pairs_of, sequence_sums
+from .sequences import CHOSEN, MATCHED, REFERENCE, pairs_of, sequence_sums
 
-PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo"]
-REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo"})
+PairLoss = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "exo_pair",
+    "robust",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "aot",
+    "discopop",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo", "sft"})
 """Losses that do not use a reference model."""
 LENGTH_NORMALIZED: frozenset[str] = frozenset({"ipo", "simpo", "orpo"})
 """Losses that by default divide a sequence's log-probability by its number of supervised tokens."""
-SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0}
+SMOOTHED: frozenset[str] = frozenset({"sigmoid", "cpo", "simpo", "exo_pair", "robust", "aot"})
+"""Losses that assume a fraction of flipped labels."""
+BY_DIVERGENCE: frozenset[str] = frozenset({"sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop"})
+"""Losses of the difference between the two sides' distances to the reference, which another divergence may measure."""
+SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0, "sft": 1.0}
 """Default weight of the chosen side's negative log-likelihood, for the losses that add it."""
 BASELINE = "kl_baseline"
 """Sequence field `[N]`: KTO's reference point z0, the same value throughout the global batch."""
-
-
-def sigmoid_loss(margin: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Compute the DPO loss: -(1 - e) log s(beta m) - e log s(-beta m).
-
-    Args:
-        margin: `[P]`, m, the chosen side's log-ratio to the reference minus the rejected side's.
-        beta: The strength of the pull toward the reference.
-        label_smoothing: e, the assumed fraction of flipped labels.
-
-    Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with smoothing Mitchell 2023, "A note on DPO with noisy
-    preferences", equation 3.
-    """
-    return -(1 - label_smoothing) * F.logsigmoid(beta * margin) - label_smoothing * F.logsigmoid(-beta * margin)
-
-
-def ipo_loss(margin: Tensor, beta: float) -> Tensor:
-    """Compute the IPO loss: (m - 1 / (2 beta))^2.
-
-    Args:
-        margin: `[P]`, m, as in `sigmoid_loss`.
-        beta: The parameter tau of the paper.
-
-    Source: Azar et al. 2023, arXiv:2310.12036, equation 17.
-    """
-    return (margin - 1 / (2 * beta)) ** 2
-
-
-def hinge_loss(margin: Tensor, beta: float) -> Tensor:
-    """Compute the hinge loss: max(0, 1 - beta m).
-
-    Args:
-        margin: `[P]`, m, as in `sigmoid_loss`.
-        beta: The parameter gamma of the paper.
-
-    Source: Zhao et al. 2023, SLiC-HF, arXiv:2305.10425, in the form of Liu et al. 2023, RSO, arXiv:2309.06657, equation 12.
-    """
-    return F.relu(1 - beta * margin)
-
-
-def simpo_loss(difference: Tensor, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
-    """Compute the SimPO loss: -log s(beta d - gamma).
-
-    Args:
-        difference: `[P]`, d, the chosen side's mean token log-probability minus the rejected side's.
-        beta: The scale of the implicit reward.
-        gamma: The target reward margin between the two sides.
-        label_smoothing: The assumed fraction of flipped labels, as in `sigmoid_loss`.
-
-    Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
-    """
-    return sigmoid_loss(difference - gamma / beta, beta, label_smoothing)
-
-
-def cpo_loss(difference: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Compute CPO's preference term: -log s(beta d).
-
-    Args:
-        difference: `[P]`, d, the chosen side's log-probability minus the rejected side's.
-        beta: The scale of the implicit reward.
-        label_smoothing: The assumed fraction of flipped labels, as in `sigmoid_loss`.
-
-    Source: Xu et al. 2024, arXiv:2401.08417, equation 3; its other term is the likelihood of the chosen side.
-    """
-    return sigmoid_loss(difference, beta, label_smoothing)
-
-
-def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Compute ORPO's odds-ratio term: -lambda log s(log odds(chosen) - log odds(rejected)).
-
-    Args:
-        chosen: `[P]`, the chosen side's mean token log-probability, which is below 0.
-        rejected: `[P]`, the rejected side's mean token log-probability.
-        beta: The parameter lambda of the paper.
-
-    Source: Hong et al. 2024, arXiv:2403.07691, equations 4 and 7; its other term is the likelihood of the chosen side.
-    """
-    return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
-
-
-def log_odds(log_prob: Tensor) -> Tensor:
-    """Compute log p - log(1 - p) from log p, accurately for p near 0 and near 1.
-
-    The odds and their slope diverge as p approaches 1, so p is bounded above by the largest float32 below 1.
-    """
-    # Computes log(1 - e^x) with whichever formula is accurate: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
-    near_one = log_prob > -0.6931471805599453
-    # Models compute in float32 at best, so a log-probability of 0 is a rounding artifact, and its infinite odds would end the
-    # run.
-    near = log_prob.clamp(max=-torch.finfo(torch.float32).eps / 2)
-    safe_near, safe_far = torch.where(near_one, near, -0.5), torch.where(near_one, -1.0, log_prob)
-    return log_prob - torch.where(near_one, torch.log(-torch.expm1(safe_near)), torch.log1p(-torch.exp(safe_far)))
 
 
 def kto_loss(
@@ -160,18 +85,36 @@ def check_supervised(batch: PackedBatch) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sides:
+    """What the losses read of the pairs of a micro-batch, `[P]` each."""
+
+    margin: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    chosen_policy: Tensor
+    rejected_policy: Tensor
+    matched: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
     """A pairwise preference loss, averaged over the pairs of the global batch.
 
     The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one, and `reference_log_probs`
-    holds the reference's log-probabilities, for the losses that need them: summed, as a sequence field, or per token.
+    holds the reference's log-probabilities, for the losses that need them: summed, as a sequence field, or per token. `aot` reads the
+    sequence field `matched_margin` of `losses.pairs.matched_quantiles` as well.
 
     Args:
-        kind: The formula to use, one of those in this module.
+        kind: The formula to use, one of those of `losses.pairs`.
+        loss_weights: The weights of several formulas, whose weighted sum is the loss instead of `kind`. `sft` is the chosen side's
+            per-token negative log-likelihood.
         beta: The scale of the implicit reward; tau for IPO, lambda for ORPO.
-        label_smoothing: The assumed fraction of flipped labels, for the sigmoid losses.
+        label_smoothing: The assumed fraction of flipped labels, for the losses in `SMOOTHED`.
         gamma: SimPO's target reward margin.
+        tau: The width of DiscoPOP's transition.
+        divergence: How the distance to the reference is measured, for the losses in `BY_DIVERGENCE`; see `divergence_score`.
+        alpha: The parameter of the alpha-divergence.
         length_normalize: Whether to divide a sequence's log-probability by its number of supervised tokens; None follows the
             definition of the loss (`LENGTH_NORMALIZED`).
         sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss
@@ -184,9 +127,13 @@ class PreferenceLoss:
     """
 
     kind: PairLoss = "sigmoid"
+    loss_weights: Mapping[str, float] | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0
     gamma: float = 0.5
+    tau: float = 0.05
+    divergence: p.Divergence = "reverse_kl"
+    alpha: float = 0.5
     length_normalize: bool | None = None
     sft_weight: float | None = None
     temperature: float = 1.0
@@ -197,24 +144,45 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
-        if self.kind not in get_args(PairLoss):
-            raise ConfigError(f"loss={self.kind}; choose one of {', '.join(get_args(PairLoss))}")
-        if not (self.beta > 0 and math.isfinite(self.beta)):
-            raise ConfigError(f"beta={self.beta}; it must be more than 0")
+        for kind, weight in self.weighted.items():
+            if kind not in (*get_args(PairLoss), *(["sft"] if self.loss_weights else [])):
+                raise ConfigError(f"loss={kind}; choose one of {', '.join(get_args(PairLoss))}")
+            if isinstance(weight, bool) or not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+                raise ConfigError(f"loss_weights.{kind}={weight}; it must be a number above 0")
+        for name in ("beta", "tau"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
+        if self.tau >= 1:
+            raise ConfigError(
+                f"tau={self.tau}; at 1 and more discopop grows without bound for rejected answers, so it must be below 1"
+            )
+        if not math.isfinite(self.alpha):
+            raise ConfigError(f"alpha={self.alpha}; it must be a finite number")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing}; it is a fraction of flipped labels, at least 0 and below 0.5"
             )
-        if self.label_smoothing and self.kind not in ("sigmoid", "cpo", "simpo"):
+        if self.label_smoothing and not SMOOTHED & self.weighted.keys():
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} with loss={self.kind}, which does not support it; "
-                "use sigmoid, cpo or simpo, or set it to 0"
+                f"label_smoothing={self.label_smoothing} with loss={self.names}, which does not support it; "
+                f"use {', '.join(sorted(SMOOTHED))}, or set it to 0"
+            )
+        if "exo_pair" in self.weighted and not self.label_smoothing:
+            raise ConfigError("label_smoothing=0 with loss=exo_pair, which is infinite then; the paper uses 0.001")
+        if self.divergence not in get_args(p.Divergence):
+            raise ConfigError(f"divergence={self.divergence}; choose one of {', '.join(get_args(p.Divergence))}")
+        if self.divergence != "reverse_kl" and (other := sorted(self.weighted.keys() - BY_DIVERGENCE - {"sft"})):
+            raise ConfigError(
+                f"divergence={self.divergence} with loss={other[0]}, which does not support it; use {', '.join(sorted(BY_DIVERGENCE))}, "
+                "or reverse_kl"
             )
         if not (self.gamma >= 0 and math.isfinite(self.gamma)):
             raise ConfigError(f"gamma={self.gamma}; it is a margin and must be 0 or more")
         if self.sft_weight is not None and not (self.sft_weight >= 0 and math.isfinite(self.sft_weight)):
             raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
-        if self.length_normalize is False and self.kind == "orpo":
+        if self.sft_weight is not None and "sft" in self.weighted:
+            raise ConfigError(f"sft_weight={self.sft_weight} with loss_weights.sft={self.weighted['sft']}; give one of them")
+        if self.length_normalize is False and "orpo" in self.weighted:
             raise ConfigError("length_normalize=false with loss=orpo, whose odds are defined per token; unset it")
 
     @property
@@ -223,17 +191,30 @@ class PreferenceLoss:
         return OutputRequest(log_probs=True, temperature=self.temperature)
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the batch must hold log-probabilities of a reference model."""
-        return self.kind not in REFERENCE_FREE
+    def weighted(self) -> Mapping[str, float]:
+        """The formulas with their weights."""
+        return self.loss_weights or {self.kind: 1.0}
 
     @property
-    def _normalize(self) -> bool:
-        return self.kind in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
+    def names(self) -> str:
+        """The names of the formulas."""
+        return "+".join(self.weighted)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must hold log-probabilities of a reference model."""
+        return not REFERENCE_FREE.issuperset(self.weighted)
+
+    @property
+    def needs_matching(self) -> bool:
+        """Whether the batch must hold `matched_margin`."""
+        return "aot" in self.weighted
 
     @property
     def _sft_weight(self) -> float:
-        return SFT_WEIGHT.get(self.kind, 0.0) if self.sft_weight is None else self.sft_weight
+        if self.sft_weight is not None:
+            return self.sft_weight
+        return sum(weight * SFT_WEIGHT.get(kind, 0.0) for kind, weight in self.weighted.items())
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """Return the mask of the supervised tokens."""
@@ -246,7 +227,9 @@ class PreferenceLoss:
             if REFERENCE in batch.token_fields:
                 token_field(batch, REFERENCE, loss_mask(batch))
             else:
-                sequence_field(batch, REFERENCE, f"loss={self.kind}, which uses a reference model,")
+                sequence_field(batch, REFERENCE, f"loss={self.names}, which uses a reference model,")
+        if self.needs_matching:
+            sequence_field(batch, MATCHED, "loss=aot")
         check_supervised(batch)
         weights = {"preference": float(len(pairs.chosen))}
         if self._sft_weight:
@@ -261,30 +244,41 @@ class PreferenceLoss:
         # initial value.
         sums = sequence_sums(outputs.log_probs.double(), batch)
         counts = sequence_sums(outputs.mask.double(), batch)
-        scale = 1 / counts if self._normalize else torch.ones_like(counts)
-        policy = sums * scale
-        reference = _reference_sums(batch, outputs.mask) * scale if self.needs_reference else torch.zeros_like(policy)
-        ratio = policy - reference
-        margin = ratio[pairs.chosen] - ratio[pairs.rejected]
-        if self.kind == "sigmoid":
-            losses = sigmoid_loss(margin, self.beta, self.label_smoothing)
-        elif self.kind == "ipo":
-            losses = ipo_loss(margin, self.beta)
-        elif self.kind == "hinge":
-            losses = hinge_loss(margin, self.beta)
-        elif self.kind == "simpo":
-            losses = simpo_loss(margin, self.beta, self.gamma, self.label_smoothing)
-        elif self.kind == "cpo":
-            losses = cpo_loss(margin, self.beta, self.label_smoothing)
-        else:
-            losses = orpo_loss(policy[pairs.chosen], policy[pairs.rejected], self.beta)
-        terms = {"preference": losses.sum()}
+        reference = _reference_sums(batch, outputs.mask) if self.needs_reference else torch.zeros_like(sums)
+        matched = batch.sequence_fields[MATCHED].to(sums.dtype)[pairs.chosen] if self.needs_matching else None
+        terms: dict[str, Tensor] = {}
+        for kind, weight in self.weighted.items():
+            if kind == "sft":
+                continue
+            normalizes = kind in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
+            scale = 1 / counts if normalizes else torch.ones_like(counts)
+            free = kind in REFERENCE_FREE
+            ratio = sums if free else sums - reference
+            score = (ratio if free else p.divergence_score(ratio, self.divergence, self.alpha)) * scale
+            ratio, policy = ratio * scale, sums * scale
+            losses = PAIR_LOSSES[kind](
+                self,
+                _Sides(
+                    margin=score[pairs.chosen] - score[pairs.rejected],
+                    chosen=ratio[pairs.chosen],
+                    rejected=ratio[pairs.rejected],
+                    chosen_policy=policy[pairs.chosen],
+                    rejected_policy=policy[pairs.rejected],
+                    matched=matched,
+                ),
+            )
+            terms["preference"] = weight * losses.sum() + terms.get("preference", 0.0)
+        if "preference" not in terms:
+            terms["preference"] = 0.0 * sums.sum()
         if self._sft_weight:
             terms["sft"] = -self._sft_weight * sums[pairs.chosen].sum()
         with torch.no_grad():
             # The reward is the log-ratio summed over the response, even where the loss averages it over tokens. Without a
             # reference it is the quantity that the loss compares.
-            rewards = ratio / scale if self.needs_reference else ratio
+            first = next(iter(self.weighted))
+            normalizes = first in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
+            rewards = sums - reference
+            rewards = rewards / counts if normalizes and not self.needs_reference else rewards
             metrics = self._metrics(sums.detach(), counts, rewards.detach(), pairs.chosen, pairs.rejected)
         return LossSums(terms=terms, metrics=metrics)
 
@@ -308,6 +302,31 @@ class PreferenceLoss:
             metrics["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
             metrics["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
         return metrics
+
+
+def _matched(x: _Sides) -> Tensor:
+    assert x.matched is not None
+    return x.matched
+
+
+PAIR_LOSSES: Mapping[str, Callable[[PreferenceLoss, _Sides], Tensor]] = {
+    "sigmoid": lambda s, x: p.sigmoid_loss(x.margin, s.beta, s.label_smoothing),
+    "ipo": lambda s, x: p.ipo_loss(x.margin, s.beta),
+    "hinge": lambda s, x: p.hinge_loss(x.margin, s.beta),
+    "exo_pair": lambda s, x: p.exo_loss(x.margin, s.beta, s.label_smoothing),
+    "robust": lambda s, x: p.robust_loss(x.margin, s.beta, s.label_smoothing),
+    "nca_pair": lambda s, x: p.nca_loss(x.chosen, x.rejected, s.beta),
+    "bco_pair": lambda s, x: p.bco_loss(x.chosen, x.rejected, s.beta),
+    "sppo_hard": lambda s, x: p.sppo_loss(x.chosen, x.rejected, s.beta),
+    "apo_zero": lambda s, x: p.apo_zero_loss(x.chosen, x.rejected, s.beta),
+    "apo_down": lambda s, x: p.apo_down_loss(x.chosen, x.rejected, s.beta),
+    "aot": lambda s, x: p.aot_loss(x.chosen_policy - x.rejected_policy, _matched(x), s.beta, s.label_smoothing),
+    "discopop": lambda s, x: p.discopop_loss(x.margin, s.beta, s.tau),
+    "simpo": lambda s, x: p.simpo_loss(x.margin, s.beta, s.gamma, s.label_smoothing),
+    "orpo": lambda s, x: p.orpo_loss(x.chosen_policy, x.rejected_policy, s.beta),
+    "cpo": lambda s, x: p.cpo_loss(x.margin, s.beta, s.label_smoothing),
+}
+"""The losses by name."""
 
 
 def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:

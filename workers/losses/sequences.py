@@ -18,6 +18,9 @@ MARGIN = "margin"
 REFERENCE = "reference_log_probs"
 """Sequence field `[N]`: the reference's log-probability, summed over the supervised tokens."""
 
+MATCHED = "matched_margin"
+"""Sequence field `[N]`: the reference's log-ratio between the sides of a pair that the policy's is compared with, by rank (AOT)."""
+
 
 def sequence_of(batch: PackedBatch) -> Tensor:
     """Return `[T]` int64: the index of the sequence that each token belongs to."""

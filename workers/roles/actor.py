@@ -40,15 +40,18 @@ class ActorWorker(Worker):
     config: ActorConfig
 
     @register("dp")
-    def compute_log_probs(self, data: Any, *, entropy: bool = False) -> Any:
-        """Compute the `log_probs` of response tokens and, if requested, their `entropy` in nats, in the caller's format.
+    def compute_log_probs(self, data: Any, *, entropy: bool = False, sum_squared_probs: bool = False) -> Any:
+        """Compute the `log_probs` of response tokens and, if requested, numbers of their distributions, in the caller's format.
 
         Args:
             data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
-            entropy: Whether to return the entropy of each token's distribution as well.
+            entropy: Whether to return the `entropy` of each token's distribution as well, in nats.
+            sum_squared_probs: Whether to return the `sum_squared_probs` of each token's distribution as well.
         """
-        request = OutputRequest(log_probs=True, entropy=entropy, temperature=self.config.temperature)
-        return self._infer(data, request, {"log_probs": "log_probs", "entropy": "entropy"})
+        request = OutputRequest(
+            log_probs=True, entropy=entropy, sum_squared_probs=sum_squared_probs, temperature=self.config.temperature
+        )
+        return self._infer(data, request, {name: name for name in request.names})
 
     @register("dp")
     def compute_reference_log_probs(self, data: Any) -> Any:

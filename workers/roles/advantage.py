@@ -15,15 +15,40 @@ from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import loss_mask
 from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
-from ..advantages import broadcast_to_tokens, discounted_returns, gae, grpo, remax, rloo, token_rewards, whiten
+from ..advantages import (
+    broadcast_to_tokens,
+    discounted_returns,
+    gae,
+    gpg_scale,
+    grpo,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
+    remax,
+    rloo,
+    token_rewards,
+    whiten,
+)
 from ..batch_adapters import adapt_batch
 from ..dispatch import register
+from ..losses.covariance import covariances, random_keys, select_between, select_largest
 from ..losses.fields import sequence_field, token_field
-from ..losses.importance import Correction, Level, importance_weights
-from ..losses.policy import KLEstimator, kl_estimate
+from ..losses.importance import Correction, Level, Rejection, accepted_tokens, importance_weights
+from ..losses.policy import KLEstimator, kl_estimate, response_tokens
 from .responses import Responses
 
-Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "pass_at_k",
+    "rloo",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +56,15 @@ class AdvantageConfig:
     """How advantages are computed.
 
     Args:
-        estimator: The function of `workers.advantages`: `gae` needs the field `values`; `grpo`, `rloo` and
-            `reinforce_plus_plus_baseline` compare the responses of a group, so they need `group_ids`; `remax` needs the sequence
-            field `baselines`, the rewards of greedy responses.
-        kl_coef: The weight of a KL penalty in the rewards, of tokens with `gae`, `reinforce_plus_plus` and `remax`, of responses with
-            the others; it needs `old_log_probs` and `reference_log_probs`.
+        estimator: The function of `workers.advantages`: `gae` needs the field `values`; `reinforce_plus_plus` compares nothing; `remax`
+            needs the sequence field `baselines`, the rewards of greedy responses; the others compare the responses of a group, so
+            they need `group_ids`, and `optimal_token_baseline` also `old_log_probs` and `sum_squared_probs`.
+        kl_coef: The weight of a KL penalty in the rewards, of tokens with `gae`, `optimal_token_baseline`, `reinforce_plus_plus` and
+            `remax`, of responses with the others; it needs `old_log_probs` and `reference_log_probs`.
         kl: The estimator of the KL divergence, as in `losses.policy.kl_estimate`.
         gamma: The discount per token.
         lam: lambda of GAE.
-        scale: Whether GRPO divides by the group's standard deviation.
+        scale: Whether `grpo` and `pass_at_k` divide by the group's standard deviation.
         whiten: Whether advantages of `gae` and of both forms of `reinforce_plus_plus` get mean 0 and variance 1 over the tokens of
             the global batch.
     """
@@ -85,7 +110,7 @@ class AdvantageWorker:
 
     @register("dp")
     def compute_advantages(self, data: Any, *, kl_coef: float | None = None) -> dict[str, Tensor]:
-        """Compute the `advantages` of response tokens, and with `gae`, `reinforce_plus_plus` and `remax` their `returns`.
+        """Compute the `advantages` of response tokens, and where rewards are those of tokens (`kl_coef`) also their `returns`.
 
         Collective over the ranks of the role.
 
@@ -103,6 +128,9 @@ class AdvantageWorker:
             advantages, returns = _ESTIMATORS[config.estimator](config, responses)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
+        # Sums over ranks come last: a rank that raised before them would leave the others waiting.
+        if config.estimator == "gpg":
+            advantages = advantages * gpg_scale(_rewards(config, responses), responses.groups(), reduce=self._sum).float()
         if self.config.whiten and self.config.estimator in _WHITENED:
             advantages = whiten(advantages, responses.mask, reduce=self._sum)
         fields = {"advantages": responses.packed(advantages)}
@@ -133,6 +161,52 @@ class AdvantageWorker:
         answer: dict[str, Tensor] = adapter.answer({"importance_weights": weights})
         return answer
 
+    @register("dp")
+    def reject(self, data: Any, limits: Mapping[Rejection, float | tuple[float, float]]) -> dict[str, Tensor]:
+        """Compute a `response_mask` without the tokens whose probabilities differ too much between generator and trainer.
+
+        Args:
+            data: This rank's data-parallel shard, with `old_log_probs` and `rollout_log_probs`; of a `response_mask` that it has,
+                tokens are only removed.
+            limits: Criterion -> its limit; see `losses.importance.accepted_tokens`.
+        """
+        with self._errors():
+            adapter = adapt_batch(data, every=True)
+            batch = adapter.batch
+            mask = response_tokens(batch)
+            old, rollout = (token_field(batch, name, mask) for name in ("old_log_probs", "rollout_log_probs"))
+            accepted = accepted_tokens(old, rollout, mask, batch, limits)
+        answer: dict[str, Tensor] = adapter.answer({"response_mask": accepted.float()})
+        return answer
+
+    @register("dp")
+    def select_by_covariance(
+        self, data: Any, *, fraction: float, bounds: tuple[float, float] | None = None, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """Compute `high_covariance`, 1 at the tokens that the objectives `clip_cov` and `kl_cov` treat differently.
+
+        They are chosen among the tokens of all ranks: collective over the ranks of the role.
+
+        Args:
+            data: This rank's data-parallel shard, with `old_log_probs` and `advantages`.
+            fraction: The share of tokens that is selected.
+            bounds: Selects tokens at random between these covariances (`clip_cov`); None selects the largest ones (`kl_cov`).
+            seed: The seed of the random choice.
+        """
+        with self._errors():
+            adapter = adapt_batch(data, every=True)
+            batch = adapter.batch
+            mask = response_tokens(batch)
+            old, advantages = (token_field(batch, name, mask) for name in ("old_log_probs", "advantages"))
+        values = covariances(old, advantages, mask, reduce=self._sum)
+        if bounds is None:
+            selected = select_largest(values, mask, fraction, reduce=self._sum, gather=self._gather)
+        else:
+            keys = random_keys(batch, seed)
+            selected = select_between(values, mask, bounds, fraction, keys, reduce=self._sum, gather=self._gather)
+        answer: dict[str, Tensor] = adapter.answer({"high_covariance": selected.float()})
+        return answer
+
     @register("dp", returns="numbers")
     def summarize(self, data: Any) -> dict[str, float]:
         """Compute numbers of a batch, over the response tokens of all ranks: collective over the ranks of the role.
@@ -144,7 +218,7 @@ class AdvantageWorker:
             Of the fields that the batch has: the mean `entropy`; of `old_log_probs` and `rollout_log_probs` the mean absolute
             difference, `log_prob_gap`, and the largest one, `log_prob_gap_max`; of `old_log_probs` and `reference_log_probs` the
             estimates `kl` (k1) and `kl_k3` per token, and `kl_per_response`; of `importance_weights` their mean, and the share of
-            tokens `importance_masked` whose weight is 0.
+            tokens `importance_masked` whose weight is 0; of a `response_mask` the share of tokens `accepted` that it keeps.
 
         Raises:
             BatchError: A value is not finite.
@@ -173,6 +247,8 @@ class AdvantageWorker:
         if "importance_weights" in found:
             sums["importance_weight"] = found["importance_weights"].sum()
             sums["importance_masked"] = (found["importance_weights"] == 0).sum().double()
+        if "response_mask" in batch.token_fields:
+            sums["accepted"] = response_tokens(batch).sum().double()
         rows = tokens.new_tensor(float(batch.num_sequences))
         total = self._sum(torch.stack([tokens, rows, *sums.values()]))
         numbers = {name: float(value / total[0].clamp(min=1)) for name, value in zip(sums, total[2:], strict=True)}
@@ -193,6 +269,14 @@ class AdvantageWorker:
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
         return values
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """Return the tensors of all ranks, one after the other."""
+        if self._group is None:
+            return values
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, values, group=self._group)
+        return torch.cat(parts)
 
     def close(self) -> None:
         """Release the process group."""
@@ -229,6 +313,32 @@ def _grpo(config: AdvantageConfig, responses: Responses) -> Result:
     return broadcast_to_tokens(scores, responses.mask), None
 
 
+def _pass_at_k(config: AdvantageConfig, responses: Responses) -> Result:
+    scores = pass_at_k(_rewards(config, responses), responses.groups(), scale=config.scale)
+    return broadcast_to_tokens(scores, responses.mask), None
+
+
+def _opo(config: AdvantageConfig, responses: Responses) -> Result:
+    scores = opo(_rewards(config, responses), responses.groups(), responses.mask)
+    return broadcast_to_tokens(scores, responses.mask), None
+
+
+def _optimal_token_baseline(config: AdvantageConfig, responses: Responses) -> Result:
+    weights = responses.padded("importance_weights") if "importance_weights" in responses.batch.token_fields else None
+    return optimal_token_baseline(
+        _token_rewards(config, responses),
+        responses.groups(),
+        responses.padded("old_log_probs"),
+        responses.padded("sum_squared_probs"),
+        responses.mask,
+        weights,
+    )
+
+
+def _centered(config: AdvantageConfig, responses: Responses) -> Result:
+    return broadcast_to_tokens(grpo(_rewards(config, responses), responses.groups(), scale=False), responses.mask), None
+
+
 def _rloo(config: AdvantageConfig, responses: Responses) -> Result:
     return broadcast_to_tokens(rloo(_rewards(config, responses), responses.groups()), responses.mask), None
 
@@ -236,11 +346,6 @@ def _rloo(config: AdvantageConfig, responses: Responses) -> Result:
 def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Result:
     returns = discounted_returns(_token_rewards(config, responses), responses.mask, config.gamma)
     return returns, returns
-
-
-def _reinforce_plus_plus_baseline(config: AdvantageConfig, responses: Responses) -> Result:
-    scores = grpo(_rewards(config, responses), responses.groups(), scale=False)
-    return broadcast_to_tokens(scores, responses.mask), None
 
 
 def _remax(config: AdvantageConfig, responses: Responses) -> Result:
@@ -252,8 +357,12 @@ _WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, Responses], Result]] = {
     "gae": _gae,
     "grpo": _grpo,
+    "pass_at_k": _pass_at_k,
     "rloo": _rloo,
+    "opo": _opo,
+    "gpg": _centered,
+    "optimal_token_baseline": _optimal_token_baseline,
     "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "reinforce_plus_plus_baseline": _centered,
     "remax": _remax,
 }
