@@ -61,6 +61,8 @@ def batch_of() -> dict[str, Any]:
     data["rewards"] = torch.randn(shape[0], generator=generator)
     data["baselines"] = torch.randn(shape[0], generator=generator)
     data["group_ids"] = data.pop("uids")
+    # The answers to one prompt are all equally good.
+    data["rewards"][data["group_ids"] == data["group_ids"][0]] = 0.5
     return data
 
 
