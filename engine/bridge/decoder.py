@@ -1,5 +1,6 @@
 """A decoder's sizes and options under common names, whatever its family calls them. Imports no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ class Experts:
         chosen_groups: The number of groups that a token may be routed to.
         factor: The factor on the experts' weights.
         shared_ffn: The inner size of the shared experts, which process every token; None if there are none.
+        shared_gate: Whether the shared experts' output is multiplied by a sigmoid of its own.
     """
 
     count: int
@@ -34,6 +36,7 @@ class Experts:
     chosen_groups: int | None = None
     factor: float | None = None
     shared_ffn: int | None = None
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +80,14 @@ class Decoder:
         activation: The activation of the feed-forward layers' gate.
         qkv_bias: Whether the query, key and value projections have biases.
         proj_bias: Whether the output projection of attention has a bias.
-        qk_norm: Whether there is a norm on each query and key head.
-        sandwich: Whether there are additional norms after attention and after the feed-forward layer, before the residual
-            additions.
+        qk_norm: Whether there is a norm on each query and key head (`head`), or one on all of them together (`all`).
+        pre_norm: Whether there are norms before attention and before the feed-forward layer.
+        post_norm: Whether there are norms after attention and after the feed-forward layer, before the residual additions.
         scale: The scale of the attention logits; None for head_dim ** -0.5.
         softcap: The soft cap of the attention logits; None for no soft cap.
         windows: For each layer, the number of tokens that a token attends to; None for all.
         rotary: For each layer, the kind of its rotary embedding, a key of the config's rope_parameters; "" if there is only
-            one kind.
+            one kind; None for a layer without.
         embedding_scale: The factor on the embeddings.
         tied: Whether the head shares the matrix of the embeddings.
         experts: The settings of the mixture; None for a dense model.
@@ -104,12 +107,13 @@ class Decoder:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     proj_bias: bool = False
-    qk_norm: bool = False
-    sandwich: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
     scale: float | None = None
     softcap: float | None = None
     windows: tuple[int | None, ...]
-    rotary: tuple[str, ...]
+    rotary: tuple[str | None, ...]
     embedding_scale: float = 1.0
     tied: bool = False
     experts: Experts | None = None
@@ -118,7 +122,7 @@ class Decoder:
     @property
     def rotary_kinds(self) -> tuple[str, ...]:
         """The kinds of rotary embeddings in use, in the order of their first layer."""
-        return tuple(dict.fromkeys(self.rotary))
+        return tuple(dict.fromkeys(kind for kind in self.rotary if kind is not None))
 
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -142,18 +146,20 @@ UNSUPPORTED: dict[str, Any] = {
 """Config settings of some families that no bridge supports, each with the value that has no effect."""
 
 
-def read_decoder(config: Any, **different: Any) -> Decoder:
+def read_decoder(config: Any, *, supported: Collection[str] = (), **different: Any) -> Decoder:
     """Read a decoder from a Hugging Face config that uses Llama's setting names.
 
     Args:
         config: The model's config.
+        supported: The settings of `UNSUPPORTED` and `partial_rotary_factor` of rope_parameters that the family's bridge reads itself,
+            or that have an effect in this family which our layers have too.
         different: The fields that differ in the family.
 
     Raises:
         ModelError: The activation is unknown, or no bridge supports a setting.
     """
     for name, plain in UNSUPPORTED.items():
-        if getattr(config, name, None) not in (None, plain):
+        if name not in supported and getattr(config, name, None) not in (None, plain):
             raise ModelError(
                 f"{name}={getattr(config, name)} in the config is not supported by any bridge to Megatron-core; use "
                 "engine.backend=fsdp"
@@ -173,10 +179,10 @@ def read_decoder(config: Any, **different: Any) -> Decoder:
     rope = config.rope_parameters
     by_kind = all(isinstance(v, dict) for v in rope.values())
     for part in rope.values() if by_kind else [rope]:
-        if part.get("partial_rotary_factor", 1.0) != 1.0:
+        if "partial_rotary_factor" not in supported and part.get("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(
-                f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge supports only the "
-                "rotation of entire heads; use engine.backend=fsdp"
+                f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge of {config.model_type} "
+                "supports only the rotation of entire heads; use engine.backend=fsdp"
             )
     fields: dict[str, Any] = {
         "hidden": config.hidden_size,

@@ -16,13 +16,18 @@ FAMILIES = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "glm4_moe",
     "llama",
     "mistral",
     "mixtral",
+    "olmo3",
+    "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "seed_oss",
+    "smollm3",
 )
 """Each has a module with its name in this package."""
 

@@ -5,7 +5,7 @@ from .gemma import gemma_decoder
 from .llama import ATTENTION, DENSE, OUTER
 from .rules import Replicated, Rule
 
-SANDWICH: dict[str, Rule] = {
+POST_NORMS: dict[str, Rule] = {
     "self_attention.linear_proj.post_norm": Replicated("post_attention_layernorm"),
     "pre_mlp_layernorm": Replicated("pre_feedforward_layernorm"),
     "mlp.linear_fc2.post_norm": Replicated("post_feedforward_layernorm"),
@@ -13,8 +13,8 @@ SANDWICH: dict[str, Rule] = {
 
 FAMILY = Family(
     decoder=lambda config: gemma_decoder(
-        config, sandwich=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
+        config, post_norm=True, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping
     ),
-    layer={**ATTENTION, **SANDWICH, **DENSE},
+    layer={**ATTENTION, **POST_NORMS, **DENSE},
     outer=OUTER,
 )

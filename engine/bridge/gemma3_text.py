@@ -2,12 +2,12 @@
 
 from .family import Family
 from .gemma import gemma_decoder
-from .gemma2 import SANDWICH
+from .gemma2 import POST_NORMS
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
 
 FAMILY = Family(
-    decoder=lambda config: gemma_decoder(config, sandwich=True, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5),
-    layer={**ATTENTION, **HEAD_NORMS, **SANDWICH, **DENSE},
+    decoder=lambda config: gemma_decoder(config, post_norm=True, qk_norm="head", scale=config.query_pre_attn_scalar**-0.5),
+    layer={**ATTENTION, **HEAD_NORMS, **POST_NORMS, **DENSE},
     outer=OUTER,
 )

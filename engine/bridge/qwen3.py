@@ -11,5 +11,5 @@ HEAD_NORMS: dict[str, Rule] = {
 }
 
 FAMILY = Family(
-    decoder=lambda config: read_decoder(config, qk_norm=True), layer={**ATTENTION, **HEAD_NORMS, **DENSE}, outer=OUTER
+    decoder=lambda config: read_decoder(config, qk_norm="head"), layer={**ATTENTION, **HEAD_NORMS, **DENSE}, outer=OUTER
 )

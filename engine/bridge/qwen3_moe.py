@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .decoder import Decoder, Experts, read_decoder
+from .decoder import Experts, read_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
@@ -15,18 +15,23 @@ MIXTURE: dict[str, Rule] = {
 }
 
 
-def _decoder(config: Any) -> Decoder:
+def read_experts(config: Any, **different: Any) -> Experts:
+    """Read the settings of a mixture from a config with Qwen's setting names; `different` are the fields that differ."""
     sparse = tuple(
         i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in range(config.num_hidden_layers)
     )
-    experts = Experts(
+    return Experts(
         count=config.num_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,
         normalized=config.norm_topk_prob,
         layers=sparse,
+        **different,
     )
-    return read_decoder(config, qk_norm=True, experts=experts)
 
 
-FAMILY = Family(decoder=_decoder, layer={**ATTENTION, **HEAD_NORMS, **DENSE, **MIXTURE}, outer=OUTER)
+FAMILY = Family(
+    decoder=lambda config: read_decoder(config, qk_norm="head", experts=read_experts(config)),
+    layer={**ATTENTION, **HEAD_NORMS, **DENSE, **MIXTURE},
+    outer=OUTER,
+)

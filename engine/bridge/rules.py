@@ -199,6 +199,44 @@ class ExpertColumns(_SingleModule):
         ]
 
 
+def _qkv_slices(
+    names: tuple[str, str, str],
+    totals: tuple[int, int, int],
+    offsets: tuple[int, int, int],
+    shape: Shape,
+    part: Part,
+    decoder: Decoder,
+) -> list[StoredSlice]:
+    """Return three stored slices for each of the rank's groups: its query heads, its key head, its value head.
+
+    Args:
+        names: The tensors of query, key and value.
+        totals: The rows of these tensors.
+        offsets: The first row of query, key and value in its tensor.
+        shape: The shape of the local parameter.
+        part: The part that the rank holds.
+        decoder: The sizes of the model.
+    """
+    size, rest = decoder.head_dim, shape[1:]
+    per_group = decoder.heads // decoder.kv_heads
+    groups = decoder.kv_heads // part.size
+    zeros = (0,) * len(rest)
+    slices = []
+    for local in range(groups):
+        group, at = part.rank * groups + local, local * (per_group + 2) * size
+        for name, heads, total, first in zip(names, (per_group, 1, 1), totals, offsets, strict=True):
+            slices.append(
+                StoredSlice(
+                    name,
+                    (total, *rest),
+                    TensorSlice((at, *zeros), (heads * size, *rest)),
+                    (first + group * heads * size, *zeros),
+                )
+            )
+            at += heads * size
+    return slices
+
+
 @dataclass(frozen=True)
 class QKVParallel:
     """Query, key and value in one matrix, group by group: a group's query heads, its key head, its value head."""
@@ -218,23 +256,45 @@ class QKVParallel:
 
     def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
         """Return three stored slices for each of the rank's groups."""
-        size, rest = decoder.head_dim, shape[1:]
-        per_group = decoder.heads // decoder.kv_heads
-        groups = decoder.kv_heads // part.size
+        query, key, value = names
+        heads, kv_heads = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+        return _qkv_slices((query, key, value), (heads, kv_heads, kv_heads), (0, 0, 0), shape, part, decoder)
+
+
+@dataclass(frozen=True)
+class FusedQKVParallel(_SingleModule):
+    """Query, key and value that are one matrix on disk too: all query heads, all key heads, all value heads."""
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return three stored slices for each of the rank's groups."""
+        (name,) = names
+        heads, kv_heads = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+        total = heads + 2 * kv_heads
+        return _qkv_slices((name,) * 3, (total,) * 3, (0, heads, heads + kv_heads), shape, part, decoder)
+
+
+@dataclass(frozen=True)
+class FusedColumnParallel(_SingleModule):
+    """Gate and up of a feed-forward layer that are one matrix on disk too: all rows of gate, all rows of up."""
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return two stored slices."""
+        rows, rest = shape[0] // 2, shape[1:]
         zeros = (0,) * len(rest)
-        slices = []
-        for local in range(groups):
-            group, at = part.rank * groups + local, local * (per_group + 2) * size
-            for name, heads, total in zip(
-                names, (per_group, 1, 1), (decoder.heads, decoder.kv_heads, decoder.kv_heads), strict=True
-            ):
-                slices.append(
-                    StoredSlice(
-                        name,
-                        (total * size, *rest),
-                        TensorSlice((at, *zeros), (heads * size, *rest)),
-                        (group * heads * size, *zeros),
-                    )
-                )
-                at += heads * size
-        return slices
+        return [
+            StoredSlice(
+                names[0],
+                (2 * rows * part.size, *rest),
+                TensorSlice((half * rows, *zeros), (rows, *rest)),
+                ((half * part.size + part.rank) * rows, *zeros),
+            )
+            for half in range(2)
+        ]

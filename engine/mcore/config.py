@@ -142,7 +142,9 @@ def transformer_config(decoder: Decoder, engine: EngineConfig, options: MCoreOpt
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": decoder.qkv_bias,
-        "qk_layernorm": decoder.qk_norm,
+        # Megatron sums the gradients of these norms over tensor-parallel ranks, which is right for one norm per head, whose weight all
+        # ranks have, and wrong for a norm on all heads, of whose weight each rank has its own part.
+        "qk_layernorm": decoder.qk_norm == "head",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_dropout_fusion": False,
@@ -210,6 +212,7 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_topk_scaling_factor": experts.factor,
     }
     if experts.sigmoid:

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..bridge.decoder import Decoder
@@ -40,6 +41,7 @@ from .modules import (
     PackedAttention,
     PackedSelfAttention,
     Rotary,
+    SplitHeadNorm,
     rotary_frequencies,
     slice_of,
 )
@@ -148,9 +150,22 @@ class PackedGPTModel(GPTModel):
 
 def row_parallel(decoder: Decoder, *, bias: bool) -> type[AdaptedRowParallelLinear]:
     """Return the class of the row-parallel layer that ends attention or a feed-forward layer."""
-    if decoder.sandwich:
+    if decoder.post_norm:
         return NormedRowParallelLinear
     return BiasedRowParallelLinear if bias else AdaptedRowParallelLinear
+
+
+def head_norm(decoder: Decoder, heads: int, group: ProcessGroup) -> Any:
+    """Return the module or spec of the norm on query or key heads.
+
+    Args:
+        decoder: The decoder's sizes.
+        heads: The number of these heads in the model.
+        group: The tensor-parallel group.
+    """
+    if decoder.qk_norm == "all":
+        return ModuleSpec(module=SplitHeadNorm, params={"heads": heads // group.size(), "group": group})
+    return Norm if decoder.qk_norm == "head" else IdentityOp
 
 
 def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, groups: ProcessGroupCollection) -> ModuleSpec:
@@ -162,13 +177,12 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
         number: The layer's index in the model, from 0.
         groups: The process groups.
     """
-    head_norm = Norm if decoder.qk_norm else IdentityOp
-    kind = decoder.rotary_kinds.index(decoder.rotary[number])
-    # Both query and key are multiplied by sine and cosine, so their factor enters the logits twice.
-    factor = rotary_frequencies(hf_config, decoder.rotary[number])[1] ** 2
+    kind_name = decoder.rotary[number]
+    kind = None if kind_name is None else decoder.rotary_kinds.index(kind_name)
+    frequencies, rotary_factor = (torch.empty(0), 1.0) if kind_name is None else rotary_frequencies(hf_config, kind_name)
     scale = decoder.head_dim**-0.5 if decoder.scale is None else decoder.scale
     if decoder.latent is not None:
-        rotary_factor = rotary_frequencies(hf_config, decoder.rotary[number])[1]
+        assert kind is not None
         attention = ModuleSpec(
             module=MLASelfAttention,
             params={
@@ -178,6 +192,8 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
             },
         )
     else:
+        rotated = 2 * len(frequencies)
+        is_partial = 0 < rotated < decoder.head_dim
         attention = ModuleSpec(
             module=PackedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, "rotary_kind": kind},
@@ -185,11 +201,17 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
                 linear_qkv=AdaptedColumnParallelLinear,
                 core_attention=ModuleSpec(
                     module=PackedAttention,
-                    params={"scale": scale * factor, "window": decoder.windows[number], "softcap": decoder.softcap},
+                    params={
+                        # Both query and key are multiplied by sine and cosine, so their factor enters the logits twice.
+                        "scale": scale if is_partial else scale * rotary_factor**2,
+                        "window": decoder.windows[number],
+                        "softcap": decoder.softcap,
+                        "partial": (rotated, rotary_factor) if is_partial and rotary_factor != 1.0 else None,
+                    },
                 ),
                 linear_proj=row_parallel(decoder, bias=decoder.proj_bias),
-                q_layernorm=head_norm,
-                k_layernorm=head_norm,
+                q_layernorm=head_norm(decoder, decoder.heads, groups.tp),
+                k_layernorm=head_norm(decoder, decoder.kv_heads, groups.tp),
             ),
         )
     linears = MLPSubmodules(linear_fc1=AdaptedColumnParallelLinear, linear_fc2=row_parallel(decoder, bias=False))
@@ -209,10 +231,10 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=Norm if decoder.pre_norm else IdentityOp,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=Norm if decoder.pre_norm else IdentityOp,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -53,11 +58,22 @@ class PackedAttention(nn.Module):
         scale: The scale of the logits.
         window: The layer's attention window; None for full attention.
         softcap: The soft cap of the logits, or None.
+        partial: The size of the rotated part of a head, and the factor of its rotation, if that is not 1; None if heads are rotated
+            entirely, where the factor is a part of the scale.
     """
 
-    def __init__(self, config: DecoderConfig, *, scale: float, window: int | None, softcap: float | None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        partial: tuple[int, float] | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self.partial = scale, window, softcap, partial
 
     def forward(
         self,
@@ -70,6 +86,9 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend: query `[T, 1, H, D]`, key and value `[T, 1, K, D]` -> `[T, 1, H * D]`."""
+        if self.partial is not None:
+            size, factor = self.partial
+            query, key = (torch.cat((x[..., :size] * factor, x[..., size:]), -1) for x in (query, key))
         out_thd = packed_attention(
             query[:, 0],
             key[:, 0],
@@ -104,6 +123,34 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
+class SplitHeadNorm(nn.Module):
+    """RMSNorm over all heads together, which tensor-parallel ranks share (OLMo 2, arXiv:2501.00656).
+
+    Args:
+        config: The model's configuration.
+        hidden_size: The size of a head.
+        eps: The number added under the root.
+        heads: The number of heads of this rank.
+        group: The tensor-parallel group.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, hidden_size: int, eps: float, *, heads: int, group: ProcessGroup, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps, self.group = eps, group
+        self.weight = nn.Parameter(torch.empty(heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `[T, 1, H, D]` over its last two axes and over all ranks."""
+        wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
+        total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
+        # Every rank uses the sum, so its gradient is the sum over ranks as well.
+        total = copy_to_tensor_model_parallel_region(total, group=self.group)
+        normalized = wide * torch.rsqrt(total / (wide.shape[-1] * self.group.size()) + self.eps)
+        return (self.weight * normalized).to(x.dtype).view_as(x)
+
+
 class BiasedRowParallelLinear(AdaptedRowParallelLinear):
     """A row-parallel layer with a bias, in a model whose other linear layers have none."""
 
@@ -129,16 +176,17 @@ class PackedSelfAttention(SelfAttention):
     """Self-attention that uses the angles of its layer's kind of rotary embeddings.
 
     Args:
-        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings.
+        rotary_kind: The index of the layer's kind among the model's kinds of rotary embeddings; None for a layer without.
     """
 
-    def __init__(self, *args: Any, rotary_kind: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rotary_kind: int | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_kind = rotary_kind
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """Run self-attention with the layer's kind of the angles `[kinds, T, 1, 1, 2 F]`."""
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self.rotary_kind], **kwargs)
+        angles = None if self.rotary_kind is None else rotary_pos_emb[self.rotary_kind]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=angles, **kwargs)
 
 
 class Rotary(nn.Module):
@@ -214,6 +262,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer_kind: str, length: int | 
     kind = rope.get("rope_type", "default")
     if kind == "default":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(size * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:

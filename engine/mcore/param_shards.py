@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
-from ..bridge.rules import ColumnParallel, Part, Replicated, RowParallel, Rule
+from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Part, Replicated, RowParallel, Rule
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
 from ..hf.names import PEFT_PREFIX
@@ -106,6 +106,9 @@ def adapter_rule(family: Family, module: str, key: str, factor: str) -> tuple[Ru
     base, names = family.rule(f"{module}.weight")
     target = next(name for name in names if name.split(".")[-2] == key).removesuffix(".weight")
     split: Rule = RowParallel(target) if isinstance(base, RowParallel) else ColumnParallel(target)
+    if isinstance(base, (FusedQKVParallel, FusedColumnParallel)):
+        # The rows of the factor are those of the layer, in its order.
+        split = replace(base, module=target)
     # A reads the layer's input and B produces its output, so the split factor is the one on the layer's own split side.
     is_split = (factor == "lora_A") == isinstance(base, RowParallel)
     return (split if is_split else Replicated(target)), (f"{PEFT_PREFIX}{target}.{factor}.weight",)

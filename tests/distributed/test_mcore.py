@@ -78,10 +78,19 @@ def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dic
     run_ranks(rank_families, 2, axes, ["gemma", "gemma2", "gemma3_text", "deepseek_v3"])
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow), pytest.param({"cp": 2}, marks=pytest.mark.slow)],
+)
+def test_families_with_fused_matrices_partial_rotation_and_norms_at_the_end_conform(axes: dict[str, Any]) -> None:
+    run_ranks(rank_families, 2, axes, ["smollm3", "phi3", "olmo3"])
+
+
 @pytest.mark.slow
-def test_mixtures_conform_without_expert_parallelism() -> None:
+@pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}])
+def test_mixtures_conform_without_expert_parallelism(axes: dict[str, Any]) -> None:
     # Whole experts on tensor-parallel ranks, which see different tokens of one sequence.
-    run_ranks(rank_families, 2, {"tp": 2, "tp_sequence": True}, ["qwen3_moe", "mixtral"])
+    run_ranks(rank_families, 2, axes, ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe"])
 
 
 @pytest.mark.slow

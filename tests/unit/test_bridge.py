@@ -56,9 +56,12 @@ def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tupl
                 "self_attention.kv_up": (heads * (sizes.plain + sizes.value), sizes.kv_rank),
                 "self_attention.linear_proj": (hidden, heads * sizes.value),
             }
+        if not decoder.pre_norm:
+            del shapes["input_layernorm"], shapes["pre_mlp_layernorm"]
         if decoder.qk_norm:
-            shapes |= {"self_attention.q_layernorm": (d,), "self_attention.k_layernorm": (d,)}
-        if decoder.sandwich:
+            heads, kv_heads = (decoder.heads // tp, decoder.kv_heads // tp) if decoder.qk_norm == "all" else (1, 1)
+            shapes |= {"self_attention.q_layernorm": (heads * d,), "self_attention.k_layernorm": (kv_heads * d,)}
+        if decoder.post_norm:
             shapes |= {"self_attention.linear_proj.post_norm": (hidden,), "mlp.linear_fc2.post_norm": (hidden,)}
         if sparse:
             assert decoder.experts is not None
@@ -72,6 +75,8 @@ def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tupl
                     "mlp.shared_experts.linear_fc1": (2 * shared // tp, hidden),
                     "mlp.shared_experts.linear_fc2": (hidden, shared // tp),
                 }
+            if decoder.experts.shared_gate:
+                found[f"decoder.layers.{layer}.mlp.shared_experts.gate_weight"] = (1, hidden)
             if decoder.experts.sigmoid:
                 found[f"decoder.layers.{layer}.mlp.router.expert_bias"] = (decoder.experts.count,)
         else:
