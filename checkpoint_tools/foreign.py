@@ -74,8 +74,7 @@ class MappedSource(Source):
         for place in places:
             segment = place.segment
             entries[segment.name] = (tensors.entries[place.name][0], segment.shape)
-            part_slice = TensorSlice(segment.offset or (0,) * len(segment.shape), segment.box.length[segment.dropped :])
-            self._places.setdefault(segment.name, []).append((part_slice, place))
+            self._places.setdefault(segment.name, []).append((segment.on_disk, place))
         for name, parts in self._places.items():
             if not covers(entries[name][1], [part_slice for part_slice, _ in parts]):
                 raise CheckpointError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ..engine.bridge.decoder import Decoder
 from ..engine.bridge.family import Family, find_family
-from ..engine.bridge.rules import Part
+from ..engine.bridge.rules import ExpertBiases, Part, StackedExperts
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
@@ -90,6 +90,12 @@ def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Ma
                 rule, on_disk = family.rule(full)
             except ModelError as e:
                 raise CheckpointError(f"{tensors.label}: {e}") from e
+            if isinstance(rule, StackedExperts | ExpertBiases):
+                # Megatron's own matrices have the axes of outputs and inputs the other way round.
+                raise CheckpointError(
+                    f"{tensors.label}: {full} belongs to experts that its family stores in one tensor, which this tool cannot convert; "
+                    "export the model with megatron's own tools"
+                )
             yield from (Placement(foreign, lead, s) for s in rule.stored_slices(on_disk, own_shape, part, decoder))
 
 

@@ -24,6 +24,8 @@ class Experts:
         factor: The factor on the experts' weights.
         shared_ffn: The inner size of the shared experts, which process every token; None if there are none.
         shared_gate: Whether the shared experts' output is multiplied by a sigmoid of its own.
+        clamped: Whether the router and the experts have biases, with a clamped activation: its factor and limit; see
+            `engine.mcore.experts.ClampedExperts`.
     """
 
     count: int
@@ -37,6 +39,7 @@ class Experts:
     factor: float | None = None
     shared_ffn: int | None = None
     shared_gate: bool = False
+    clamped: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Decoder:
         post_norm: Whether there are norms after attention and after the feed-forward layer, before the residual additions.
         scale: The scale of the attention logits; None for head_dim ** -0.5.
         softcap: The soft cap of the attention logits; None for no soft cap.
+        sinks: Whether each head has a learned logit that takes part in the softmax of attention.
         windows: For each layer, the number of tokens that a token attends to; None for all.
         rotary: For each layer, the kind of its rotary embedding, a key of the config's rope_parameters; "" if there is only
             one kind; None for a layer without.
@@ -112,6 +116,7 @@ class Decoder:
     post_norm: bool = False
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     windows: tuple[int | None, ...]
     rotary: tuple[str | None, ...]
     embedding_scale: float = 1.0

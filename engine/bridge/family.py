@@ -17,6 +17,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "glm4_moe",
+    "gpt_oss",
     "llama",
     "mistral",
     "mixtral",

@@ -199,6 +199,60 @@ class ExpertColumns(_SingleModule):
         ]
 
 
+@dataclass(frozen=True)
+class StackedExperts(_SingleModule):
+    """The matrices of a rank's experts, which are one tensor `[experts, in, out]` on disk, read from the left: `x @ weight`.
+
+    Args:
+        split: The axis of an expert's matrix that tensor-parallel ranks share: 0 its inputs, 1 its outputs.
+    """
+
+    split: int
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return True: the module is always split."""
+        return True
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice for each of the rank's experts, whose matrices `[in, out]` are stacked by rows."""
+        assert decoder.experts is not None
+        rows, columns = shape[0] // part.experts, shape[1]
+        whole_matrix = (rows * part.size, columns) if self.split == 0 else (rows, columns * part.size)
+        offset = (part.rank * rows, 0) if self.split == 0 else (0, part.rank * columns)
+        return [
+            StoredSlice(
+                names[0],
+                (decoder.experts.count, *whole_matrix),
+                TensorSlice((local * rows, 0), (rows, columns)),
+                offset,
+                index=(part.first_expert + local,),
+            )
+            for local in range(part.experts)
+        ]
+
+
+@dataclass(frozen=True)
+class ExpertBiases(_SingleModule):
+    """The biases of a rank's experts, one tensor `[experts, out]` on disk.
+
+    Args:
+        split: Whether tensor-parallel ranks share the outputs.
+    """
+
+    split: bool
+
+    def is_split(self, dimensions: int) -> bool:
+        """Return whether tensor-parallel ranks share the outputs."""
+        return self.split
+
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+        """Return one stored slice."""
+        assert decoder.experts is not None
+        columns = shape[1] * part.size if self.split else shape[1]
+        offset = (part.first_expert, part.rank * shape[1] if self.split else 0)
+        return [StoredSlice(names[0], (decoder.experts.count, columns), whole(shape), offset)]
+
+
 def _qkv_slices(
     names: tuple[str, str, str],
     totals: tuple[int, int, int],

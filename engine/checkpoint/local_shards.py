@@ -80,6 +80,7 @@ def cut_local_shards(
         view = data[shared.within(box.offset)] if box.offset else data
         for _ in range(stored.dropped):
             view = view.select(0, 0)
+        view = view[(None,) * len(stored.index)] if stored.index else view
         yield LocalShard(kind=kind, name=stored.name, shape=stored.shape, offset=offset, data=view, owned=owned)
 
 

@@ -46,6 +46,7 @@ class StoredSlice:
         box: The slice's position in the parameter.
         offset: The start of the slice in the tensor on disk; empty if that is the tensor's start.
         dropped: The number of leading axes of `box`, each of length 1, that the tensor on disk does not have.
+        index: The slice's position on leading axes of the tensor on disk that the parameter does not have.
     """
 
     name: str
@@ -53,6 +54,13 @@ class StoredSlice:
     box: TensorSlice
     offset: tuple[int, ...] = ()
     dropped: int = 0
+    index: tuple[int, ...] = ()
+
+    @property
+    def on_disk(self) -> TensorSlice:
+        """The slice of the tensor on disk."""
+        length = self.box.length[self.dropped :]
+        return TensorSlice((*self.index, *(self.offset or (0,) * len(length))), (*(1 for _ in self.index), *length))
 
     def part(self, box: TensorSlice) -> tuple[TensorSlice, tuple[int, ...]] | None:
         """Return the intersection with a slice of the parameter, and its start in the tensor on disk; None if it is empty."""
@@ -61,7 +69,7 @@ class StoredSlice:
             return None
         inside = tuple(a - b for a, b in zip(shared.offset, self.box.offset, strict=True))[self.dropped :]
         start = self.offset or (0,) * len(inside)
-        return shared, tuple(a + b for a, b in zip(inside, start, strict=True))
+        return shared, (*self.index, *(a + b for a, b in zip(inside, start, strict=True)))
 
 
 def whole(shape: Sequence[int]) -> TensorSlice:

@@ -26,9 +26,11 @@ class DecoderConfig(TransformerConfig):
 
     Args:
         norm_offset: The number added to the norms' weights.
+        clamped_experts: The factor and the limit of experts with biases and a clamped activation; None for other experts.
     """
 
     norm_offset: float = 0.0
+    clamped_experts: tuple[float, float] | None = None
 
 
 def check_layout(decoder: Decoder, p: ParallelConfig, family: str) -> None:
@@ -90,6 +92,11 @@ def _check_experts(decoder: Decoder, p: ParallelConfig, family: str) -> None:
         raise TopologyError(
             f"engine.parallel.etp={p.etp} does not divide the {experts.ffn} units of an expert of {family}; use one of "
             f"{_divisors(experts.ffn)}"
+        )
+    if p.etp > 1 and experts.clamped is not None:
+        raise TopologyError(
+            f"engine.parallel.etp={p.etp} with {family}, whose experts have biases that would be added on each rank; use ep instead, "
+            "and etp=1"
         )
     stage = (p.dp_shard or p.ep * p.etp) * p.cp * p.tp
     if stage % (p.ep * p.etp):
@@ -213,6 +220,7 @@ def _experts(decoder: Decoder, options: MCoreOptions) -> dict[str, Any]:
         "moe_permute_fusion": False,
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
         "moe_shared_expert_gate": experts.shared_gate,
+        "clamped_experts": experts.clamped,
         "moe_router_topk_scaling_factor": experts.factor,
     }
     if experts.sigmoid:

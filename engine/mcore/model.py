@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig
 from ..bridge.decoder import Decoder
 from ..ops.linear_head import LogitTransform, VocabularyShard, linear_head
 from .config import DecoderConfig
+from .experts import ClampedExperts, GroupedExperts
 from .lora import AdaptedColumnParallelLinear, AdaptedRowParallelLinear
 from .mla import MLASelfAttention, MLASettings
 from .mlp import GatedMLP
@@ -45,7 +46,7 @@ from .modules import (
     rotary_frequencies,
     slice_of,
 )
-from .moe import GroupedExperts, PackedMoELayer, Router
+from .moe import PackedMoELayer, Router
 
 
 class PackedGPTModel(GPTModel):
@@ -206,6 +207,7 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
                         "scale": scale if is_partial else scale * rotary_factor**2,
                         "window": decoder.windows[number],
                         "softcap": decoder.softcap,
+                        "sinks": decoder.heads // groups.tp.size() if decoder.sinks else 0,
                         "partial": (rotated, rotary_factor) if is_partial and rotary_factor != 1.0 else None,
                     },
                 ),
@@ -218,13 +220,14 @@ def layer_spec(decoder: Decoder, hf_config: PreTrainedConfig, number: int, group
     sparse = decoder.experts is not None and decoder.experts.layers[number]
     mlp = ModuleSpec(module=GatedMLP, submodules=linears)
     if sparse:
+        assert decoder.experts is not None
         mlp = ModuleSpec(
             module=PackedMoELayer,
             # Megatron passes the groups only to its own class, not to a subclass.
             params={"pg_collection": groups},
             submodules=MoESubmodules(
                 router=Router,
-                experts=ModuleSpec(module=GroupedExperts),
+                experts=ModuleSpec(module=GroupedExperts if decoder.experts.clamped is None else ClampedExperts),
                 shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
             ),
         )

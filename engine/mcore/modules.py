@@ -60,6 +60,7 @@ class PackedAttention(nn.Module):
         softcap: The soft cap of the logits, or None.
         partial: The size of the rotated part of a head, and the factor of its rotation, if that is not 1; None if heads are rotated
             entirely, where the factor is a part of the scale.
+        sinks: The number of this rank's heads that have a sink, a learned logit without a value; 0 for none.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class PackedAttention(nn.Module):
         window: int | None,
         softcap: float | None,
         partial: tuple[int, float] | None = None,
+        sinks: int = 0,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.sinks: nn.Parameter | None = nn.Parameter(torch.empty(sinks, dtype=config.params_dtype)) if sinks else None
         self.scale, self.window, self.softcap, self.partial = scale, window, softcap, partial
 
     def forward(
@@ -97,6 +100,7 @@ class PackedAttention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            sinks_h=self.sinks,
         )
         return out_thd.flatten(1).unsqueeze(1)
 

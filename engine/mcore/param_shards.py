@@ -74,8 +74,9 @@ def param_shards_of(
             split = rule.is_split(parameter.dim())
             if not hasattr(parameter, "tensor_model_parallel"):
                 # Megatron counts a parameter without this mark on the first rank only. A split parameter would be missing
-                # from the norm, and nothing else would reveal it.
-                parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+                # from the norm, and nothing else would reveal it. So would a bias of experts, which the ranks of a tensor-parallel
+                # group share like data-parallel ranks.
+                parameter.tensor_model_parallel = split or expert  # type: ignore[attr-defined]
             if expert:
                 # Megatron does this under expert parallelism only. But wherever tensor-parallel ranks hold complete experts,
                 # the ranks that hold the same expert are not the ranks that hold the same dense layer.

@@ -188,9 +188,9 @@ class ModelState:
                 for stored_slice in item.stored_slices:
                     if stored_slice.name not in full:
                         full[stored_slice.name] = torch.empty(stored_slice.shape, dtype=item.dtype, device=buffer.device)
-                    target = TensorSlice(stored_slice.offset or (0,) * len(stored_slice.shape), stored_slice.box.length)
-                    zeros = (0,) * len(stored_slice.shape)
-                    full[stored_slice.name][target.within(zeros)] = buffer[stored_slice.box.within(zeros)]
+                    target = full[stored_slice.name][stored_slice.on_disk.within((0,) * len(stored_slice.shape))]
+                    part = buffer[stored_slice.box.within((0,) * buffer.dim())]
+                    target.copy_(part.view(target.shape) if stored_slice.index else part)
             yield from full.items()
             start = end
 

@@ -90,7 +90,7 @@ def test_families_with_fused_matrices_partial_rotation_and_norms_at_the_end_conf
 @pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}])
 def test_mixtures_conform_without_expert_parallelism(axes: dict[str, Any]) -> None:
     # Whole experts on tensor-parallel ranks, which see different tokens of one sequence.
-    run_ranks(rank_families, 2, axes, ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe"])
+    run_ranks(rank_families, 2, axes, ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"])
 
 
 @pytest.mark.slow

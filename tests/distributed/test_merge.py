@@ -65,6 +65,12 @@ def log_probs(model: Any) -> Tensor:
         pytest.param("qwen2", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "mcore", 4, {"pp": 2, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", "mcore", 2, {"tp": 2}, {"model": LORA}),
+        pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": LORA}, marks=pytest.mark.slow),
+        pytest.param("smollm3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("olmo3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "mcore", 2, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "mcore", 2, {"tp": 2, "tp_sequence": True, "ep": 2}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_merged_checkpoint_is_the_trained_model(

@@ -45,3 +45,17 @@ def test_every_deliberate_defect_fits_the_code() -> None:
     mutants = load_mutants()
     assert len(mutants) >= 40
     assert all(mutant.old != mutant.new for mutant in mutants)
+
+
+def test_the_page_of_families_says_what_the_code_does() -> None:
+    from drivetrain.engine.bridge.family import FAMILIES as BRIDGED
+    from drivetrain.engine.bridge.family import find_family
+    from drivetrain.engine.conformance.tiny import MAIN_FAMILIES, tiny_model_config
+    from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED
+
+    page = (ROOT / "docs" / "families.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    said = {row[0]: [cell == "yes" for cell in row[2:]] for row in rows if row[0] != "model_type"}
+    mixtures = {name for name in BRIDGED if find_family(name).decoder(tiny_model_config(name)).experts is not None}
+    assert said == {f: [True, f in MAIN_FAMILIES, f in BRIDGED, f in mixtures] for f in EXACT}
+    assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
