@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from importlib import import_module
 
 PACKAGE = __package__ or "drivetrain"
+LAUNCHER_OPTIONS = (
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-backend",
+)
+"""Options of torchrun for runs on several machines, which are passed on."""
 
 COMMANDS = {
     "sft": "supervised fine-tuning: key=value ..., --nproc N for more than one process",
@@ -40,10 +50,33 @@ MODULES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        from .engine.parallel.process import discard_output
+
+        discard_output()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: drivetrain COMMAND ...\n")
+        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version\n")
         print("\n".join(f"  {name:19} {description}" for name, description in COMMANDS.items()))
         return 0
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"drivetrain {version('drivetrain')}")
+        return 0
+    if arguments[0].startswith("-"):
+        print(
+            f"error: {arguments[0]} belongs behind a command, as in drivetrain sft {' '.join(arguments)} ...", file=sys.stderr
+        )
+        return 2
     command, rest = arguments[0], arguments[1:]
     if command == "backends":
         from .engine.registry import backends
@@ -95,21 +128,50 @@ def _serve(command: str, rest: list[str]) -> int:
 
 
 def _module(module: str, arguments: list[str]) -> int:
-    nproc = "1"
-    arguments = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--nproc=") else [word])]
-    if "--nproc" in arguments:
-        index = arguments.index("--nproc")
-        if index + 1 >= len(arguments) or not arguments[index + 1].isdigit() or int(arguments[index + 1]) < 1:
-            print("error: --nproc must be followed by the number of processes, at least 1", file=sys.stderr)
-            return 2
-        nproc = arguments[index + 1]
-        del arguments[index : index + 2]
+    try:
+        arguments, options = _options(arguments)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    nproc = options.pop("--nproc", "1")
     if module.rpartition(".")[2] in RL and "group.kind=local" not in arguments:
+        if options:
+            print(
+                f"error: {next(iter(options))}: reinforcement learning starts its workers itself; use group.kind=ray for several "
+                "machines, or group.kind=local",
+                file=sys.stderr,
+            )
+            return 2
         arguments, nproc = [*arguments, *([f"group.nproc={nproc}"] if nproc != "1" else [])], "1"
-    launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc] if nproc != "1" else []
+    more = [word for pair in options.items() for word in pair]
+    launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc, *more] if nproc != "1" or more else []
     # Replace this process, so that a signal or Ctrl-C sent to the command reaches the process that trains.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *arguments])
+
+
+def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Separate the settings from `--nproc` and the options of the launcher.
+
+    Raises:
+        ValueError: An option has no value, or `--nproc` is not a number of processes.
+    """
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        name, given, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name not in ("--nproc", *LAUNCHER_OPTIONS):
+            rest.append(word)
+            continue
+        value = value if given else next(words, "")
+        if name == "--nproc" and not (value.isdigit() and int(value) > 0):
+            raise ValueError(f"--nproc {value}: give the number of processes on this machine, at least 1".replace("  ", " "))
+        if not value:
+            raise ValueError(f"{name} has no value; it is passed to torchrun")
+        options[name] = value
+    return rest, options
 
 
 if __name__ == "__main__":

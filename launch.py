@@ -17,7 +17,12 @@ def main(words: list[str]) -> int:
     # This logger reports a failed worker at length, and the error that torch then raises reports it again.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(["--standalone", *words]))
+        alone = (
+            []
+            if any(word.split("=")[0] in ("--nnodes", "--rdzv-endpoint", "--master-addr") for word in words)
+            else ["--standalone"]
+        )
+        run(parse_args([*alone, *words]))
     except SignalException as e:
         # The workers have received the signal and had time to save.
         return 128 + e.sigval

@@ -1,7 +1,7 @@
 """Preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO and KTO (dpo.loss).
 
-torchrun --nproc-per-node N -m drivetrain.trainers.dpo recipe=NAME key=value ...
-python -m drivetrain.trainers.dpo recipe=NAME key=value ...          (one process)
+drivetrain dpo --nproc N recipe=NAME key=value ...
+torchrun --nproc-per-node N -m drivetrain.trainers.dpo recipe=NAME key=value ...          (the same)
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and ReMax (rl.algorithm).
 
-python -m drivetrain.trainers.grpo recipe=grpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...     starts its workers itself
+drivetrain grpo recipe=grpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
 torchrun --nproc-per-node N -m drivetrain.trainers.grpo group.kind=local ...                              runs in torchrun's processes
 """
 

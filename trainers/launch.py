@@ -28,12 +28,12 @@ def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | Non
         The exit code.
     """
 
-    def train(config: RunConfig) -> None:
+    def train(config: RunConfig) -> int | None:
         module, _, name = method.partition(":")
         method_class = getattr(import_module(f".methods.{module}", __package__), name)
         from .run import run
 
-        run(config, method_class(config))
+        return run(config, method_class(config)).result.signal
 
     return _launch(config_class, train, argv, usage)
 
@@ -51,21 +51,23 @@ def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | 
         The exit code.
     """
 
-    def train(config: RLConfig) -> None:
+    def train(config: RLConfig) -> int | None:
         module = import_module(".rl.trainer", __package__)
         module.configure_logging()
-        getattr(module, trainer)(config).train()
+        signal: int | None = getattr(module, trainer)(config).train().signal
+        return signal
 
     return _launch(config_class, train, argv, usage)
 
 
-def _launch(config_class: type[C], train: Callable[[C], None], argv: Sequence[str] | None, usage: str | None) -> int:
+def _launch(config_class: type[C], train: Callable[[C], int | None], argv: Sequence[str] | None, usage: str | None) -> int:
     try:
-        train(parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip()))
+        signal = train(parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip()))
     except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted; the same command resumes from the last checkpoint, if one was saved", file=sys.stderr)
         return 130
-    return 0
+    # A launcher reports the signal itself, and would take another exit code of a worker that has saved for a failure.
+    return 0 if signal is None or "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal

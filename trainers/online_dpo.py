@@ -1,6 +1,6 @@
 """Online DPO: preference learning on pairs of the policy's own answers (dpo.loss).
 
-python -m drivetrain.trainers.online_dpo recipe=online_dpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...     starts its workers itself
+drivetrain online_dpo recipe=online_dpo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
 torchrun --nproc-per-node N -m drivetrain.trainers.online_dpo group.kind=local ...                              runs in torchrun's processes
 """
 

@@ -1,6 +1,6 @@
 """PPO with a critic.
 
-python -m drivetrain.trainers.ppo recipe=ppo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...     starts its workers itself
+drivetrain ppo recipe=ppo model.path=PATH data.train=[PROMPTS] rewards.use=[answer] ...          starts its workers itself
 torchrun --nproc-per-node N -m drivetrain.trainers.ppo group.kind=local ...                              runs in torchrun's processes
 """
 

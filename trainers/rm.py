@@ -1,7 +1,7 @@
 """Reward-model training on pairs of answers.
 
-torchrun --nproc-per-node N -m drivetrain.trainers.rm recipe=NAME key=value ...
-python -m drivetrain.trainers.rm recipe=NAME key=value ...          (one process)
+drivetrain rm --nproc N recipe=NAME key=value ...
+torchrun --nproc-per-node N -m drivetrain.trainers.rm recipe=NAME key=value ...          (the same)
 """
 
 from collections.abc import Sequence

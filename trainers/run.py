@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -31,14 +31,14 @@ from .hub import push
 from .loop.console import Summary
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import Logger, make_loggers, plot_metrics
-from .loop.loop import Evaluation, Run, StopReason, train, write_error
+from .loop.loop import Evaluation, Run, StopReason, TrainResult, train, write_error
 from .loop.resume import resume
 from .loop.samples import answers
 from .loop.signals import StopSignal
 from .methods.base import Method
 from .report import announce, report_end
 from .run_folder import locked_folders, write_config
-from .validate import check_run, sample_budget
+from .validate import check_run, sample_budget, warn_of_data
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,28 @@ class _Stderr(logging.StreamHandler[TextIO]):
         pass
 
 
-def run(config: RunConfig, method: Method) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """The end of a run.
+
+    Args:
+        result: The end of training.
+        outputs: The location of each output, by name.
+    """
+
+    result: TrainResult
+    outputs: dict[str, str]
+
+
+def run(config: RunConfig, method: Method) -> RunOutcome:
     """Run training from start to finish. Collective over all processes of the job.
 
     Args:
         config: The run's settings.
         method: The training method.
+
+    Returns:
+        How training ended, and where its outputs are.
 
     Raises:
         DrivetrainError: A setting, a file or a row is wrong; the message names it. Raised on all ranks. After an error the
@@ -72,7 +88,7 @@ def run(config: RunConfig, method: Method) -> None:
     check_run(config, method)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
-        _run(config, method)
+        outcome = _run(config, method)
     except BaseException:
         # With several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a collective that this rank
         # never enters. The caller must end the process.
@@ -80,15 +96,17 @@ def run(config: RunConfig, method: Method) -> None:
             close_distributed()
         raise
     close_distributed()
+    return outcome
 
 
-def _run(config: RunConfig, method: Method) -> None:
+def _run(config: RunConfig, method: Method) -> RunOutcome:
     engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
     with collective_errors():
         engine.check()
     with locked_folders(config.trainer):
         data = load_data(config, method.kind, sample_budget(config, method))
         sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
+        warn_of_data(config.data, config.data.batch_size, len(sampler))
         if not min(sampler.epoch_sizes):
             log.warning(
                 "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
@@ -100,13 +118,15 @@ def _run(config: RunConfig, method: Method) -> None:
             method.setup(engine, data.tokenizer, data.train, data.held_out)
             engine.initialize()
             announce(engine, config, data, sampler, engine.total_steps)
-            _train(engine, method, config, data, sampler, engine.total_steps)
+            return _train(engine, method, config, data, sampler, engine.total_steps)
         finally:
             method.close()
             engine.close()
 
 
-def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int) -> None:
+def _train(
+    engine: BaseEngine, method: Method, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int
+) -> RunOutcome:
     output = Path(config.trainer.output_dir)
     loader = Loader(data.train, sampler, batch_size=config.data.batch_size)
     evaluated = "" if data.held_out is None else data.held_out.digest
@@ -145,6 +165,7 @@ def _train(engine: BaseEngine, method: Method, config: RunConfig, data: RunData,
         outputs["loss plot"] = str(output / "loss.png")
     if engine.topology.is_main and "console" in config.trainer.loggers:
         print("\n".join(summary.lines(outputs)), flush=True)
+    return RunOutcome(result=result, outputs=outputs)
 
 
 def _manager(engine: BaseEngine, config: TrainerConfig) -> CheckpointManager:

@@ -1,7 +1,7 @@
 """Supervised fine-tuning.
 
-torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...
-python -m drivetrain.trainers.sft recipe=NAME key=value ...          (one process)
+drivetrain sft --nproc N recipe=NAME key=value ...
+torchrun --nproc-per-node N -m drivetrain.trainers.sft recipe=NAME key=value ...          (the same)
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,19 @@
 """Checks of a run's settings, on their own and with its method, before anything is built."""
 
+import logging
 import math
+from pathlib import Path
 
 from ..engine.errors import ConfigError
+from .config.data import SourcesConfig
 from .config.runs import RunConfig
 from .data.dataset import Budget
 from .hub import check_push
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import check_loggers
 from .methods.base import Method
+
+log = logging.getLogger(__name__)
 
 
 def check_run(config: RunConfig, method: Method) -> None:
@@ -28,6 +33,29 @@ def check_run(config: RunConfig, method: Method) -> None:
     check_loggers(config.trainer.loggers)
     if config.trainer.push_to_hub is not None:
         check_push(config.trainer.push_to_hub)
+
+
+def warn_of_data(data: SourcesConfig, batch_size: int, samples: int, unit: str = "samples") -> None:
+    """Warn of settings of the data that are possible and rarely meant.
+
+    Args:
+        data: The settings.
+        batch_size: `data.batch_size`.
+        samples: The number of samples to train on in an epoch.
+        unit: What they are called.
+    """
+    both = sorted({str(Path(name).resolve()) for name in data.train} & {str(Path(name).resolve()) for name in data.eval})
+    if both:
+        log.warning(
+            "data.eval has %s, which is in data.train too: an evaluation on it measures what was learned by heart", both[0]
+        )
+    if batch_size > samples:
+        log.warning(
+            "data.batch_size=%d is more than the %d %s: every step uses all of them once, and has no more",
+            batch_size,
+            samples,
+            unit,
+        )
 
 
 def sample_budget(config: RunConfig, method: Method) -> Budget:

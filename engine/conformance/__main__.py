@@ -9,7 +9,8 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from ..config import ParallelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, DrivetrainError
+from ..parallel.collectives import collective_errors
 from ..parallel.process import exit_process, report_failure
 from ..parallel.process_groups import close_distributed, init_distributed
 from ..parallel.topology import resolve_parallel
@@ -31,15 +32,23 @@ def parse_layout(words: list[str]) -> ParallelConfig:
     known = {f.name for f in fields(ParallelConfig)}
     for word in words:
         axis, _, value = word.partition("=")
-        if axis not in known or not value.isdigit():
-            raise ConfigError(f"{word!r} is not an axis with a size (axis=N); the axes are {', '.join(sorted(known))}")
-        sizes: dict[str, Any] = {axis: int(value)}
+        switch = {"true": True, "false": False}.get(value.lower())
+        is_switch = isinstance(getattr(layout, axis, None), bool)
+        if axis not in known or (switch is None if is_switch else not value.isdigit()):
+            raise ConfigError(
+                f"{word!r} is not an axis with a size (axis=N, tp_sequence=true); the axes are {', '.join(sorted(known))}"
+            )
+        sizes: dict[str, Any] = {axis: switch if is_switch else int(value)}
         layout = replace(layout, **sizes)
     return layout
 
 
 def main() -> int:
-    """Run the checks and return the exit code, which is 0 if all of them pass."""
+    """Run the checks and return the exit code.
+
+    Raises:
+        DrivetrainError: The layout does not fit the backend or the number of processes, or checks failed.
+    """
     parser = argparse.ArgumentParser(
         prog="drivetrain conformance", description="Check that a backend conforms to the engine interface."
     )
@@ -55,6 +64,9 @@ def main() -> int:
     init_distributed()
     main_rank, failed = dist.get_rank() == 0, 0
     with engine_factory(args.backend, layout, args.family) as factory:
+        # A layout that the engine refuses is one error, and not that of every check.
+        with collective_errors():
+            factory.check()
         for name in args.only or CHECKS:
             error: str | None = None
             try:
@@ -70,7 +82,9 @@ def main() -> int:
     if main_rank:
         print(f"{len(args.only or CHECKS) - failed} checks passed, {failed} failed, on {dist.get_world_size()} processes")
     close_distributed()
-    return 1 if failed else 0
+    if failed:
+        raise DrivetrainError(f"{failed} of {len(args.only or CHECKS)} checks failed")
+    return 0
 
 
 if __name__ == "__main__":

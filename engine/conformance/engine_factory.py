@@ -66,6 +66,15 @@ class EngineFactory:
         finally:
             engine.close()
 
+    def check(self) -> None:
+        """Check that the engine accepts the layout, without building it. Not collective.
+
+        Raises:
+            DrivetrainError: It does not.
+        """
+        config = EngineConfig(backend=self.backend, parallel=self.parallel, options=self.options)
+        engine_class(self.backend)(model=ModelConfig(path=str(self.folder)), engine=config).check()
+
     def share(self, engine: BaseEngine, documents: Sequence[Sequence[int]], **fields: Any) -> PackedBatch:
         """Return this rank's balanced data-parallel shard of a global batch."""
         indices = self.indices(engine, documents)

@@ -8,7 +8,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..ops.linear_head import LogitTransform
 from .lora import wants_adapters
-from .model_path import check_model_path
+from .model_path import check_model_path, quiet_hub, reason
 from .tokenizer import load_tokenizer
 from .weights import check_stored_head
 
@@ -21,9 +21,10 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     """
     check_model_path(model.path)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        with quiet_hub():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except Exception as e:  # of many types: a damaged file, a word in place of a number, the folder's own code
-        raise ModelError(f"model.path={model.path}: the config cannot be read: {e}") from e
+        raise ModelError(f"model.path={model.path}: {reason(e, model.path, 'the config cannot be read')}") from e
     # This object must not be shared: transformers writes the attention implementation into it.
     config = copy.deepcopy(config.get_text_config())
     stored = getattr(config, "quantization_config", None)

@@ -1,7 +1,10 @@
 """Checking and resolving `model.path`. Imports no torch."""
 
+import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -32,6 +35,42 @@ def check_model_path(path: str) -> None:
         raise ModelError(
             f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
         )
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep huggingface_hub from logging each attempt to reach the Hub: what fails in the end is an error that says so."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub.setLevel(level)
+
+
+def reason(error: Exception, path: str, what: str) -> str:
+    """Return what is wrong with a model, in one line and in the words of our settings.
+
+    Args:
+        error: The error of transformers.
+        path: The value of `model.path`.
+        what: What was tried, for an error that is neither of a damaged file, of a missing folder, nor of code that is not trusted.
+    """
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "trust_remote_code" in str(error):
+        return "it has Python code of its own, which runs only with model.trust_remote_code=true; read the code first"
+    if not Path(path).is_dir():
+        return (
+            "there is no such folder, and the Hugging Face Hub has no such model or cannot be reached from here; check the path, "
+            "or download the model and give its folder"
+        )
+    for file in sorted(Path(path).glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            return f"{file.name} is damaged ({e}); copy it again"
+    return f"{what}: {text}"
 
 
 def fingerprint(path: str) -> str:

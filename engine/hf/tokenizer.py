@@ -7,7 +7,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from ..config import ModelConfig
 from ..errors import ModelError
-from .model_path import check_model_path
+from .model_path import check_model_path, quiet_hub, reason
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -25,9 +25,10 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"model.path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its files next to config.json"
         )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        with quiet_hub():
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except Exception as e:  # of many types, because files can be damaged in many ways
-        raise ModelError(f"model.path={path} has no usable tokenizer: {(str(e) or type(e).__name__).splitlines()[0]}") from e
+        raise ModelError(f"model.path={path}: {reason(e, path, 'it has no usable tokenizer')}") from e
     if not tokenizer.is_fast:
         raise ModelError(
             f"model.path={path}: {type(tokenizer).__name__} has no fast version, which is needed to locate tokens in the text"

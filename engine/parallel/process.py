@@ -16,6 +16,11 @@ REMOTE_WAIT_SECONDS = 3.0
 """How long a rank with another rank's error waits for that rank to report it."""
 
 
+def discard_output() -> None:
+    """Send what is still to be printed nowhere: the reader of the pipe, such as `head`, has what it wanted."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def exit_process(code: int) -> NoReturn:
     """Flush the output and exit this process immediately, without finalizing the interpreter.
 

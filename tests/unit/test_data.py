@@ -9,8 +9,8 @@ from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import encode_completion, encode_row, mark_supervised
+from drivetrain.trainers.data.files import Chunk
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.data.sources import Chunk
 from drivetrain.trainers.data.tokenize import Encoder
 from drivetrain.trainers.tasks.addition import make_tokenizer, pairs, question
 

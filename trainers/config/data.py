@@ -8,7 +8,7 @@ from ...engine.config import check_least, expand_paths, setting
 from ...engine.errors import ConfigError
 
 Format = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
-TooLong = Literal["error", "skip", "truncate_left", "truncate_right"]
+TooLong = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 Turns = Literal["auto", "single", "per_turn"]
 
 RESERVED_VARIABLES = (
@@ -34,16 +34,24 @@ class SourcesConfig:
     """The sources of the data, and the order in which they are used."""
 
     train: tuple[str, ...] = setting(
-        (), "jsonl, json or parquet files, folders of such files, or Hub names (org/name[/config][:split])", path=True
+        (),
+        "jsonl, json, parquet, csv, tsv or txt files, also with .gz or .zst, folders of such files, patterns (data/*.jsonl), or Hub names (org/name[/config][:split])",
+        path=True,
     )
     weights: tuple[float, ...] | None = setting(
         None, "relative weight of each source of data.train in an epoch; null: proportional to the sources' sizes"
     )
     eval: tuple[str, ...] = setting((), "sources to evaluate on, given as in data.train", path=True)
+    columns: dict[str, str] = setting(
+        factory=dict, help="columns that have other names in the data, our name first: data.columns={prompt: question}"
+    )
+    txt: Literal["line", "file"] = setting("line", "what a text is in a txt file: each line, or the entire file")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help="variables for the chat template, for example data.chat_template_kwargs.enable_thinking=false"
     )
-    too_long: TooLong = setting("error", "what to do with a sample that is too long")
+    too_long: TooLong = setting(
+        "error", "what to do with a sample that is too long; split: make several of it, for plain text to learn entirely"
+    )
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling")
 
@@ -88,6 +96,10 @@ class DataConfig(SourcesConfig):
         "auto",
         "how a chat's answers become samples; single: all in one sample; per_turn: one sample per answer, with the messages before it; auto: per_turn if the chat template requires it",
     )
+    learn: Literal["answers", "last_answer", "all"] = setting(
+        "answers",
+        "tokens to learn; answers: those of the assistant, or of a completion; last_answer: of a chat the last one alone; all: the prompts too",
+    )
     max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
     batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     workers: int | None = setting(
@@ -107,6 +119,10 @@ class DataConfig(SourcesConfig):
         check_least("data.batch_size", self.batch_size, 1)
         check_least("data.max_length", self.max_length, 1)
         check_least("data.workers", self.workers, 0)
+        if self.learn == "last_answer" and self.turns == "per_turn":
+            raise ConfigError(
+                "data.learn=last_answer with data.turns=per_turn, which makes a sample of every answer; unset one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,5 +141,7 @@ class PromptsConfig(SourcesConfig):
             ConfigError: A setting is invalid; the message names it and its value.
         """
         super().check()
+        if self.too_long == "split":
+            raise ConfigError("data.too_long=split: a prompt cannot be split; use skip, truncate_left or truncate_right")
         check_least("data.batch_size", self.batch_size, 1)
         check_least("data.max_length", self.max_length, 1)

@@ -5,6 +5,7 @@ This module does not import torch, so that `--help` and a mistyped setting are a
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...engine.config import EngineConfig, expand_path
 from ...engine.errors import ConfigError
+from ...engine.parallel.process import discard_output
 from ...engine.registry import backends, options_class
 
 log = logging.getLogger(__name__)
@@ -34,8 +36,37 @@ FOREIGN = {
     "lr_scheduler_type": "optim.schedule",
     "load_in_4bit": "model.quantization",
     "load_in_8bit": "model.quantization",
+    "gradient_checkpointing": "engine.recompute",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "dataset": "data.train",
+    "train_on_inputs": "data.learn",
+    "max_grad_norm": "optim.clip_grad_norm",
+    "warmup_steps": "optim.warmup_steps",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "target_modules": "model.lora.targets",
+    "logging_steps": "trainer.loggers",
+    "eval_steps": "trainer.eval_every",
+    "save_steps": "trainer.save_every",
+    "early_stopping_patience": "trainer.patience",
 }
 """Names that other programs use for a setting, mapped to ours."""
+ALWAYS = {
+    **dict.fromkeys(
+        ("packing", "sample_packing", "neat_packing", "use_remove_padding", "padding_free"),
+        "samples are always packed, without padding and without attention across them; there is nothing to set",
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attn", "flash_attention", "flash_attention_2", "use_flash_attention"),
+        "attention over packed samples always uses the fastest kernel that is exact for the model; there is nothing to set",
+    ),
+    **dict.fromkeys(
+        ("bf16", "fp16"),
+        "the number format is engine.precision.compute, by default bfloat16 on GPUs; weights are trained in float32",
+    ),
+}
+"""Names that other programs use for what needs no setting here, and what to say about it."""
 
 RENAMED_VALUES = {"data.turns": {"together": "single", "apart": "per_turn"}}
 """Renamed values of settings, mapped from the old name to the new one."""
@@ -92,20 +123,40 @@ def help_text(cls: type, usage: str) -> str:
         cls: The trainer's config class.
         usage: The first lines of the text.
     """
-    lines = [usage, "", "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.", ""]
-    lines.append(f"Built-in recipes: {', '.join(recipes_of(cls))}")
-    lines.append("")
+    is_rl = "group" in get_type_hints(cls)
+    lines = [
+        usage,
+        "",
+        "--nproc N starts N worker processes (group.nproc)."
+        if is_rl
+        else "--nproc N starts N processes on this machine, by default one; --nnodes, --node-rank, --master-addr and the other options "
+        "of torchrun for several machines are passed on.",
+        "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.",
+        "",
+        f"Built-in recipes: {', '.join(recipes_of(cls))}",
+    ]
     rows = [k for k in keys(cls) if k.name != "engine.options"]
     for backend in backends():
         options = options_class(backend)
         if options is not None:
             rows += [replace(k, help=f"{backend}: {k.help}") for k in keys(options, "engine.options.")]
+    sections: dict[str, list[Key]] = {}
     for key in rows:
-        shown = list(key.default) if isinstance(key.default, tuple) else key.default
-        named = [part for part in key.type.split(" | ") if part != "None"]
-        choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
-        lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
+        sections.setdefault(_section(key.name), []).append(key)
+    for section, members in sections.items():
+        lines += ["", f"{section}:"]
+        for key in members:
+            shown = list(key.default) if isinstance(key.default, tuple) else key.default
+            named = [part for part in key.type.split(" | ") if part != "None"]
+            choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
+            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
     return "\n".join(lines)
+
+
+def _section(name: str) -> str:
+    """Return the section of a setting in `--help`: that of the top level, or for the largest ones the section inside it."""
+    parts = name.split(".")[:-1]
+    return ".".join(parts[:2] if parts[0] in ("engine", "model", "rl") else parts[:1])
 
 
 def recipes_of(cls: type) -> list[str]:
@@ -146,9 +197,16 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
             not exist.
     """
     if any(word in ("-h", "--help") for word in argv):
-        print(help_text(cls, usage))
+        try:
+            print(help_text(cls, usage), flush=True)
+        except BrokenPipeError:
+            discard_output()
         raise SystemExit(0)
     layers = [_words([w for w in argv if not w.startswith("recipe=")])]
+    names = [word.partition("=")[0] for word in argv]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "recipe"):
+        if os.environ.get("RANK", "0") == "0":
+            log.warning("%s is given %d times; the last one counts", name, names.count(name))
     recipes = [w.removeprefix("recipe=") for w in argv if w.startswith("recipe=")]
     if len(recipes) > 1:
         raise ConfigError(f"recipe= is given {len(recipes)} times; give only one")
@@ -303,6 +361,8 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
             own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
             raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {own}")
         last = name.rpartition(".")[2]
+        if last in ALWAYS:
+            raise ConfigError(f"unknown setting {name!r}: {ALWAYS[last]}")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
             last, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7
         )

@@ -34,7 +34,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -> Chat:
+def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any], *, last_only: bool = False) -> Chat:
     """Read and check the chat in a row.
 
     Args:
@@ -42,6 +42,7 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
             `chat_template_kwargs`.
         name: The row's name, for error messages.
         variables: The template's variables from the settings; the row's own take precedence.
+        last_only: Whether only the last answer is learned.
 
     Raises:
         DataError: A message is malformed, or there is nothing to learn.
@@ -72,6 +73,9 @@ def read_chat(row: Mapping[str, Any], name: str, variables: Mapping[str, Any]) -
             f"{name}: every assistant message is excluded from learning (train=false, or part of the prompt); leave the row "
             "out"
         )
+    if last_only:
+        last = max(i for i, flag in enumerate(learned) if flag)
+        learned = [i == last for i in range(len(learned))]
     return Chat(name=name, messages=messages, learned=learned, variables=template_variables(row, name, variables))
 
 

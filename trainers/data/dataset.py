@@ -119,12 +119,19 @@ def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[A
                 f"the two sides of {cache.name(worst * width)} have {lengths[worst].sum()} tokens together, too many for one "
                 f"micro-batch: more than {budget.setting}"
             )
-        raise DataError(f"{reason}; raise it, or set data.too_long to skip, truncate_left or truncate_right")
+        cut = (
+            "skip, truncate_left, truncate_right or, for text, split"
+            if width == 1
+            else "skip, truncate_left or truncate_right"
+        )
+        raise DataError(f"{reason}; raise it, or set data.too_long to {cut}")
     if width > 1:
         limit_text += f" for a side, {budget.setting} for a pair"
     if data.too_long == "skip":
         log.warning("left out (data.too_long=skip): %d samples longer than %s", longer.sum(), limit_text)
         return index[~longer], first[~longer], last[~longer]
+    if data.too_long == "split":
+        return _split(cache, lengths[:, 0], cap, limit_text)
     if data.too_long == "truncate_left":
         # Both sides are cut at the same position, so that they still compare answers to one prompt.
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
@@ -143,3 +150,22 @@ def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[A
             limit_text,
         )
     return index[remaining], first[remaining], last[remaining]
+
+
+def _split(
+    cache: TokenCache, lengths: NDArray[Any], most: int, limit_text: str
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Cut samples of one document into consecutive pieces of at most `most` tokens, those without anything to learn left out."""
+    pieces = -(-lengths // most)
+    index = np.repeat(np.arange(len(lengths)), pieces)
+    number = np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)
+    first = number * most
+    last = np.minimum(first + most, lengths[index])
+    learnable = cache.supervised_in(index, first, last)
+    log.warning(
+        "split (data.too_long=split): %d samples longer than %s, into %d",
+        (pieces > 1).sum(),
+        limit_text,
+        pieces[pieces > 1].sum(),
+    )
+    return index[learnable], first[learnable, None], last[learnable, None]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from ...engine.errors import DataError
@@ -64,6 +64,11 @@ def encode_row(
     Raises:
         DataError: The row cannot be used; the message names it and the problem.
     """
+    samples = _encode(tokenizer, row, name, data, kind)
+    return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.learn == "all" else samples
+
+
+def _encode(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind) -> list[Sample]:
     form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
     if form == "text":
         return [encode_text(tokenizer, row["text"], name)]
@@ -76,10 +81,11 @@ def encode_row(
         sides = split_preference(row, name)
         return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
     if form == "unpaired":
-        if row["label"] not in (0, 1):
+        label = {"true": True, "false": False, "1": True, "0": False}.get(str(row["label"]).lower())
+        if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
         (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)
-        return [replace(sample, chosen=bool(row["label"]))]
+        return [replace(sample, chosen=label)]
     return _encode_answers(tokenizer, row, form, name, data)
 
 
@@ -102,7 +108,8 @@ def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str
             f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
-    samples = encode_chat(tokenizer, read_chat(row, name, data.chat_template_kwargs), data.turns)
+    chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=data.learn == "last_answer")
+    samples = encode_chat(tokenizer, chat_row, data.turns)
     if form in ("preference", "unpaired") and len(samples) > 1:
         raise DataError(
             f"{name} has {len(samples)} answers, and the chat template renders earlier ones differently once others follow; "
@@ -173,6 +180,24 @@ def encode_completion(tokenizer: Any, prompt: Any, completion: Any, name: str) -
     if not completion or (not before and len(after) < 2):
         raise DataError(f"{name}: the completion is empty; there is nothing to learn")
     return Sample(name, [*before, *after], [False] * len(before) + [True] * len(after))
+
+
+def oddity(row: Mapping[str, Any]) -> str | None:
+    """Return what is probably wrong with a row that can be used nevertheless, if anything.
+
+    Args:
+        row: The row's columns.
+    """
+    for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+        messages = row.get(column)
+        if not isinstance(messages, list):
+            continue
+        roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+        # Calls of several tools are answered by several messages.
+        for i, (role, following) in enumerate(pairwise(roles), 1):
+            if role == following != "tool":
+                return f"messages {i} and {i + 1} of {column} both have the role {role!r}"
+    return None
 
 
 def mark_supervised(tokenizer: Any, sample: Sample, most: int = 600) -> str:

@@ -16,7 +16,7 @@ from ...engine.errors import DataError
 from ..config.data import PromptsConfig
 from .chat import json_kind, read_messages, template_variables
 from .dataset import Budget
-from .sources import open_source
+from .sources import open_source, with_our_columns
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,10 @@ def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget,
     skipped = cut = 0
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
-    for chunk in open_source(name, training=training, every_column=True).chunks():
-        for number, row in chunk.parsed():
+    source = open_source(name, training=training, every_column=True, columns=data.columns, whole_text=data.txt == "file")
+    for chunk in source.chunks():
+        for number, found in chunk.parsed():
+            row = with_our_columns(found, data.columns, f"{chunk.file}:{number}")
             prompt = encode_prompt(tokenizer, row, f"{chunk.file}:{number}", data)
             excess = len(prompt.ids) - limit
             if excess > 0 and data.too_long == "error":

@@ -1,47 +1,22 @@
-"""The sources of rows: files, folders of files and Hub datasets, read in chunks, each row with its number."""
+"""The sources of rows: files, folders of files, patterns and Hub datasets, read in chunks, each row with its number."""
 
-import json
+import difflib
+import glob
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ...engine.errors import DataError
+from ...engine.errors import ConfigError, DataError
 from .encode import COLUMNS, FORMS
+from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, Chunk, chunks_of, ending_of, read_file
 
-CHUNK_ROWS = 256
-ENDINGS = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive rows of a file.
-
-    Args:
-        file: The file's name, for messages.
-        rows: Pairs of a row's number, from 1, and the row: a line of JSON as bytes, or the row's columns.
-        fraction: The chunk's fraction of the entire source.
-    """
-
-    file: str
-    rows: Sequence[tuple[int, bytes | dict[str, Any]]]
-    fraction: float
-
-    def parsed(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Parse the rows into their columns.
-
-        Yields:
-            A row's number and its columns.
-
-        Raises:
-            DataError: A line is not a JSON object.
-        """
-        for number, row in self.rows:
-            yield number, _object(row, f"{self.file}:{number}") if isinstance(row, bytes) else row
+_KINDS = f"{', '.join(ENDINGS)} files, also with {' or '.join(COMPRESSED)}"
 
 
 @dataclass(frozen=True)
@@ -53,12 +28,16 @@ class Source:
         files: The source's files in the order in which they are read; empty for a Hub dataset.
         table: The Hub dataset that `open_source` has loaded, or None for files.
         every_column: Whether all columns are read, and not only those that trainers on answers know.
+        columns: Our name of a column -> its name in the data.
+        whole_text: Whether a txt file is one text; otherwise each of its lines is one.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     table: Any = None
     every_column: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
+    whole_text: bool = False
 
     def identity(self) -> str:
         """Return a string that changes with the rows, as far as the files' paths, sizes and modification times show it."""
@@ -74,7 +53,7 @@ class Source:
             DataError: A file cannot be read, or no file has any rows.
         """
         count = 0
-        for chunk in _table(self.table, self.name, self.every_column) if self.table is not None else self._files():
+        for chunk in self._rows_of_table() if self.table is not None else self._files():
             count += len(chunk.rows)
             yield chunk
         if not count:
@@ -84,43 +63,70 @@ class Source:
         fraction = 1 / len(self.files)
         for file in self.files:
             try:
-                yield from _read(file, fraction, self.every_column)
+                yield from read_file(file, fraction, self._chosen, whole_text=self.whole_text)
             except OSError as e:
                 raise DataError(f"data file {file} cannot be read: {e.strerror or e}") from e
 
+    @property
+    def _chosen(self) -> Any:
+        return None if self.every_column else partial(_choose, columns=self.columns)
 
-def open_source(name: str, *, training: bool, every_column: bool = False) -> Source:
+    def _rows_of_table(self) -> Iterator[Chunk]:
+        table = (
+            self.table if self.every_column else self.table.select_columns(self._chosen(self.table.column_names, self.name))
+        )
+        rows = (
+            [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            for columns in table.iter(batch_size=CHUNK_ROWS)
+        )
+        yield from chunks_of(rows, self.name, 1 / max(1, len(table)))
+
+
+def open_source(
+    name: str,
+    *,
+    training: bool,
+    every_column: bool = False,
+    columns: Mapping[str, str] | None = None,
+    whole_text: bool = False,
+) -> Source:
     """Open an entry of `data.train` or `data.eval`.
 
     Args:
-        name: A file, a folder, or a Hub dataset: `org/name[/config][:split]`.
+        name: A file, a folder, a pattern with `*`, or a Hub dataset: `org/name[/config][:split]`.
         training: Whether the entry is in `data.train`. If it names no split of a Hub dataset that has several, training uses
             `train`; evaluation requires a split.
         every_column: Whether all columns are read.
+        columns: Our name of a column -> its name in the data.
+        whole_text: Whether a txt file is one text; otherwise each of its lines is one.
 
     Raises:
         DataError: The entry does not exist, is of an unknown type, or contains no data.
     """
     path = Path(name)
+    options: dict[str, Any] = {"every_column": every_column, "columns": columns or {}, "whole_text": whole_text}
     if path.is_dir():
-        files = tuple(f for f in sorted(path.rglob("*")) if f.suffix in ENDINGS and f.is_file() and not _hidden(f, path))
+        files = tuple(f for f in sorted(path.rglob("*")) if ending_of(f) and f.is_file() and not _hidden(f, path))
         if not files:
-            raise DataError(f"data folder {name} has no {', '.join(ENDINGS)} files")
-        return Source(name, files, every_column=every_column)
+            there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
+            found = f"it has {', '.join(there[:5])}" if there else "it is empty"
+            raise DataError(f"data folder {name} has no {_KINDS}; {found}")
+        return Source(name, files, **options)
     if path.is_file():
-        if path.suffix not in ENDINGS:
-            raise DataError(f"data file {name} is a {path.suffix or 'file without an extension'}; use {', '.join(ENDINGS)}")
-        return Source(name, (path,), every_column=every_column)
+        if ending_of(path) is None:
+            raise DataError(f"data file {name} is a {path.suffix or 'file without an extension'}; use {_KINDS}")
+        return Source(name, (path,), **options)
+    if any(c in name for c in "*?"):
+        files = tuple(Path(f) for f in sorted(glob.glob(name, recursive=True)) if ending_of(Path(f)) and Path(f).is_file())
+        if not files:
+            raise DataError(f"data.train or data.eval has {name}, which matches no {_KINDS}")
+        return Source(name, files, **options)
     match = _HUB_NAME.fullmatch(name)
-    if match is None or path.suffix in ENDINGS:
-        hint = ""
-        if "," in name:
-            hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'"
-        elif any(c in name for c in "*?"):
-            hint = "; patterns are not expanded: give the folder"
+    if match is None or ending_of(path):
+        hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'" if "," in name else ""
         raise DataError(f"data file {name} does not exist{hint}")
     table = _load_hub(name, match["name"], match["config"], match["split"], training)
-    return Source(name, table=table, every_column=every_column)
+    return Source(name, table=table, **options)
 
 
 def _hidden(file: Path, folder: Path) -> bool:
@@ -146,106 +152,54 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     return loaded
 
 
-def _read(file: Path, fraction: float, every_column: bool) -> Iterator[Chunk]:
-    if file.suffix == ".parquet":
-        yield from _parquet(file, fraction, every_column)
-    elif file.suffix == ".json":
-        yield from _array(file, fraction)
-    else:
-        yield from _lines(file, fraction)
-
-
-def _lines(file: Path, fraction: float) -> Iterator[Chunk]:
-    # Rows are read by line, so that an error names the line that an editor shows; the process that tokenizes a row also parses
-    # it.
-    size = max(1, file.stat().st_size)
-    rows: list[tuple[int, bytes | dict[str, Any]]] = []
-    size_read = 0
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            size_read += len(line)
-            if line.strip():
-                rows.append((number, line))
-            if len(rows) == CHUNK_ROWS:
-                yield Chunk(str(file), rows, fraction * size_read / size)
-                rows, size_read = [], 0
-    if rows:
-        yield Chunk(str(file), rows, fraction * size_read / size)
-
-
-def _object(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as e:
-        raise DataError(f"{place} is not UTF-8 text: {e}") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{place} is not JSON: {e}") from e
-    if not isinstance(row, dict):
-        raise DataError(f"{place} is a JSON {type(row).__name__}; a row must be an object with named columns")
-    return row
-
-
-def _array(file: Path, fraction: float) -> Iterator[Chunk]:
-    try:
-        rows = json.loads(file.read_bytes())
-    except ValueError as e:
-        raise DataError(f"{file} is not JSON: {e}; a file with one object per line must end in .jsonl") from e
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(
-            f"{file} must contain a list of objects with named columns; a file with one object per line must end in .jsonl"
-        )
-    for start in range(0, len(rows), CHUNK_ROWS):
-        part = rows[start : start + CHUNK_ROWS]
-        yield Chunk(str(file), list(enumerate(part, start + 1)), fraction * len(part) / len(rows))
-
-
-def _parquet(file: Path, fraction: float, every_column: bool) -> Iterator[Chunk]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(file) as table:
-            columns = None if every_column else _columns(table.schema_arrow.names, str(file))
-            batches = table.iter_batches(CHUNK_ROWS, columns=columns)
-            yield from _chunks((batch.to_pylist() for batch in batches), str(file), fraction / max(1, table.metadata.num_rows))
-    except ArrowException as e:
-        raise DataError(f"data file {file} cannot be read: {e}") from e
-
-
-def _table(table: Any, name: str, every_column: bool) -> Iterator[Chunk]:
-    chosen = table if every_column else table.select_columns(_columns(table.column_names, name))
-    rows = (
-        [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        for columns in chosen.iter(batch_size=CHUNK_ROWS)
-    )
-    yield from _chunks(rows, name, 1 / max(1, len(table)))
-
-
-def _columns(names: Sequence[str], source: str) -> list[str]:
+def _choose(names: Sequence[str], source: str, *, columns: Mapping[str, str]) -> list[str]:
     """Return the columns to read; others, for example images, are not decoded.
 
     Raises:
         DataError: The columns do not include those of any row form.
     """
-    if not any(set(form) <= set(names) for form in FORMS.values()):
+    ours = {theirs: name for name, theirs in columns.items()}
+    known = {name: ours.get(name, name) for name in names}
+    if not any(set(form) <= set(known.values()) for form in FORMS.values()):
         required = " or ".join(" and ".join(form) for form in FORMS.values())
-        raise DataError(f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}")
-    return [c for c in names if c in COLUMNS]
+        raise DataError(
+            f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}. Columns of other names are given as in "
+            "data.columns={prompt: question}"
+        )
+    return [name for name in names if known[name] in COLUMNS]
 
 
-def _chunks(parts: Iterable[list[dict[str, Any]]], name: str, fraction: float) -> Iterator[Chunk]:
-    offset = 0
-    for rows in parts:
-        yield Chunk(name, [(offset + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], fraction * len(rows))
-        offset += len(rows)
+def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
+    """Return a row with its columns under the names that `data.columns` gives them.
+
+    Args:
+        row: The row.
+        columns: Our name -> the name in the data.
+        place: The row's file and number, for messages.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    if not columns:
+        return row
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise DataError(
+                f"{place} has no column {theirs!r}, which data.columns.{ours} names; it has {', '.join(row) or 'none'}"
+            )
+    taken = set(columns.values())
+    return {**{name: value for name, value in row.items() if name not in taken}, **{o: row[t] for o, t in columns.items()}}
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove the nulls that a table adds, also inside columns, for keys that only other rows have."""
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Check the names that `data.columns` gives to columns of answers to learn.
 
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: clean(v) for k, v in value.items() if v is not None}
-        return [clean(v) for v in value] if isinstance(value, list) else value
-
-    return {column: clean(value) for column, value in row.items()}
+    Raises:
+        ConfigError: There is no such column.
+    """
+    for ours, theirs in columns.items():
+        if ours not in COLUMNS:
+            near = difflib.get_close_matches(ours, COLUMNS, n=1)
+            hint = f"did you mean data.columns.{near[0]}={theirs}?" if near else f"the columns are {', '.join(COLUMNS)}"
+            turned = f" (it is our name=your name: data.columns.{theirs}={ours})" if theirs in COLUMNS else ""
+            raise ConfigError(f"data.columns.{ours}={theirs}: there is no column {ours!r}; {hint}{turned}")

@@ -8,8 +8,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +49,7 @@ class EncodedSamples:
         chosen: Whether each sample was chosen, 1 or 0, or -1 if it has no such label; `[N]` int8.
         margins: The margin of each sample's pair; `[N]` float32.
         equal: The numbers of the rows that were left out, because they are pairs with equal sides.
+        odd: Rows that are probably not what their author meant, and why. They are used, and not stored.
     """
 
     ids: NDArray[Any]
@@ -60,14 +61,18 @@ class EncodedSamples:
     chosen: NDArray[Any]
     margins: NDArray[Any]
     equal: Sequence[int] = ()
+    odd: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[int, int, int, Sample]], equal: Sequence[int] = ()) -> Self:
+    def of(
+        cls, samples: Sequence[tuple[int, int, int, Sample]], equal: Sequence[int] = (), odd: Mapping[str, str] | None = None
+    ) -> Self:
         """Build the arrays.
 
         Args:
             samples: For each sample, the number of its file, its row, its part and the sample itself.
             equal: The numbers of the rows that were left out.
+            odd: Rows that are probably not what their author meant, and why.
         """
         return cls(
             ids=np.array([i for *_, s in samples for i in s.ids], np.int32),
@@ -79,6 +84,7 @@ class EncodedSamples:
             chosen=np.array([-1 if s.chosen is None else s.chosen for *_, s in samples], np.int8),
             margins=np.array([s.margin for *_, s in samples], np.float32),
             equal=equal,
+            odd=odd or {},
         )
 
 

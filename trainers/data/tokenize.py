@@ -29,8 +29,9 @@ import xxhash
 from ...engine.errors import DataError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ..config.data import DataConfig
-from .encode import WIDTH, Kind, encode_row
-from .sources import Chunk, Source, open_source
+from .encode import WIDTH, Kind, encode_row, oddity
+from .files import Chunk
+from .sources import Source, check_columns, open_source, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def load_token_caches(
             # padding, which its first call removes, are removed before the key is computed from it.
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
-            sources = [open_source(name, training=training) for name in names]
+            check_columns(data.columns)
+            sources = [_open_source(name, data, training) for name in names]
             shared = shared_key(tokenizer, data, kind)
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
@@ -110,9 +112,13 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
         "vocabulary": tokenizer.backend_tokenizer.to_str(),
         "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
-        "settings": [kind, data.format, data.turns, data.chat_template_kwargs],
+        "settings": [kind, data.format, data.turns, data.chat_template_kwargs, data.columns, data.txt, data.learn],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
+
+
+def _open_source(name: str, data: DataConfig, training: bool) -> Source:
+    return open_source(name, training=training, columns=data.columns, whole_text=data.txt == "file")
 
 
 def _open(folders: Sequence[Path]) -> list[TokenCache]:
@@ -156,7 +162,7 @@ def _build(
                 continue
             log.warning("the tokenized data in %s is damaged; tokenizing it again", folder)
             shutil.rmtree(folder)
-        source = sources[i] if sources else open_source(name, training=training)
+        source = sources[i] if sources else _open_source(name, encoder.data, training)
         try:
             writer = TokenCacheWriter(folder)
         except OSError as e:
@@ -174,15 +180,21 @@ def _build(
 
 def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iterator[None]:
     files: dict[str, int] = {}
+    odd: dict[str, str] = {}
     start = time.monotonic()
     with Bar(f"tokenizing {source.name}") as bar:
         for chunk, encoded in _encode_chunks(source.chunks(), encoder):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
             writer.add(encoded, chunk.file)
+            odd |= encoded.odd
             bar.advance(chunk.fraction, writer.samples)
             yield
     width = WIDTH[encoder.kind]
     writer.commit(list(files), width=width, compared=encoder.kind != "completions")
+    if odd:
+        place, what = next(iter(odd.items()))
+        others = f" (and {len(odd) - 1} more rows)" if len(odd) > 1 else ""
+        log.warning("%s: %s%s", place, what, others)
     count, seconds = writer.samples // width, time.monotonic() - start
     log.info("tokenized %s: %d samples, %d tokens, %.1f s", source.name, count, writer.tokens, seconds)
 
@@ -208,10 +220,13 @@ class Encoder:
             DataError: A row cannot be used; the message names it.
         """
         encoded, equal = [], []
+        odd: dict[str, str] = {}
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
+                row = with_our_columns(row, self.data.columns, name)
                 samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
+                odd |= {name: what} if (what := oddity(row)) else {}
             except DataError:
                 raise
             except Exception as e:  # the tokenizer and a template may raise any exception
@@ -220,7 +235,10 @@ class Encoder:
                 equal.append(number)
             numbered = self.kind == "completions" and len(samples) > 1
             encoded += [(0, number, part if numbered else 0, sample) for part, sample in enumerate(samples, 1)]
-        return EncodedSamples.of(encoded, equal)
+        odd |= {
+            f"{chunk.file}:{number}": f"the key {key!r} stands twice; the last one counts" for number, key in chunk.doubled
+        }
+        return EncodedSamples.of(encoded, equal, odd)
 
 
 def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[Chunk, EncodedSamples]]:

@@ -81,10 +81,12 @@ class TrainResult:
     Args:
         step: The last completed step.
         reason: The reason why no further step was taken.
+        signal: The signal that this process has received, if any.
     """
 
     step: int
     reason: StopReason
+    signal: int | None = None
 
 
 def train(run: Run, start: ResumePoint) -> TrainResult:
@@ -100,7 +102,7 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
         if start.evaluate and run.evaluation is not None:
             metrics = evaluate(run, run.evaluation, step, stop)
             if metrics is None:
-                return TrainResult(step=step, reason=StopReason.SIGNAL)
+                return TrainResult(step=step, reason=StopReason.SIGNAL, signal=stop.number)
             run.early_stopping.update(step, metrics)
             save(run, step, cursor, start)
         while step < run.total_steps and not run.early_stopping.stop:
@@ -123,7 +125,7 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
             if run.config.export_hf_every and step % run.config.export_hf_every == 0:
                 run.export(step)
             if stopped:
-                return TrainResult(step=step, reason=StopReason.SIGNAL)
+                return TrainResult(step=step, reason=StopReason.SIGNAL, signal=stop.number)
     return TrainResult(step=step, reason=StopReason.PATIENCE if run.early_stopping.stop else StopReason.DONE)
 
 

@@ -16,7 +16,8 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self._requested = False
+        self.number: int | None = None
+        """The signal that this process has received first, if any."""
 
     def __enter__(self) -> Self:
         self._main = threading.current_thread() is threading.main_thread()
@@ -31,12 +32,12 @@ class StopSignal:
             if os.environ.get("RANK", "0") == "0":
                 # Not print, which the signal may have interrupted.
                 os.write(2, b"\nstopping after this step; Ctrl-C again to stop at once\n")
-        self._requested = True
+        self.number = self.number or number
 
     @property
     def requested_here(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self._requested
+        return self.number is not None
 
     def stop_requested(self, topology: Topology, error: Exception | None = None) -> bool:
         """Tell whether any rank was asked to stop. Collective.
@@ -48,7 +49,7 @@ class StopSignal:
             topology: The engine's topology.
             error: This rank's error, which the same exchange between ranks raises on all ranks.
         """
-        return any(topology.all_gather_object(self._requested, error=error))
+        return any(topology.all_gather_object(self.requested_here, error=error))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._main:

@@ -69,6 +69,14 @@ class Method(ABC):
             )
         if self.kind != "completions" and data.turns == "per_turn":
             raise ConfigError("data.turns=per_turn: each side of a preference must be a single text; unset it")
+        if self.kind != "completions":
+            for name, value, usual in (
+                ("too_long", data.too_long, "split"),
+                ("learn", data.learn, "all"),
+                ("learn", data.learn, "last_answer"),
+            ):
+                if value == usual:
+                    raise ConfigError(f"data.{name}={value}: {self.name} compares entire answers; unset it")
         if model.head != self.head:
             target = "a language-model head" if self.head == "lm" else "a value head, which gives one number per text"
             raise ConfigError(f"model.head={model.head}: {self.name} trains {target}; set model.head={self.head}")

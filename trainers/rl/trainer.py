@@ -19,6 +19,7 @@ from ..data.order import Cursor
 from ..hub import check_push, push
 from ..loop.loggers import check_loggers
 from ..loop.signals import StopSignal
+from ..validate import warn_of_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
 from .collect import load_data
@@ -39,12 +40,14 @@ class Outcome:
     Args:
         step: The last completed step.
         stopped: Whether a signal ended it.
+        signal: The signal that this process has received, if any.
         outputs: The location of each output, by name.
         evaluation: The metrics of the last evaluation.
     """
 
     step: int
     stopped: bool = False
+    signal: int | None = None
     outputs: dict[str, str] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
 
@@ -95,6 +98,7 @@ class RLTrainer:
         configure_logging()
         self.check()
         prompts = load_data(self.config)
+        warn_of_data(self.config.data, self.config.data.batch_size, len(prompts.order), "prompts")
         total_steps = self.config.trainer.max_steps or self.config.trainer.epochs * -(
             -len(prompts.order) // prompts.order.batch_size
         )
@@ -146,6 +150,7 @@ class RLTrainer:
                     self._save(run, outcome.step, cursor)
                 if config.export_hf_every and step % config.export_hf_every == 0:
                     self._export(run, Path(config.output_dir) / "exports" / folder_name(step))
+        outcome.signal = stop.number
         return outcome
 
     @contextmanager
