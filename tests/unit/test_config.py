@@ -128,7 +128,7 @@ def test_every_setting_that_names_a_file_or_folder_is_a_path() -> None:
         if re.search(r"\b(files?|folder)\b", key.help)
     }
     # The order of the files, and what comes with the folder, are no paths.
-    assert spoken - mark_supervised == {"data.shuffle", "model.trust_remote_code"}
+    assert spoken - mark_supervised == {"data.shuffle", "data.txt", "model.trust_remote_code"}
 
 
 def test_a_recipe_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

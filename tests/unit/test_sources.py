@@ -1,13 +1,18 @@
 """Where rows come from, how they are tokenised and kept, and how long they may be."""
 
+import csv
+import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from drivetrain.engine.errors import DataError
@@ -98,6 +103,120 @@ def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dic
 
 
 @pytest.mark.usefixtures("process_group")
+def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, cache: dict[str, Any]) -> None:
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(600)]
+    plain = write_rows(tmp_path / "a.jsonl", rows)
+    content = Path(plain).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    with pyarrow.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as out:
+        out.write(content)
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "completion"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    wanted = [(s.ids, s.supervised) for s in every(load([plain], cache))]
+    assert len(wanted) == 600
+    for name in ("a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.tsv", "a.csv.gz", "a.json"):
+        assert [(s.ids, s.supervised) for s in every(load([str(tmp_path / name)], cache))] == wanted, name
+    # A pattern and a folder take all of them.
+    (tmp_path / "LICENSE.txt").write_text("not data")
+    elsewhere = {"cache_dir": str(tmp_path.parent / "other-cache")}
+    shutil.rmtree(tmp_path / "cache")
+    assert len(load([str(tmp_path / "a.*")], elsewhere)) == 7 * 600 == len(load([str(tmp_path)], elsewhere))
+    assert len(load([str(tmp_path / "a.jsonl*")], elsewhere)) == 3 * 600
+    # A row is named by the line where an editor shows it, the header counted.
+    assert every(load([str(tmp_path / "a.csv")], elsewhere))[0].name.endswith("a.csv:2")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_texts_are_lines_or_files(tmp_path: Path, cache: dict[str, Any]) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("1+2=3\r\n\n4+4=8")
+    lines = every(load([str(file)], cache))
+    assert [TOKENIZER.decode(s.ids) for s in lines] == ["1+2=3<end>", "4+4=8<end>"]
+    assert [s.name for s in lines] == [f"{file}:1", f"{file}:3"]
+    (whole,) = every(load([str(file)], cache, txt="file"))
+    assert len(whole.ids) > sum(len(s.ids) for s in lines) - 1
+
+
+@pytest.mark.usefixtures("process_group")
+def test_cells_of_a_csv_may_be_chats(tmp_path: Path, cache: dict[str, Any]) -> None:
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(CHAT)]])
+    (sample,) = every(load([str(tmp_path / "a.csv")], cache))
+    assert learned(sample) == "7<end>"
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("table", [False, True])
+def test_columns_may_have_other_names(table: bool, tmp_path: Path, cache: dict[str, Any]) -> None:
+    rows = [{"question": "1+2=", "solution": "3", "text": "9", "other": 1}]
+    name = write_rows(tmp_path / "a.jsonl", rows)
+    if table:
+        name = str(tmp_path / "a.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    (sample,) = every(load([name], cache, columns={"prompt": "question", "completion": "solution"}))
+    assert (TOKENIZER.decode(sample.ids), learned(sample)) == ("1+2=3<end>", "3<end>")
+    # Other names are other data: the cache of the names before is not taken for it.
+    (text,) = every(load([name], cache))
+    assert learned(text) == "9<end>"
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_long_text_is_split_and_nothing_of_it_is_lost(tmp_path: Path, cache: dict[str, Any]) -> None:
+    texts = ["1" * 25, "2" * 9, "3" * 20]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    samples = every(load([path], cache, too_long="split", max_length=10))
+    assert [len(s.ids) for s in samples] == [10, 10, 6, 10, 10, 10, 1][: len(samples)]
+    whole = [s.ids for s in every(load([path], cache))]
+    pieces = [i for s in samples for i in s.ids]
+    # A last piece of one token has nothing to predict.
+    assert pieces == [i for ids in whole for i in ids][: len(pieces)]
+    assert len(pieces) >= sum(map(len, whole)) - 1
+    chat = write_rows(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "1" * 30}, CHAT[-1]]}])
+    (rest,) = every(load([chat], cache, too_long="split", max_length=10))
+    assert learned(rest).endswith("7<end>")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_is_learned_can_be_chosen(tmp_path: Path, cache: dict[str, Any]) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *question(1, 1), {"role": "assistant", "content": "2"}]}])
+    for learn, wanted in (("answers", "7<end>2<end>"), ("last_answer", "2<end>")):
+        (sample,) = every(load([path], cache, learn=learn))
+        assert learned(sample) == wanted
+    (sample,) = every(load([path], cache, learn="all"))
+    assert learned(sample) == TOKENIZER.decode(sample.ids)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_rows_that_are_probably_mistakes_are_told_once(
+    tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    user, answer = question(3, 4)[0], CHAT[-1]
+    lines = [json.dumps({"messages": [user, user, answer]}), json.dumps({"messages": [user, answer, answer]})]
+    calls = [
+        user,
+        {"role": "assistant", "content": "1"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        answer,
+    ]
+    doubled = f'{{"text": "1", "text": "{"2" * 5}"}}'
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": CHAT}), *lines, json.dumps({"messages": calls})]))
+    (tmp_path / "b.jsonl").write_text(doubled)
+    with caplog.at_level("WARNING", "drivetrain"):
+        load([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], cache)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"{tmp_path}/a.jsonl:2: messages 1 and 2 of messages both have the role 'user' (and 1 more rows)",
+        f"{tmp_path}/b.jsonl:1: the key 'text' stands twice; the last one counts",
+    ]
+
+
+@pytest.mark.usefixtures("process_group")
 def test_what_truncation_leaves_nothing_of_is_left_out(
     tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,13 +302,13 @@ def test_bad_files_are_named(content: str, message: str, tmp_path: Path, cache: 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "a.xml").write_text("<a/>")
     (tmp_path / "b.json").write_text('{"text": "x"}\n{"text": "y"}\n')
     (tmp_path / "c.parquet").write_text("no parquet")
     for name, message in (
         ("nowhere.jsonl", "data file nowhere.jsonl does not exist"),
-        (str(tmp_path / "empty"), "has no .jsonl, .json, .parquet file"),
-        (str(tmp_path / "a.csv"), "is a .csv; use"),
+        (str(tmp_path / "empty"), "has no .jsonl, .json, .parquet, .csv, .tsv, .txt files, .*; it is empty"),
+        (str(tmp_path / "a.xml"), "is a .xml; use"),
         ("nobody/nothing", "is not a file or folder, and loading it as a Hugging Face Hub dataset failed"),
     ):
         with pytest.raises(DataError, match=message):

@@ -106,7 +106,9 @@ def open_source(
     path = Path(name)
     options: dict[str, Any] = {"every_column": every_column, "columns": columns or {}, "whole_text": whole_text}
     if path.is_dir():
-        files = tuple(f for f in sorted(path.rglob("*")) if ending_of(f) and f.is_file() and not _hidden(f, path))
+        every = [f for f in sorted(path.rglob("*")) if ending_of(f) and f.is_file() and not _hidden(f, path)]
+        # A txt file beside tables is a README or a license.
+        files = tuple(f for f in every if ending_of(f) != ".txt") or tuple(every)
         if not files:
             there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
             found = f"it has {', '.join(there[:5])}" if there else "it is empty"
