@@ -7,9 +7,12 @@ tokens unless the name says otherwise.
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from functools import cache
+from itertools import zip_longest
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
 
@@ -97,9 +100,95 @@ def expand_paths(settings: Any, prefix: str) -> None:
         object.__setattr__(settings, f.name, paths[0] if single else paths)
 
 
+class Settings:
+    """The base class of configurations, which are frozen dataclasses: checks the types of the values when one is made.
+
+    Lists become tuples where the field is one, a single text becomes a tuple of one, and paths are expanded.
+    """
+
+    section: ClassVar[str] = ""
+    """The prefix of the settings' names, for messages."""
+
+    def __post_init__(self) -> None:
+        """Check the types, and expand paths.
+
+        Raises:
+            ConfigError: A value has the wrong type, or a path cannot be expanded; the message names the setting.
+        """
+        hints = _hints(type(self))  # type: ignore[arg-type]
+        for f in fields(self):  # type: ignore[arg-type]
+            value, hint = getattr(self, f.name), hints[f.name]
+            if isinstance(value, str) and hint == tuple[str, ...]:
+                object.__setattr__(self, f.name, value := (value,))
+            if isinstance(value, list) and any(get_origin(part) is tuple for part in _parts(hint)):
+                object.__setattr__(self, f.name, value := tuple(value))
+            if not _fits(value, hint):
+                name = f"{self.section or type(self).__name__}.{f.name}"
+                kind = "null" if value is None else _article(type(value).__name__)
+                raise ConfigError(f"{name}={value!r} is {kind}; it must be {_wanted(hint)}")
+        expand_paths(self, self.section)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type, where whole numbers are numbers, and true and false are not."""
+    kind = get_origin(hint)
+    if hint is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if kind is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if kind is tuple:
+        inner = get_args(hint)
+        if not isinstance(value, tuple) or (Ellipsis not in inner and len(value) != len(inner)):
+            return False
+        return all(_fits(v, inner[0] if Ellipsis in inner else t) for v, t in zip_longest(value, inner[: len(value)]))
+    if kind is dict:
+        key, item = get_args(hint)
+        return isinstance(value, Mapping) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str | os.PathLike)
+    return hint is None or isinstance(value, hint) if hint is not type(None) else value is None
+
+
+def _wanted(hint: Any) -> str:
+    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
+    told = []
+    for part in _parts(hint):
+        if get_origin(part) is Literal:
+            told.append(f"one of {', '.join(map(str, get_args(part)))}")
+        elif get_origin(part) is tuple:
+            inner = get_args(part)
+            plural = {float: "numbers", int: "whole numbers", str: "texts"}.get(inner[0], "values")
+            told.append(f"a list of {plural if Ellipsis in inner else f'{len(inner)} {plural}'}")
+        else:
+            told.append(names.get(part) or (_article(part.__name__) if isinstance(part, type) else str(part)))
+    return " or ".join(told)
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Disabled if `rank` is 0."""
+
+    section: ClassVar[str] = "model.lora"
 
     rank: int = setting(0, "rank of the adapters; 0: no adapters, train the model itself")
     alpha: float = setting(16.0, "the output of the adapters is scaled by alpha / rank")
@@ -110,8 +199,10 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """The model, the source of its weights, and the output of its head."""
+
+    section: ClassVar[str] = "model"
 
     path: str = setting("", "folder with config.json, tokenizer and safetensors, or a Hugging Face name", path=True)
     init: Literal["weights", "random"] = setting(
@@ -134,13 +225,12 @@ class ModelConfig:
     )
     trust_remote_code: bool = setting(False, "run Python code from the model folder")
 
-    def __post_init__(self) -> None:
-        expand_paths(self, "model")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Settings):
     """The parallel layout; the product of its axes (pp, dp_replicate, dp_shard, cp, tp) is the number of processes."""
+
+    section: ClassVar[str] = "engine.parallel"
 
     dp_replicate: int = setting(1, "data-parallel replicas, each with a full set of (sharded) parameters")
     dp_shard: int | None = setting(
@@ -161,8 +251,10 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Settings):
     """The number formats of parameters, computation and gradient reduction."""
+
+    section: ClassVar[str] = "engine.precision"
 
     params: DType = setting("float32", "number format of the stored parameters and the optimizer state")
     compute: Compute = setting(
@@ -172,8 +264,10 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatchConfig:
+class MicroBatchConfig(Settings):
     """Token budgets: hard limits on the packed length of one forward pass, in total over its context-parallel ranks."""
+
+    section: ClassVar[str] = "engine.micro_batch"
 
     max_tokens: int = setting(8192, "maximum number of tokens in a training micro-batch")
     infer_max_tokens: int | None = setting(
@@ -182,16 +276,20 @@ class MicroBatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
+class OffloadConfig(Settings):
     """Offloading of state. Parameters are streamed to the device layer by layer, moments for the optimizer step."""
+
+    section: ClassVar[str] = "engine.offload"
 
     params: OffloadTarget = setting("none", "where to offload the sharded parameters and gradients")
     optimizer: OffloadTarget = setting("none", "where to offload the optimizer's moments between steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """The engine that runs the model, and how it runs it."""
+
+    section: ClassVar[str] = "engine"
 
     backend: str = setting("fsdp", "name of the backend; `drivetrain backends` lists them")
     parallel: ParallelConfig = setting(factory=ParallelConfig, help="parallel layout")
@@ -226,8 +324,10 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Settings):
     """The optimizer and the learning-rate schedule. Weight decay is never applied to norms and biases."""
+
+    section: ClassVar[str] = "optim"
 
     name: Literal["adamw", "sgd"] = setting("adamw", "adamw (Loshchilov & Hutter 2019), or sgd without momentum")
     lr: float = setting(1e-5, "peak learning rate")
@@ -241,21 +341,13 @@ class OptimConfig:
     min_lr_ratio: float = setting(0.0, "minimum learning rate as a fraction of lr")
     decay_ratio: float = setting(0.2, "wsd only: final decay as a fraction of all steps")
 
-    def check(self, total_steps: int | None) -> None:
-        """Check the values of these settings.
-
-        Args:
-            total_steps: The number of steps of the run; None if it is not known, which some schedules do not allow.
+    def __post_init__(self) -> None:
+        """Check the types and the values, independently of each other.
 
         Raises:
-            ConfigError: A value is out of range, or the number of steps is missing; the message names the setting and the
-                value.
+            ConfigError: A value has the wrong type, or is out of range; the message names the setting and the value.
         """
-        for name in ("linear", "cosine", "wsd"):
-            if self.schedule == name and total_steps is None:
-                raise ConfigError(f"optim.schedule={name} needs a known number of steps; use constant or inverse_sqrt")
-        if self.warmup_ratio and not self.warmup_steps and total_steps is None:
-            raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} needs a known number of steps; set optim.warmup_steps")
+        super().__post_init__()
         check_least("optim.warmup_steps", self.warmup_steps, 0)
         for name, value, low, high in (
             ("lr", self.lr, 0, math.inf),
@@ -271,3 +363,18 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
             raise ConfigError(f"optim.clip_grad_norm={self.clip_grad_norm}; use a positive norm, or null for no clipping")
+
+    def check(self, total_steps: int | None) -> None:
+        """Check what depends on the length of a run.
+
+        Args:
+            total_steps: The number of steps of the run; None if it is not known, which some schedules do not allow.
+
+        Raises:
+            ConfigError: The number of steps is missing; the message names the setting that needs it.
+        """
+        for name in ("linear", "cosine", "wsd"):
+            if self.schedule == name and total_steps is None:
+                raise ConfigError(f"optim.schedule={name} needs a known number of steps; use constant or inverse_sqrt")
+        if self.warmup_ratio and not self.warmup_steps and total_steps is None:
+            raise ConfigError(f"optim.warmup_ratio={self.warmup_ratio} needs a known number of steps; set optim.warmup_steps")

@@ -68,7 +68,7 @@ def nothing(task: Path) -> None:
     pass
 
 
-BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
+BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("unknown key", nothing, ["trainer.max_step=3"], "unknown setting 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
     ("wrong type", nothing, ["optim.lr=fast"], "optim.lr: Value 'fast'"),
     ("no model", nothing, ["model.path=/nowhere"], "model.path=/nowhere is not a folder"),
@@ -219,7 +219,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
 
 @pytest.mark.parametrize(("spoil", "change", "message"), [b[1:] for b in BEFOREHAND], ids=[b[0] for b in BEFOREHAND])
 def test_what_can_be_known_is_told_before_weights_are_read(
-    spoil: Callable[[Path], None], change: list[str], message: str, task: Path, capfd: pytest.CaptureFixture[str]
+    spoil: Callable[[Path], object], change: list[str], message: str, task: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     spoil(task)
     # There is nothing to read: whoever tried would say so instead.

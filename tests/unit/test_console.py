@@ -1,8 +1,11 @@
 """What a person sees of a run."""
 
 import os
+import re
 import subprocess
 import sys
+
+import pytest
 
 RECORD = {
     "step": 2,
@@ -27,19 +30,57 @@ def test_a_line_lives_on_a_terminal_and_is_printed_elsewhere() -> None:
 
     for terminal in (True, False):
         out = StringIO()
-        console = Console(10, 2, RichConsole(file=out, force_terminal=terminal, width=120, highlight=False))
+        console = Console(10, 2, RichConsole(file=out, force_terminal=terminal, width=200, highlight=False))
         console.log({**RECORD, "step": 1})
-        console.log({**RECORD, "mfu": 0.512, "skipped": True})
+        console.log({**RECORD, "mfu": 0.512, "skipped": True, "epoch": 0.25, "supervised": 77.0})
         console.log({"step": 2, "split": "eval", "loss": 1.25, "accuracy": 0.5, "tokens": 77, "seconds": 1.0})
         console.close()
         shown = out.getvalue()
-        assert ("\x1b[2K" in shown) == terminal
+        assert ("\x1b[2K" in shown) == ("\u2501" in shown) == terminal
+        assert "mfu -" not in shown
         assert terminal or "step 1/10" not in shown
         assert (
-            "step 2/10  loss 1.5000  grad_norm 0.250  lr 1.00e-04  500 tokens/s  mfu 51.2%  1.2 GiB  0:00:00 left  skipped"
-            in shown
-        )
+            "step 2/10  skipped  epoch 0.25  loss 1.5000  grad_norm 0.250  lr 1.00e-04  500 tokens/s  77 supervised  mfu 51.2%"
+            "  1.2 GiB  0:00:00 left"
+        ) in shown
         assert "step 2  loss 1.2500  accuracy 0.5000  77 tokens" in shown
+
+
+def test_lines_fit_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    from rich.console import Console as RichConsole
+
+    from drivetrain.trainers.loop.console import Console
+    from drivetrain.trainers.rl.metrics import RLLines
+
+    record = {**RECORD, "step": 123456, "epoch": 1234.5, "accuracy": 0.5, "supervised": 1e6, "mfu": 0.5}
+    answers = {
+        **record,
+        "reward": 0.5,
+        "reward/a": 1.0,
+        "reward/b": 1.0,
+        "length": 5.0,
+        "truncated": 0.5,
+        "error/a": 3.0,
+        "kl": 1.0,
+    }
+    for terminal, width, lines in ((False, 80, None), (True, 80, None), (False, 40, None), (False, 80, RLLines())):
+        out = StringIO()
+        console = Console(200000, 1, RichConsole(file=out, force_terminal=terminal, width=width, highlight=False), lines)
+        console.log(answers if lines else record)
+        console.close()
+        # Without the codes that move the cursor and color the bar.
+        for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue())):
+            assert len(line) <= width
+        assert "step 123456/200000" in out.getvalue()
+        assert ("failed 3" if lines else "loss 1.5000") in out.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = StringIO()
+    console = Console(10, 1, RichConsole(file=out, force_terminal=True, width=80, highlight=False))
+    console.log({**RECORD, "skipped": True})
+    console.close()
+    assert not re.search(r"\x1b\[(3[0-9]|38;)", out.getvalue())
 
 
 def test_a_summary_tells_what_was_done() -> None:

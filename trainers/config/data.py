@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from ...engine.config import check_least, expand_paths, setting
+from ...engine.config import Settings, check_least, setting
 from ...engine.errors import ConfigError
 
 Format = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
@@ -30,8 +30,10 @@ RESERVED_VARIABLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourcesConfig:
+class SourcesConfig(Settings):
     """The sources of the data, and the order in which they are used."""
+
+    section: ClassVar[str] = "data"
 
     train: tuple[str, ...] = setting(
         (),
@@ -54,9 +56,6 @@ class SourcesConfig:
     )
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling")
-
-    def __post_init__(self) -> None:
-        expand_paths(self, "data")
 
     def check(self) -> None:
         """Check these settings independently of the other sections.

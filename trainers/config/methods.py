@@ -1,9 +1,9 @@
 """Settings for the losses and the reference model. This module does not import torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from ...engine.config import OffloadTarget, ParallelConfig, expand_paths, setting
+from ...engine.config import OffloadTarget, ParallelConfig, Settings, setting
 from ...engine.errors import ConfigError
 
 PreferenceLossName = Literal[
@@ -42,8 +42,10 @@ ONLY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig:
+class PreferenceConfig(Settings):
     """The preference loss."""
+
+    section: ClassVar[str] = "dpo"
 
     loss: PreferenceLossName = setting(
         "sigmoid",
@@ -106,8 +108,10 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(Settings):
     """The reference that the policy is compared with."""
+
+    section: ClassVar[str] = "reference"
 
     mode: ReferenceMode = setting(
         "auto",
@@ -122,9 +126,6 @@ class ReferenceConfig:
     )
     offload: OffloadTarget = setting("none", "where the reference's sharded parameters are offloaded between uses")
 
-    def __post_init__(self) -> None:
-        expand_paths(self, "reference")
-
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
@@ -138,7 +139,9 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Settings):
     """The loss of the reward model."""
+
+    section: ClassVar[str] = "rm"
 
     centering: float = setting(0.0, "weight of the term that pulls the rewards toward a mean of 0")

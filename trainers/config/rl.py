@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import EngineConfig, ModelConfig, OptimConfig, check_least, setting
+from ...engine.config import EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
 from ...workers.rewards.config import RewardsConfig
 from .data import PromptsConfig
@@ -59,8 +59,10 @@ ROLES = ("actor", "critic", "reference", "reward", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Settings):
     """The loss of the policy; see `workers.losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
+
+    section: ClassVar[str] = "rl.loss"
 
     objective: Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"] | None = setting(
         None, "loss of a token, a function of workers.losses.objectives; clipped: PPO's"
@@ -89,8 +91,10 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimatorConfig:
+class EstimatorConfig(Settings):
     """How advantages are computed. Null takes the value of rl.algorithm."""
+
+    section: ClassVar[str] = "rl.advantage"
 
     estimator: EstimatorName | None = setting(None, "estimator of the advantages")
     scale: bool | None = setting(None, "grpo, pass_at_k: divide by the standard deviation of the group")
@@ -104,8 +108,10 @@ class EstimatorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLSettings:
+class RLSettings(Settings):
     """The algorithm."""
+
+    section: ClassVar[str] = "rl"
 
     algorithm: AlgorithmName = setting("grpo", "algorithm, which sets rl.loss and rl.advantage where these are null")
     loss: PolicyLossConfig = setting(factory=PolicyLossConfig, help="loss of the policy")
@@ -208,8 +214,10 @@ class RLSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
+class RolloutSettings(Settings):
     """The generation of answers."""
+
+    section: ClassVar[str] = "rollout"
 
     generator: str = setting("static", "generator; `drivetrain generators` lists them")
     temperature: float = setting(1.0, "temperature at which answers are sampled and log-probabilities are computed")
@@ -247,7 +255,7 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenRoleConfig:
+class FrozenRoleConfig(Settings):
     """The model and the engine of a role that is not trained. What is not set is that of the top level."""
 
     model: ModelConfig | None = setting(None, "settings as of `model`, where they differ from those")
@@ -262,8 +270,10 @@ class TrainedRoleConfig(FrozenRoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupConfig:
+class GroupConfig(Settings):
     """The processes that run the roles."""
+
+    section: ClassVar[str] = "group"
 
     kind: GroupKind = setting(
         "process", "process: started on this machine; ray: on a Ray cluster; local: this program, under torchrun"
@@ -298,7 +308,7 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLConfig:
+class RLConfig(Settings):
     """The settings that all trainers of reinforcement learning share."""
 
     recipe_prefix: ClassVar[str] = ""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...engine.config import EngineConfig, ModelConfig, OptimConfig, setting
+from ...engine.config import EngineConfig, ModelConfig, OptimConfig, Settings, setting
 from ...engine.errors import ConfigError
 from .data import DataConfig
 from .methods import PreferenceConfig, ReferenceConfig, RewardConfig
@@ -10,7 +10,7 @@ from .trainer import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """The settings that all trainers share."""
 
     model: ModelConfig = setting(factory=ModelConfig, help="the model")

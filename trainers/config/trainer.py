@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ...engine.checkpoint.storage import open_store
-from ...engine.config import check_least, expand_paths, setting
+from ...engine.config import Settings, check_least, setting
 from ...engine.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Settings):
     """What the training loops of all trainers have in common."""
+
+    section: ClassVar[str] = "trainer"
 
     output_dir: str = setting("runs/sft", "folder for this run's config, metrics, checkpoints and export", path=True)
     max_steps: int | None = setting(None, "number of optimizer steps; null: determined by trainer.epochs")
@@ -49,9 +52,6 @@ class LoopConfig:
         "Hugging Face Hub repository (org/name, created as private if it is new) for the final export or its adapter; null: none",
     )
     timeout_minutes: float = setting(30.0, "minutes after which a rank stops waiting for the others")
-
-    def __post_init__(self) -> None:
-        expand_paths(self, "trainer")
 
     def check(self) -> None:
         """Check these settings independently of the other sections.

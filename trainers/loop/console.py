@@ -1,27 +1,58 @@
-"""Console output of a run: a live line on a terminal, plain lines elsewhere, and a summary at the end."""
+"""Console output of a run: a bar on a terminal, plain lines elsewhere, and a summary at the end."""
 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.live import Live
-from rich.text import Text
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from .samples import Answer
 
+BAR_WIDTH = 12
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a progress line.
+
+    Args:
+        text: The text.
+        rank: Parts with the highest ranks are left out where the line is too long.
+    """
+
+    text: str
+    rank: int = 0
+
+
+def fitted(parts: Sequence[Part], width: int) -> str:
+    """Return the parts as one line that is at most this wide; the first one is always there."""
+    kept = list(parts)
+    while len(kept) > 1 and len("  ".join(part.text for part in kept)) > width:
+        # Of equally unimportant ones the last.
+        kept.remove(max(reversed(kept[1:]), key=lambda part: part.rank))
+    return "  ".join(part.text for part in kept)
 
 
 class Lines:
     """What records look like as lines."""
 
-    def progress(self, record: Mapping[str, Any], total: int, left: float) -> str:
-        """Return the line of a step; see `progress_line`."""
-        return progress_line(record, total, left)
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[Part]:
+        """Return the parts of a step's line.
+
+        Args:
+            record: The record of the step.
+            total: The number of steps in the run.
+            left: The estimated number of seconds until the end of the run.
+        """
+        return progress_parts(record, total, left)
 
     def evaluation(self, record: Mapping[str, Any]) -> str:
         """Return the line of an evaluation."""
@@ -44,11 +75,13 @@ class Console:
         self._lines = lines or Lines()
         self._total, self._every, self._start = total_steps, every, time.monotonic()
         self._steps_done = 0
-        self._live: Live | None = None
+        self._bar: Progress | None = None
         if self._out.is_terminal:
-            # The live display also keeps other output above the line.
-            self._live = Live(console=self._out, transient=True, refresh_per_second=4)
-            self._live.start()
+            columns = (BarColumn(bar_width=BAR_WIDTH), TextColumn("{task.description}", table_column=Column(no_wrap=True)))
+            # The bar also keeps other output above itself.
+            self._bar = Progress(*columns, console=self._out, transient=True, refresh_per_second=4)
+            self._bar.add_task("", total=total_steps)
+            self._bar.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Show a record as a progress line or as the result of an evaluation."""
@@ -57,11 +90,14 @@ class Console:
             return
         self._steps_done, step = self._steps_done + 1, record["step"]
         seconds_left = (time.monotonic() - self._start) / self._steps_done * (self._total - step)
-        line = self._lines.progress(record, self._total, seconds_left)
-        if self._live is not None:
-            self._live.update(Text(line, style="red" if record["skipped"] else ""))
+        parts = self._lines.progress(record, self._total, seconds_left)
+        if self._bar is not None:
+            line = escape(fitted(parts, self._out.width - BAR_WIDTH - 1))
+            self._bar.update(
+                self._bar.task_ids[0], completed=step, description=f"[red]{line}[/red]" if record["skipped"] else line
+            )
         elif step % self._every == 0 or step == self._total:
-            self._out.print(line, markup=False, soft_wrap=True)
+            self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Print the answers to held-out samples."""
@@ -70,10 +106,10 @@ class Console:
             self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the live line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class Summary:
@@ -128,7 +164,7 @@ class Summary:
                 "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
                 "loss": f"{self._first['loss']:.4g} at the first step, {self._last['loss']:.4g} at the last",
                 "tokens": f"{self._tokens}, {speed:.0f} per second (median)",
-                "mfu": format_percent(mfu),
+                **({} if mfu is None else {"mfu": format_percent(mfu)}),
                 "peak memory": f"{self._last['peak_gib']:.2f} GiB",
             }
         if self._evaluated:
@@ -137,31 +173,26 @@ class Summary:
         return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
 
 
-def progress_line(record: Mapping[str, Any], total: int, left: float) -> str:
-    """Format one step as a single line.
-
-    Args:
-        record: The record of the step.
-        total: The number of steps in the run.
-        left: The estimated number of seconds until the end of the run.
-    """
-    parts = [
-        f"step {record['step']}/{total}",
-        f"loss {record['loss']:.4f}",
-        *(f"{name} {record[name]:.3f}" for name in SHOWN if name in record),
-        f"grad_norm {record['grad_norm']:.3f}",
-        f"lr {record['lr']:.2e}",
-        f"{record['tokens_per_s']:.0f} tokens/s",
-        f"mfu {format_percent(record['mfu'])}",
-        f"{record['peak_gib']:.1f} GiB",
-        f"{duration(left)} left",
+def progress_parts(record: Mapping[str, Any], total: int, left: float) -> list[Part]:
+    """Return the parts of a step's line; see `Lines.progress`."""
+    parts = [Part(f"step {record['step']}/{total}")]
+    parts += [Part("skipped")] if record["skipped"] else []
+    parts += [Part(f"epoch {record['epoch']:.2f}", 4)] if "epoch" in record else []
+    parts.append(Part(f"loss {record['loss']:.4f}"))
+    parts += [Part(f"{name} {record[name]:.3f}", 1) for name in SHOWN if name in record]
+    parts += [
+        Part(f"grad_norm {record['grad_norm']:.3f}", 2),
+        Part(f"lr {record['lr']:.2e}", 5),
+        Part(f"{record['tokens_per_s']:.0f} tokens/s", 3),
     ]
-    return "  ".join([*parts, *(["skipped"] if record["skipped"] else [])])
+    parts += [Part(f"{record['supervised']:.0f} supervised", 7)] if "supervised" in record else []
+    parts += [Part(f"mfu {format_percent(record['mfu'])}", 3)] if record["mfu"] is not None else []
+    return [*parts, Part(f"{record['peak_gib']:.1f} GiB", 6), Part(f"{duration(left)} left", 1)]
 
 
-def format_percent(value: float | None) -> str:
-    """Format a fraction as a percentage, or as a dash if it is None because the peak of the device is unknown."""
-    return "-" if value is None else f"{100 * value:.1f}%"
+def format_percent(value: float) -> str:
+    """Format a fraction as a percentage."""
+    return f"{100 * value:.1f}%"
 
 
 def duration(seconds: float) -> str:

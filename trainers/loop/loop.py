@@ -142,6 +142,8 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
         "tokens": result.tokens,
         "shared_tokens": result.shared_tokens,
         "sequences": result.sequences,
+        # Losses over pairs count pairs instead.
+        **({"supervised": result.weights["nll"]} if "nll" in result.weights else {}),
         "micro_batches": result.micro_batches,
         "seconds": seconds,
         "tokens_per_s": result.tokens / seconds,

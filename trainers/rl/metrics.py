@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..loop.console import Lines, duration
+from ..loop.console import Lines, Part, duration
 from ..loop.loggers import Panel
 from ..loop.samples import Answer as ShownAnswer
 from .answers import Answer, equal_groups
@@ -81,21 +81,22 @@ LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/lo
 class RLLines(Lines):
     """The lines of a console."""
 
-    def progress(self, record: Mapping[str, Any], total: int, left: float) -> str:
-        """Return the line of a step."""
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[Part]:
+        """Return the parts of a step's line."""
         rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in record.items() if n.startswith("reward/")]
-        parts = [
-            f"step {record['step']}/{total}",
-            f"reward {record['reward']:.3f}" + (f" ({', '.join(rewards)})" if len(rewards) > 1 else ""),
-            f"length {record['length']:.1f}",
-            *(f"{name} {record[name]:.4f}" for name in LINE if name in record),
-            *([f"grad_norm {record['grad_norm']:.3f}"] if "grad_norm" in record else []),
-            *([f"truncated {100 * record['truncated']:.0f}%"] if record["truncated"] else []),
-            *_failures(record),
-            f"{record['seconds']:.1f} s ({_shares(record)})",
-            f"{duration(left)} left",
+        return [
+            Part(f"step {record['step']}/{total}"),
+            Part(f"reward {record['reward']:.3f}"),
+            *([Part(f"({', '.join(rewards)})", 4)] if len(rewards) > 1 else []),
+            Part(f"length {record['length']:.1f}", 1),
+            *(Part(f"{name} {record[name]:.4f}", 3) for name in LINE if name in record),
+            *([Part(f"grad_norm {record['grad_norm']:.3f}", 3)] if "grad_norm" in record else []),
+            *([Part(f"truncated {100 * record['truncated']:.0f}%", 2)] if record["truncated"] else []),
+            *(Part(text) for text in _failures(record)),
+            Part(f"{record['seconds']:.1f} s", 2),
+            Part(f"({_shares(record)})", 5),
+            Part(f"{duration(left)} left", 1),
         ]
-        return "  ".join(parts)
 
     def evaluation(self, record: Mapping[str, Any]) -> str:
         """Return the line of an evaluation."""

@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from ...engine.config import setting
+from ...engine.config import Settings, setting
 from ...engine.errors import ConfigError
 
 OnFailure = Literal["drop", "zero", "raise"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardsConfig:
+class RewardsConfig(Settings):
     """The rewards of a run."""
+
+    section: ClassVar[str] = "rewards"
 
     use: tuple[str, ...] = setting(
         (), "reward functions: names, or module:function; and in a trainer the name model for the reward model"
@@ -39,6 +41,7 @@ class RewardsConfig:
     workers: int = setting(2, "processes that run the functions")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(set(self.use)) != len(self.use):
             raise ConfigError(f"rewards.use names one twice: {', '.join(self.use)}; give it a larger weight")
         if bad := [name for name, weight in self.weights.items() if not math.isfinite(weight)]:
@@ -46,5 +49,3 @@ class RewardsConfig:
         for name, value in (("workers", self.workers), ("timeout_s", self.timeout_s), ("memory_mb", self.memory_mb)):
             if not 0 < value < 2**31:
                 raise ConfigError(f"rewards.{name}={value}; it must be above 0")
-        if self.on_failure not in ("drop", "zero", "raise"):
-            raise ConfigError(f"rewards.on_failure={self.on_failure}; it must be drop, zero or raise")
