@@ -346,11 +346,11 @@ def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: A
     """With the reader's own paths put in, in one process."""
     name = command.__name__.rpartition(".")[2]
     readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    line = next(line for line in readme.splitlines() if line.startswith("torchrun") and f"trainers.{name} " in line)
+    line = next(line for line in readme.splitlines() if line.startswith(f"drivetrain {name} --nproc 2 "))
     ours = {"MODEL": str(pairs_task / "model"), "PAIRS.jsonl": str(pairs_task / "pairs.jsonl"), "runs/": f"{tmp_path}/"}
     for theirs, path in ours.items():
         line = line.replace(theirs, path)
-    assert command.main([*line.split(f"trainers.{name} ")[1].split(), "trainer.max_steps=1"]) == 0
+    assert command.main([*line.split(" --nproc 2 ")[1].split(), "trainer.max_steps=1"]) == 0
     assert next(tmp_path.glob("*/hf/model.safetensors")).is_file()
 
 
