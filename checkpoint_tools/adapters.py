@@ -1,6 +1,7 @@
 """Merging the adapters of a run into its base model, block by block."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +32,9 @@ class MergedAdapters:
         self._adapters, self._base = adapters, base
         try:
             settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"null"))
-            unknown = [k for k in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(k)]
-            self._scale = float(settings["lora_alpha"]) / int(settings["r"])
+            unknown = [k for k in ("use_dora", "rank_pattern", "alpha_pattern") if settings.get(k)]
+            rank = int(settings["r"])
+            self._scale = float(settings["lora_alpha"]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
             self._transposed = bool(settings.get("fan_in_fan_out"))
             self._dtype = DTYPES[adapters.manifest.data["engine"]["precision"]["params"]]
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as e:

@@ -192,10 +192,16 @@ class LoraConfig(Settings):
 
     rank: int = setting(0, "rank of the adapters; 0: no adapters, train the model itself")
     alpha: float = setting(16.0, "the output of the adapters is scaled by alpha / rank")
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), for large ranks")
     dropout: float = setting(0.0, "dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = setting(
         ("all-linear",), "names of the linear layers that get an adapter; all-linear: all except the head"
     )
+
+    @property
+    def scale(self) -> float:
+        """The factor on the adapters' output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +228,10 @@ class ModelConfig(Settings):
     freeze: tuple[str, ...] = setting((), "parameters that are not trained, as patterns with * that match Hugging Face names")
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none", "number format of the frozen base model under adapters (QLoRA)"
+    )
+    overrides: dict[str, Any] = setting(
+        factory=dict,
+        help="settings of the model's config.json to change, as in model.overrides.attn_pdrop=0; exports have them too",
     )
     trust_remote_code: bool = setting(False, "run Python code from the model folder")
 

@@ -1,6 +1,9 @@
 """Reading and checking a model's config."""
 
 import copy
+import difflib
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -34,10 +37,36 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             f"model.path={model.path} has quantized weights (quantization_config: {kind}), which cannot be trained; use the "
             "original model, or convert it to bfloat16 first"
         )
+    _override(config, model.overrides, model.path)
     if model.added_tokens:
         # Many families have spare rows: the embeddings grow only if the tokens do not fit.
         config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
     return config
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) -> None:
+    """Change settings of a config.
+
+    Raises:
+        ModelError: The config has no such setting, its shapes would no longer be those of the weights, or it refuses a value.
+    """
+    known = config.to_dict()
+    for name, value in overrides.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ModelError(f"model.overrides.{name}={value}: the config of {path} has no such setting{hint}")
+        if name in ("model_type", "architectures", "auto_map"):
+            raise ModelError(
+                f"model.overrides.{name}={value}: another family has other weights; give the folder of such a model"
+            )
+        old = getattr(config, name)
+        if isinstance(old, int | float) and not isinstance(old, bool) and not isinstance(value, int | float | None):
+            raise ModelError(f"model.overrides.{name}={value!r}: the config of {path} has {old} there; give a number")
+        try:
+            setattr(config, name, {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value)
+        except Exception as e:  # a config may check its values, and raise anything
+            raise ModelError(f"model.overrides.{name}={value}: the config of {path} refuses it: {e}") from e
 
 
 def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
@@ -50,7 +79,7 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
         if getattr(config, name, 0.0):
             raise ModelError(
                 f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported "
-                "on packed sequences; set it to 0 in config.json"
+                f"on packed sequences; set model.overrides.{name}=0"
             )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError(

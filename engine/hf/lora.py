@@ -51,6 +51,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
+        use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
         target_modules=targets,
         bias="none",

@@ -100,7 +100,7 @@ class Adapted:
     @property
     def scale(self) -> float:
         """The scale of the product of the two factors."""
-        return self.lora.alpha / self.lora.rank
+        return self.lora.scale
 
     def merged(self, base: Tensor, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return this rank's part of the weight with the adapters merged, computed in float32."""

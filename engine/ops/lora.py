@@ -9,6 +9,6 @@ def adapter_product(up: Tensor, down: Tensor, scale: float) -> Tensor:
     Args:
         up: The matrix B, `[out, rank]`.
         down: The matrix A, `[rank, in]`.
-        scale: The scale alpha / rank.
+        scale: The scale, `LoraConfig.scale`.
     """
     return up.float() @ down.float() * scale

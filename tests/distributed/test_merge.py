@@ -28,6 +28,7 @@ from helpers.engines import build, steps
 from helpers.harness import run_ranks
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
+RSLORA = {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}
 
 
 def rank_trains(folder: str, root: str, backend: str, axes: dict[str, Any], settings: dict[str, Any]) -> tuple[str, Any]:
@@ -65,7 +66,8 @@ def log_probs(model: Any) -> Tensor:
         pytest.param("qwen2", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "mcore", 4, {"pp": 2, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", "mcore", 2, {"tp": 2}, {"model": LORA}),
-        pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": LORA}, marks=pytest.mark.slow),
+        pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": RSLORA}, marks=pytest.mark.slow),
+        pytest.param("llama", "fsdp", 1, {}, {"model": RSLORA}, marks=pytest.mark.slow),
         pytest.param("smollm3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("olmo3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),

@@ -58,7 +58,9 @@ def rank_moves(folder: str, root: str, fsdp: dict[str, Any], mcore: dict[str, An
         pytest.param("qwen3_moe", {"ep": 2}, {"tp": 2, "tp_sequence": True, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", {"dp_replicate": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}),
         pytest.param("qwen3_moe", {"dp_shard": 2}, {"pp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}, marks=pytest.mark.slow),
-        pytest.param("phi3", {"cp": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}, marks=pytest.mark.slow),
+        pytest.param(
+            "phi3", {"cp": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}, marks=pytest.mark.slow
+        ),
         pytest.param("smollm3", {"dp_shard": 2}, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("olmo3", {"dp_shard": 2}, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", {"dp_shard": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),

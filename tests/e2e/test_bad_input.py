@@ -203,6 +203,10 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("a name on the Hub", nothing, ["model.path=models/tiny"], "model.path=models/tiny: there is no such folder"),
     ("a damaged tokenizer", lambda t: (t / "model" / "tokenizer.json").write_text("{"), [], "tokenizer.json is damaged"),
     ("a damaged config", lambda t: (t / "model" / "config.json").write_text("{"), [], "config.json is damaged"),
+    ("an override of nothing", nothing, ["model.overrides.max_positions=9"], "did you mean max_position_embeddings?"),
+    ("an override of a kind", nothing, ["model.overrides.rms_norm_eps=abc"], "has 1e-06 there; give a number"),
+    ("an override of the family", nothing, ["model.overrides.model_type=llama"], "another family has other weights"),
+    ("dropout on attention", nothing, ["model.overrides.attention_dropout=0.1"], "set model.overrides.attention_dropout=0"),
     (
         "code of its own",
         lambda t: spoil_config(t, model_type="mine", auto_map={"AutoConfig": "configuration.Mine"}),

@@ -283,6 +283,15 @@ def test_every_algorithm_trains(task: Path, tmp_path: Path, algorithm: str) -> N
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
+def test_overrides_of_the_model_reach_actor_and_generator(task: Path, tmp_path: Path) -> None:
+    # They change the numbers, and a generator without them would differ by more than the run allows.
+    train(task, tmp_path, "model.overrides.rms_norm_eps=0.01", "trainer.max_steps=1")
+    (step,) = records(tmp_path)
+    assert step["log_prob_gap_max"] < 1e-4
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rms_norm_eps"] == 0.01
+
+
 def test_rejected_tokens_and_answers_are_not_learned(task: Path, tmp_path: Path) -> None:
     more = ["trainer.max_steps=1", "trainer.export_hf=false"]
     train(task, tmp_path / "none", *more, "rl.rejection.seq_max_k2=1e-30")

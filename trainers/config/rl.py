@@ -349,6 +349,12 @@ class RLConfig(Settings):
             raise ConfigError(
                 f"reward.model.path={self.reward.model.path} is not used; add {REWARD_MODEL} to rewards.use, or remove it"
             )
+        overrides = (self.actor.model or self.model).overrides
+        if overrides and self.rollout.generator not in ("static", "continuous"):
+            raise ConfigError(
+                f"model.overrides={overrides} with rollout.generator={self.rollout.generator}, which reads the config of the "
+                "folder; use static or continuous, or change config.json"
+            )
         biased = {"top_p": self.rollout.top_p} if self.rollout.top_p < 1 else {}
         biased |= {"top_k": self.rollout.top_k} if self.rollout.top_k else {}
         for name, value in biased.items():

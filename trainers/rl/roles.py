@@ -154,7 +154,12 @@ def rollout_config(config: RLConfig) -> RolloutConfig:
     compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
     return RolloutConfig(
-        model=ModelConfig(path=model.path, added_tokens=model.added_tokens, trust_remote_code=model.trust_remote_code),
+        model=ModelConfig(
+            path=model.path,
+            added_tokens=model.added_tokens,
+            overrides=model.overrides,
+            trust_remote_code=model.trust_remote_code,
+        ),
         generator=rollout.generator,
         dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else compute if compute == "auto" else "float32"),
         max_batch_size=rollout.max_batch_size,
