@@ -1,9 +1,11 @@
 """What a checkout must be: no tracked binary and nothing large, hooks that run the linters, deliberate defects that fit the code."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from mutants import load_mutants
 
@@ -59,3 +61,22 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
     mixtures = {name for name in BRIDGED if find_family(name).decoder(tiny_model_config(name)).experts is not None}
     assert said == {f: [True, f in MAIN_FAMILIES, f in BRIDGED, f in mixtures] for f in EXACT}
     assert all(f"`{name}`" in page for name in UNSUPPORTED if name not in ("qwen3_5_text", "llama4_text"))
+
+
+@pytest.mark.parametrize("page", ["coming-from.md", "faq.md"])
+def test_settings_that_a_page_names_exist(page: str) -> None:
+    from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
+    from drivetrain.trainers.config.parse import keys
+    from drivetrain.trainers.config.rl import GRPOConfig
+
+    known = {key.name for cls in (SFTConfig, DPOConfig, RMConfig, GRPOConfig) for key in keys(cls)}
+    text = (ROOT / "docs" / page).read_text()
+    if page == "coming-from.md":
+        # The first column has the names of others.
+        text = "\n".join(line.split("|", 2)[2] if line.startswith("| ") else line for line in text.splitlines())
+    sections = {name.partition(".")[0] for name in known}
+    named = {name for name in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)(?=[`=, ])", text) if name.partition(".")[0] in sections}
+    named = {name for name in named if not name.endswith((".md", ".py")) and "compute_" not in name and ".update" not in name}
+    unknown = {name for name in named if name not in known and not any(k.startswith(f"{name}.") for k in known)}
+    assert len(named) > 15
+    assert unknown <= {"advantage.reject"}
