@@ -379,3 +379,18 @@ def test_held_out_operands_are_not_in_the_training_data() -> None:
     assert len(held) >= 500
     assert len(train) + len(held) == 100 * 100
     assert not {frozenset(p) for p in train} & {frozenset(p) for p in held}
+
+
+@pytest.mark.parametrize(
+    ("supervised", "wanted"),
+    [
+        ([False, False, True, True, False, True], [3, 4]),
+        ([True] * 6, [1, 2, 3, 4, 5, 6]),
+        ([False] * 5 + [True], [6]),
+        ([True, False, False, True, False, False], [1]),
+    ],
+)
+def test_the_expected_answer_is_that_of_one_turn(supervised: list[bool], wanted: list[int]) -> None:
+    from drivetrain.trainers.loop.samples import _first_answer
+
+    assert _first_answer(Sample("a", [1, 2, 3, 4, 5, 6], supervised)) == wanted

@@ -6,6 +6,7 @@ for a handful of short answers, on any engine and layout.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Answer:
         name: The name of the sample.
         prompt: The text up to the first supervised token.
         answer: The model's answer.
-        wanted: The expected answer, which is the text of the supervised tokens; empty if there is none.
+        wanted: The expected answer, which is the text of the first supervised tokens, of a chat its first answer; empty if there is
+            none.
         rewards: What each reward made of the answer, by name, if it was judged.
     """
 
@@ -92,7 +94,7 @@ def answers(
             name=sample.name,
             prompt=tokenizer.decode(sample.ids[: _first_target(sample)]),
             answer=all_answers[i],
-            wanted=tokenizer.decode([t for t, s in zip(sample.ids, sample.supervised, strict=True) if s]),
+            wanted=tokenizer.decode(_first_answer(sample)),
         )
         for i, sample in enumerate(samples)
     ]
@@ -103,6 +105,14 @@ def _ends(tokenizer: Any, sample: Sample) -> set[int]:
     special = set(tokenizer.all_special_ids)
     turn = [t for t, s in zip(sample.ids, sample.supervised, strict=True) if s and t in special]
     return {tokenizer.eos_token_id, *turn[-1:]}
+
+
+def _first_answer(sample: Sample) -> list[int]:
+    """Return the supervised tokens up to the next one that is not."""
+    start = _first_target(sample) if not sample.supervised[0] else 0
+    return [
+        token for token, _ in takewhile(lambda pair: pair[1], zip(sample.ids[start:], sample.supervised[start:], strict=True))
+    ]
 
 
 def _first_target(sample: Sample) -> int:
