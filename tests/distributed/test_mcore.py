@@ -523,8 +523,10 @@ def test_experts_that_do_not_fit_are_refused(axes: dict[str, Any], message: str,
 
 
 def test_models_and_settings_that_it_has_not_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'gpt_oss' has no bridge"):
-        refused(save_tiny_model(tmp_path / "a", "gpt_oss"), {})
+    with pytest.raises(ModelError, match=r"'gpt_neox' has no bridge"):
+        refused(save_tiny_model(tmp_path / "a", "gpt_neox"), {})
+    with pytest.raises(TopologyError, match=r"engine.parallel.etp=2 with gpt_oss, whose experts have biases"):
+        refused(save_tiny_model(tmp_path / "c", "gpt_oss"), {"tp": 2, "tp_sequence": True, "etp": 2})
     moe = save_tiny_model(tmp_path / "b", "qwen3_moe")
     with pytest.raises(CapabilityError, match=r"balancing loss .*pp=2"):
         refused(moe, {"pp": 2}, {"router_aux_loss_coef": 0.1})

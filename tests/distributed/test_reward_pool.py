@@ -266,7 +266,10 @@ def test_functions_run_in_other_processes_and_end_with_the_scorer() -> None:
             {"use": ("answer",), "settings": {"answer": {"tolerence": 1}}},
             "rewards.settings.answer.tolerence: answer has no such",
         ),
-        ({"use": ("answer",), "on_failure": "ignore"}, "rewards.on_failure=ignore; it must be drop, zero or raise"),
+        (
+            {"use": ("answer",), "on_failure": "ignore"},
+            "rewards.on_failure='ignore' is a str; it must be one of drop, zero, raise",
+        ),
         ({"use": ("answer",), "timeout_s": 0.0}, r"rewards.timeout_s=0.0; it must be above 0"),
         ({"use": ("answer",), "workers": -1}, r"rewards.workers=-1"),
     ],

@@ -20,6 +20,7 @@ from drivetrain.engine.registry import BackendSpec, backends, options_class, reg
 from drivetrain.trainers.config import DataConfig, DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.parse import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.config.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 USAGE = "usage"
@@ -387,3 +388,35 @@ def test_the_configuration_reference_is_current() -> None:
     from docs.reference import PAGE, page
 
     assert PAGE.read_text() == page(), "docs/configuration.md is not what the dataclasses say; run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (OptimConfig, {"lr": "1e-4"}, "optim.lr='1e-4' is a str; it must be a number"),
+        (OptimConfig, {"lr": True}, "optim.lr=True is a bool; it must be a number"),
+        (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0; it must be from 0 to inf"),
+        (OptimConfig, {"lr": float("nan")}, "optim.lr=nan; it must be from 0"),
+        (OptimConfig, {"betas": (0.9,)}, r"optim.betas=\(0.9,\) is a tuple; it must be a list of 2 numbers"),
+        (OptimConfig, {"betas": ("a", "b")}, "it must be a list of 2 numbers"),
+        (OptimConfig, {"clip_grad_norm": "1"}, "it must be a number or null"),
+        (EngineConfig, {"compile": "yes"}, "engine.compile='yes' is a str; it must be true or false or one of auto"),
+        (EngineConfig, {"parallel": {"cp": 2}}, "engine.parallel={'cp': 2} is a dict; it must be a ParallelConfig"),
+        (ModelConfig, {"path": None}, "model.path=None is null; it must be text"),
+        (ModelConfig, {"init": "scratch"}, "model.init='scratch' is a str; it must be one of weights, random"),
+        (ModelConfig, {"freeze": [1]}, r"model.freeze=\(1,\) is a tuple; it must be a list of texts"),
+        (DataConfig, {"columns": {"prompt": 1}}, "data.columns={'prompt': 1} is a dict"),
+        (TrainerConfig, {"max_steps": 1.5}, "trainer.max_steps=1.5 is a float; it must be a whole number or null"),
+    ],
+)
+def test_types_are_checked_at_construction(cls: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cls(**settings)
+
+
+def test_what_means_the_same_is_accepted(tmp_path: Path) -> None:
+    assert OptimConfig(lr=1, betas=[0.9, 0.95]).betas == (0.9, 0.95)  # type: ignore[arg-type]
+    assert DataConfig(train="a.jsonl").train == ("a.jsonl",)  # type: ignore[arg-type]
+    assert DataConfig(train=["a.jsonl", "b.jsonl"]).train == ("a.jsonl", "b.jsonl")  # type: ignore[arg-type]
+    assert ModelConfig(path=tmp_path).path == str(tmp_path)  # type: ignore[arg-type]
+    assert EngineConfig(compile=True).compile is True

@@ -311,6 +311,11 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
         section = OmegaConf.select(merged, holder)
         with read_write(section):
             section[last] = OmegaConf.merge(base, *given)
+        try:
+            OmegaConf.to_object(section[last])
+        except ConfigError as e:
+            # The section itself names the setting as that of the top level.
+            raise ConfigError(f"{holder}.{e}") from e
 
 
 def _words(words: Sequence[str]) -> DictConfig:
