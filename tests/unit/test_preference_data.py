@@ -251,3 +251,20 @@ def test_kto_takes_no_answer_to_the_same_question() -> None:
     others = mismatched(GlobalBatch(lengths=[3] * 4, read=lambda i: documents[i]), 100)
     assert [list(others.read(i).ids) for i in range(4)] == [[10, 23, 33], [10, 23, 33], [11, 21, 31], [11, 21, 31]]
     assert len(mismatched(GlobalBatch(lengths=[3, 3], read=lambda i: documents[i]), 100)) == 0
+
+
+@pytest.mark.parametrize(
+    ("label", "chosen"),
+    [(True, True), (False, False), (1, True), (0.0, False), (1.0, True), ("true", True), ("False", False), ("0", False)],
+)
+def test_labels_of_single_answers_may_be_of_several_kinds(label: Any, chosen: bool) -> None:
+    row = {"prompt": "1+1=", "completion": "2", "label": label}
+    (sample,) = encode_row(make_tokenizer(), row, "a.csv:2", DataConfig(), "unpaired")
+    assert sample.chosen is chosen
+
+
+@pytest.mark.parametrize("label", [2, "yes", "", float("nan"), 0.5])
+def test_other_labels_are_refused(label: Any) -> None:
+    row = {"prompt": "1+1=", "completion": "2", "label": label}
+    with pytest.raises(DataError, match=r"a.csv:2: label is .*; it must be true \(a good answer\) or false"):
+        encode_row(make_tokenizer(), row, "a.csv:2", DataConfig(), "unpaired")

@@ -81,7 +81,10 @@ def _encode(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig,
         sides = split_preference(row, name)
         return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
     if form == "unpaired":
-        label = {"true": True, "false": False, "1": True, "0": False}.get(str(row["label"]).lower())
+        # A csv file has texts.
+        label = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}.get(
+            row["label"].lower() if isinstance(row["label"], str) else row["label"]
+        )
         if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
         (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)

@@ -52,7 +52,19 @@ class Lines:
             total: The number of steps in the run.
             left: The estimated number of seconds until the end of the run.
         """
-        return progress_parts(record, total, left)
+        parts = [Part(f"step {record['step']}/{total}")]
+        parts += [Part("skipped")] if record["skipped"] else []
+        parts += [Part(f"epoch {record['epoch']:.2f}", 4)] if "epoch" in record else []
+        parts.append(Part(f"loss {record['loss']:.4f}"))
+        parts += [Part(f"{name} {record[name]:.3f}", 1) for name in SHOWN if name in record]
+        parts += [
+            Part(f"grad_norm {record['grad_norm']:.3f}", 2),
+            Part(f"lr {record['lr']:.2e}", 5),
+            Part(f"{record['tokens_per_s']:.0f} tokens/s", 3),
+        ]
+        parts += [Part(f"{record['supervised']:.0f} supervised", 7)] if "supervised" in record else []
+        parts += [Part(f"mfu {format_percent(record['mfu'])}", 3)] if record["mfu"] is not None else []
+        return [*parts, Part(f"{record['peak_gib']:.1f} GiB", 6), Part(f"{duration(left)} left", 1)]
 
     def evaluation(self, record: Mapping[str, Any]) -> str:
         """Return the line of an evaluation."""
@@ -171,23 +183,6 @@ class Summary:
             lowest, step = min(self._evaluated)
             rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
         return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
-
-
-def progress_parts(record: Mapping[str, Any], total: int, left: float) -> list[Part]:
-    """Return the parts of a step's line; see `Lines.progress`."""
-    parts = [Part(f"step {record['step']}/{total}")]
-    parts += [Part("skipped")] if record["skipped"] else []
-    parts += [Part(f"epoch {record['epoch']:.2f}", 4)] if "epoch" in record else []
-    parts.append(Part(f"loss {record['loss']:.4f}"))
-    parts += [Part(f"{name} {record[name]:.3f}", 1) for name in SHOWN if name in record]
-    parts += [
-        Part(f"grad_norm {record['grad_norm']:.3f}", 2),
-        Part(f"lr {record['lr']:.2e}", 5),
-        Part(f"{record['tokens_per_s']:.0f} tokens/s", 3),
-    ]
-    parts += [Part(f"{record['supervised']:.0f} supervised", 7)] if "supervised" in record else []
-    parts += [Part(f"mfu {format_percent(record['mfu'])}", 3)] if record["mfu"] is not None else []
-    return [*parts, Part(f"{record['peak_gib']:.1f} GiB", 6), Part(f"{duration(left)} left", 1)]
 
 
 def format_percent(value: float) -> str:
