@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
-from drivetrain.trainers.config.rl import AlgorithmName, GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.config.algorithm import AlgorithmName
+from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import evaluation
 from drivetrain.trainers.rl.cli import main as phases
 from drivetrain.workers.rewards.sample import RewardSample

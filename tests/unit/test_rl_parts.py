@@ -7,8 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.parse import parse
-from drivetrain.trainers.config.rl import AlgorithmName, GRPOConfig, RLConfig, RLSettings
+from drivetrain.trainers.config.rl import GRPOConfig, RLConfig, RLSettings
 from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive

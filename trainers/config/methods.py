@@ -5,35 +5,17 @@ from typing import ClassVar, Literal
 
 from ...engine.config import OffloadTarget, ParallelConfig, Settings, setting
 from ...engine.errors import ConfigError
+from ...workers.losses.names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
 
-PreferenceLossName = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "exo_pair",
-    "robust",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "discopop",
-    "simpo",
-    "orpo",
-    "cpo",
-    "kto",
-]
+PreferenceLossName = Literal[PairLoss, "kto"]
 ReferenceMode = Literal["auto", "model", "base", "cached"]
 
-_SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "simpo", "cpo")
-_BY_DIVERGENCE = ("sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop")
 ONLY = {
     "gamma": ("simpo",),
     "tau": ("discopop",),
-    "label_smoothing": _SMOOTHED,
-    "divergence": _BY_DIVERGENCE,
-    "alpha": _BY_DIVERGENCE,
+    "label_smoothing": SMOOTHED,
+    "divergence": BY_DIVERGENCE,
+    "alpha": BY_DIVERGENCE,
     "length_normalize": ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "simpo", "orpo", "cpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
@@ -61,7 +43,7 @@ class PreferenceConfig(Settings):
     label_smoothing: float = setting(0.0, "assumed fraction of flipped labels; for sigmoid, exo_pair, robust, aot, simpo, cpo")
     gamma: float = setting(0.5, "simpo: target margin between the chosen and the rejected side")
     tau: float = setting(0.05, "discopop: width of the transition between its two parts")
-    divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = setting(
+    divergence: Divergence = setting(
         "reverse_kl", "how the distance to the reference is measured; for sigmoid, ipo, hinge, exo_pair, robust, discopop"
     )
     alpha: float = setting(0.5, "parameter of the alpha_divergence; 1 is the reverse_kl")
@@ -96,7 +78,7 @@ class PreferenceConfig(Settings):
             value = getattr(self, name)
             if not set(known) & losses.keys() and value != getattr(defaults, name):
                 raise ConfigError(
-                    f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(known)}"
+                    f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(sorted(known))}"
                 )
         if self.loss == "kto" and self.sft_weight is not None:
             raise ConfigError(f"dpo.sft_weight={self.sft_weight} does not apply to dpo.loss=kto; it is for losses of pairs")

@@ -6,105 +6,21 @@ from typing import Any, ClassVar, Literal
 
 from ...engine.config import EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
+from ...workers.losses.names import WITHOUT_GROUPS, Level
 from ...workers.rewards.config import RewardsConfig
+from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
 from .data import PromptsConfig
 from .methods import PreferenceConfig
 from .trainer import RLTrainerConfig
 
-AlgorithmName = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "pass_at_k",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "ppo",
-    "online_dpo",
-]
-EstimatorName = Literal[
-    "gae",
-    "grpo",
-    "pass_at_k",
-    "rloo",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
 RewardNorm = Literal["none", "batch", "running"]
 OldLogProbs = Literal["actor", "rollout"]
 GroupKind = Literal["process", "ray", "local"]
 Offload = Literal["none", "host", "disk"]
-BY_ANSWER = ("gae", "reinforce_plus_plus", "remax")
-"""The estimators that do not compare the answers to one prompt."""
 REWARD_MODEL = "model"
 """The name of the reward model in `rewards.use`."""
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 """The roles of a run, except those that have no model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig(Settings):
-    """The loss of the policy; see `workers.losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
-
-    section: ClassVar[str] = "rl.loss"
-
-    objective: Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"] | None = setting(
-        None, "loss of a token, a function of workers.losses.objectives; clipped: PPO's"
-    )
-    clip_low: float | None = setting(
-        None, "distance below 1 at which the ratio is clipped; gmpo: below a log-ratio of 0; dppo: a divergence"
-    )
-    clip_high: float | None = setting(None, "distance above 1 at which the ratio is clipped; gmpo and dppo as for clip_low")
-    tau_positive: float | None = setting(None, "sapo: how soon the gradient fades where the advantage is positive")
-    tau_negative: float | None = setting(None, "sapo: how soon it fades elsewhere")
-    max_ratio: float | None = setting(None, "dppo_tv, dppo_kl: largest weight of a token")
-    cov_fraction: float | None = setting(None, "clip_cov, kl_cov: share of the tokens of a step that is selected")
-    cov_bounds: tuple[float, float] | None = setting(None, "clip_cov: covariances between which tokens are selected")
-    cov_coef: float | None = setting(None, "kl_cov: weight of the penalty of selected tokens")
-    dual_clip: float | None = setting(None, "bound on the ratio where the advantage is negative; 0: none")
-    ratio: Literal["token", "sequence", "sequence-token"] | None = setting(None, "what the ratio is taken over")
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = (
-        setting(None, "how the losses of tokens are averaged")
-    )
-    length_norm: int | None = setting(
-        None, "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: rollout.max_tokens"
-    )
-    entropy_coef: float | None = setting(None, "weight of the entropy bonus")
-    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none")
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] | None = setting(None, "estimator of that KL divergence")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimatorConfig(Settings):
-    """How advantages are computed. Null takes the value of rl.algorithm."""
-
-    section: ClassVar[str] = "rl.advantage"
-
-    estimator: EstimatorName | None = setting(None, "estimator of the advantages")
-    scale: bool | None = setting(None, "grpo, pass_at_k: divide by the standard deviation of the group")
-    whiten: bool | None = setting(
-        None, "gae, reinforce_plus_plus: shift and scale the advantages to mean 0 and variance 1 over the tokens of a step"
-    )
-    gamma: float | None = setting(None, "discount per token")
-    lam: float | None = setting(None, "lambda of gae")
-    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the rewards; 0: none")
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = setting(None, "estimator of that KL divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +58,7 @@ class RLSettings(Settings):
         "none",
         "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds",
     )
-    importance_level: Literal["token", "sequence"] = setting("token", "whether a weight belongs to a token or to an answer")
+    importance_level: Level = setting("token", "whether a weight belongs to a token or to an answer")
     importance_bounds: tuple[float, float] = setting((0.5, 2.0), "bounds of the weights; truncate uses the upper one")
     rejection: dict[str, Any] = setting(
         factory=dict,
@@ -417,7 +333,7 @@ class RLConfig(Settings):
                 f"rl.group_size={rl.group_size} with dynamic sampling, which replaces groups whose rewards are all equal, as those of a "
                 "single answer always are; use at least 2, or rl.dynamic_sampling=false"
             )
-        compares = rl.advantage.estimator not in (None, *BY_ANSWER) or (
+        compares = rl.advantage.estimator not in (None, *WITHOUT_GROUPS) or (
             rl.advantage.estimator is None and rl.algorithm not in ("ppo", "reinforce_plus_plus", "remax")
         )
         if compares and rl.group_size < 2:

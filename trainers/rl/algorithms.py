@@ -9,7 +9,8 @@ from ...workers.losses.importance import rejection_bounds
 from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from ...workers.losses.preference import PreferenceLoss
 from ...workers.roles.advantage import AdvantageConfig
-from ..config.rl import AlgorithmName, EstimatorConfig, PolicyLossConfig, RLConfig, RLSettings
+from ..config.algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
+from ..config.rl import RLConfig, RLSettings
 from ..methods.preference import preference_loss
 
 

@@ -6,32 +6,17 @@ Axes: T tokens.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
+from .names import Correction, Level, Rejection
 from .objectives import MAX_LOG_RATIO
 from .sequences import sequence_of, sequence_sums
 
-Level = Literal["token", "sequence"]
-Correction = Literal["truncate", "mask"]
-Rejection = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
-"""What of the difference is bounded: the estimates of single tokens, or their sum, mean or largest one in a response."""
 _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x**2,

@@ -4,13 +4,13 @@ Axes: P pairs. All numbers are `[P]`. `losses.preference.PreferenceLoss` chooses
 """
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+from .names import Divergence
+
 MAX_EXPONENT = 80.0
 """Bound on what is exponentiated, as in TRL: a log-ratio of -1000 must not make a loss infinite."""
 

@@ -10,7 +10,7 @@ Axes: T tokens, N sequences.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ...engine.errors import ConfigError
 from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
+from .names import Aggregation, KLEstimator, Objective, Ratio
 from .objectives import (
     MAX_LOG_RATIO,
     Clipped,
@@ -33,11 +34,6 @@ from .objectives import (
     sapo_objective,
 )
 from .sequences import sequence_of, sequence_sums
-
-Ratio = Literal["token", "sequence", "sequence-token"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Objective = Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"]
-KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
 MAX_K3 = 10.0
 """Upper bound on the k3 estimate, as in verl."""

@@ -6,7 +6,7 @@ Axes: T tokens, N sequences, P pairs.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,33 +16,13 @@ from ...engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
 from ...engine.packing.batch import PackedBatch
 from . import pairs as p
 from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field, token_field
+from .names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
 from .sequences import CHOSEN, MATCHED, REFERENCE, pairs_of, sequence_sums
 
-PairLoss = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "exo_pair",
-    "robust",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "discopop",
-    "simpo",
-    "orpo",
-    "cpo",
-]
 REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo", "sft"})
 """Losses that do not use a reference model."""
 LENGTH_NORMALIZED: frozenset[str] = frozenset({"ipo", "simpo", "orpo"})
 """Losses that by default divide a sequence's log-probability by its number of supervised tokens."""
-SMOOTHED: frozenset[str] = frozenset({"sigmoid", "cpo", "simpo", "exo_pair", "robust", "aot"})
-"""Losses that assume a fraction of flipped labels."""
-BY_DIVERGENCE: frozenset[str] = frozenset({"sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop"})
-"""Losses of the difference between the two sides' distances to the reference, which another divergence may measure."""
 SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0, "sft": 1.0}
 """Default weight of the chosen side's negative log-likelihood, for the losses that add it."""
 BASELINE = "kl_baseline"
@@ -132,7 +112,7 @@ class PreferenceLoss:
     label_smoothing: float = 0.0
     gamma: float = 0.5
     tau: float = 0.05
-    divergence: p.Divergence = "reverse_kl"
+    divergence: Divergence = "reverse_kl"
     alpha: float = 0.5
     length_normalize: bool | None = None
     sft_weight: float | None = None
@@ -169,8 +149,8 @@ class PreferenceLoss:
             )
         if "exo_pair" in self.weighted and not self.label_smoothing:
             raise ConfigError("label_smoothing=0 with loss=exo_pair, which is infinite then; the paper uses 0.001")
-        if self.divergence not in get_args(p.Divergence):
-            raise ConfigError(f"divergence={self.divergence}; choose one of {', '.join(get_args(p.Divergence))}")
+        if self.divergence not in get_args(Divergence):
+            raise ConfigError(f"divergence={self.divergence}; choose one of {', '.join(get_args(Divergence))}")
         if self.divergence != "reverse_kl" and (other := sorted(self.weighted.keys() - BY_DIVERGENCE - {"sft"})):
             raise ConfigError(
                 f"divergence={self.divergence} with loss={other[0]}, which does not support it; use {', '.join(sorted(BY_DIVERGENCE))}, "

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -33,22 +33,10 @@ from ..batch_adapters import adapt_batch
 from ..dispatch import register
 from ..losses.covariance import covariances, random_keys, select_between, select_largest
 from ..losses.fields import sequence_field, token_field
-from ..losses.importance import Correction, Level, Rejection, accepted_tokens, importance_weights
-from ..losses.policy import KLEstimator, kl_estimate, response_tokens
+from ..losses.importance import accepted_tokens, importance_weights
+from ..losses.names import Correction, Estimator, KLEstimator, Level, Rejection
+from ..losses.policy import kl_estimate, response_tokens
 from .responses import Responses
-
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "pass_at_k",
-    "rloo",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
