@@ -14,13 +14,16 @@ from .config.runs import RunConfig
 C = TypeVar("C", RunConfig, RLConfig)
 
 
-def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | None, usage: str | None) -> int:
-    """Parse the command line, then train.
+DRY_RUN = "--dry-run"
+
+
+def launch(config_class: type[RunConfig], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
+    """Parse the command line, then train, or with `--dry-run` make only a first step.
 
     Args:
         config_class: The trainer's configuration.
-        method: The trainer's `Method`, as `module:class` inside `trainers.methods`. It is imported after parsing, so that
-            `--help` and typos do not wait seconds for torch.
+        trainer: The name of the trainer's class in `trainers.trainer`. It is imported after parsing, so that `--help` and typos
+            do not wait seconds for torch.
         argv: The command-line arguments; None for those of this process.
         usage: The first lines of `--help`.
 
@@ -28,14 +31,17 @@ def launch(config_class: type[RunConfig], method: str, argv: Sequence[str] | Non
         The exit code.
     """
 
+    words = list(sys.argv[1:] if argv is None else argv)
+
     def train(config: RunConfig) -> int | None:
-        module, _, name = method.partition(":")
-        method_class = getattr(import_module(f".methods.{module}", __package__), name)
-        from .run import run
+        made = getattr(import_module(".trainer", __package__), trainer)(config)
+        if DRY_RUN in words:
+            made.dry_run()
+            return None
+        signal: int | None = made.train().result.signal
+        return signal
 
-        return run(config, method_class(config)).result.signal
-
-    return _launch(config_class, train, argv, usage)
+    return _launch(config_class, train, [word for word in words if word != DRY_RUN], usage)
 
 
 def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
@@ -53,7 +59,6 @@ def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | 
 
     def train(config: RLConfig) -> int | None:
         module = import_module(".rl.trainer", __package__)
-        module.configure_logging()
         signal: int | None = getattr(module, trainer)(config).train().signal
         return signal
 

@@ -15,7 +15,9 @@ from .loop.resume import ResumePoint
 log = logging.getLogger(__name__)
 
 
-def announce(engine: BaseEngine, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int) -> None:
+def announce(
+    engine: BaseEngine, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int, *, written: bool
+) -> None:
     """Log the settings, the layout, the model, the sources and the first sample.
 
     Args:
@@ -24,8 +26,9 @@ def announce(engine: BaseEngine, config: RunConfig, data: RunData, sampler: Samp
         data: The run's data.
         sampler: The order of the training samples.
         total_steps: The number of steps in the run.
+        written: Whether the run writes its settings.
     """
-    log.info("settings (complete list: %s/config.yaml)", config.trainer.output_dir)
+    log.info("settings%s", f" (complete list: {config.trainer.output_dir}/config.yaml)" if written else "")
     for name, value in changes(config).items():
         log.info("  %s=%s", name, value)
     _announce_layout(engine, len(data.train), total_steps)
@@ -77,6 +80,8 @@ def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
     """
     if result.reason is StopReason.SIGNAL:
         log.info("stopped by a signal after step %d, which was saved; the same command resumes from there", result.step)
+    elif result.reason is StopReason.CALLBACK:
+        log.info("stopped after step %d of %d: %s", result.step, run.total_steps, result.reason.value)
     elif result.reason is StopReason.PATIENCE:
         log.info(
             "stopped after step %d: %d evaluations without an improvement in %s",

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command-line arguments, or None for those of this process.
     """
-    return launch(RMConfig, "reward:RewardMethod", argv, __doc__)
+    return launch(RMConfig, "RewardTrainer", argv, __doc__)
 
 
 if __name__ == "__main__":

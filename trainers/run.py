@@ -2,13 +2,10 @@
 
 import datetime
 import logging
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,32 +24,25 @@ from .config.trainer import TrainerConfig
 from .data.load import RunData, load_data
 from .data.loader import Loader
 from .data.order import Sampler
+from .data.python_data import PythonData
+from .data.tokenize import NO_PYTHON
 from .hub import push
-from .loop.console import Summary
+from .loop.answer_metrics import AnswerMetrics, Metric
+from .loop.callbacks import Callback
+from .loop.console import Lines, Summary
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import Logger, make_loggers, plot_metrics
-from .loop.loop import Evaluation, Run, StopReason, TrainResult, train, write_error
+from .loop.logs import configure_logging
+from .loop.loop import Evaluation, Run, StopReason, TrainResult, train
 from .loop.resume import resume
-from .loop.samples import answers
+from .loop.samples import Answer, answers
 from .loop.signals import StopSignal
 from .methods.base import Method
 from .report import announce, report_end
 from .run_folder import locked_folders, write_config
-from .validate import check_run, sample_budget, warn_of_data
+from .validate import check_run, early_stopping_of, sample_budget, warn_of_data
 
 log = logging.getLogger(__name__)
-
-
-class _Stderr(logging.StreamHandler[TextIO]):
-    """A handler that looks up `sys.stderr` for every record, so that a live progress line stays below the record."""
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +58,53 @@ class RunOutcome:
     outputs: dict[str, str]
 
 
-def run(config: RunConfig, method: Method) -> RunOutcome:
+@dataclass(frozen=True, kw_only=True)
+class Extensions:
+    """What a Python program adds to the settings.
+
+    Args:
+        data: Rows in memory, and what is applied to every row.
+        metrics: Metrics of the generated answers, beside those of `trainer.metrics`.
+        callbacks: Code that the training loop calls on every rank.
+    """
+
+    data: PythonData = NO_PYTHON
+    metrics: Sequence[Metric] = ()
+    callbacks: Sequence[Callback] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run whose data are read and whose engine is initialized.
+
+    Args:
+        engine: The engine.
+        config: The run's settings.
+        method: The training method.
+        data: The run's data.
+        sampler: The order of the training samples.
+        total_steps: The number of the last step.
+        metrics: The metrics of the generated answers.
+        callbacks: Code that the training loop calls on every rank.
+    """
+
+    engine: BaseEngine
+    config: RunConfig
+    method: Method
+    data: RunData
+    sampler: Sampler
+    total_steps: int
+    metrics: AnswerMetrics
+    callbacks: Sequence[Callback]
+
+
+def run(config: RunConfig, method: Method, extensions: Extensions = Extensions()) -> RunOutcome:  # immutable
     """Run training from start to finish. Collective over all processes of the job.
 
     Args:
         config: The run's settings.
         method: The training method.
+        extensions: What a Python program adds to the settings.
 
     Returns:
         How training ended, and where its outputs are.
@@ -83,12 +114,22 @@ def run(config: RunConfig, method: Method) -> RunOutcome:
             default process group is not destroyed if there are several processes, since the others may be waiting in it; end
             the process (`exit_process`).
     """
-    logging.basicConfig(format="%(message)s", handlers=[_Stderr()])
-    logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
-    check_run(config, method)
+    configure_logging()
+    check_run(config, method, extensions.metrics)
+    with process_group(config), prepared(config, method, extensions) as ready:
+        return _train(ready)
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[None]:
+    """Set up the default process group for the block. Collective over all processes of the job.
+
+    Args:
+        config: The run's settings.
+    """
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
-        outcome = _run(config, method)
+        yield
     except BaseException:
         # With several ranks, destroying the NCCL groups would wait for ranks that may be stuck in a collective that this rank
         # never enters. The caller must end the process.
@@ -96,15 +137,26 @@ def run(config: RunConfig, method: Method) -> RunOutcome:
             close_distributed()
         raise
     close_distributed()
-    return outcome
 
 
-def _run(config: RunConfig, method: Method) -> RunOutcome:
+@contextmanager
+def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock: bool = True) -> Iterator[Prepared]:
+    """Read the data and initialize the engine; free both after the block. Collective over all processes of the job.
+
+    Args:
+        config: The run's settings.
+        method: The training method.
+        extensions: What a Python program adds to the settings.
+        lock: Whether the run's folders are created, and locked against other runs.
+
+    Raises:
+        DrivetrainError: A file, a row or the model cannot be used; raised on all ranks.
+    """
     engine = engine_class(config.engine.backend)(model=config.model, engine=config.engine, optim=config.optim)
     with collective_errors():
         engine.check()
-    with locked_folders(config.trainer):
-        data = load_data(config, method.kind, sample_budget(config, method))
+    with locked_folders(config.trainer) if lock else nullcontext():
+        data = load_data(config, method.kind, sample_budget(config, method), extensions.data)
         sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
         warn_of_data(config.data, config.data.batch_size, len(sampler))
         if not min(sampler.epoch_sizes):
@@ -113,24 +165,32 @@ def _run(config: RunConfig, method: Method) -> RunOutcome:
                 config.data.weights,
                 len(sampler),
             )
-        engine.total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(sampler) // config.data.batch_size)
+        total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(sampler) // config.data.batch_size)
+        engine.total_steps = total_steps
         try:
             method.setup(engine, data.tokenizer, data.train, data.held_out)
             engine.initialize()
-            announce(engine, config, data, sampler, engine.total_steps)
-            return _train(engine, method, config, data, sampler, engine.total_steps)
+            announce(engine, config, data, sampler, total_steps, written=lock)
+            yield Prepared(
+                engine=engine,
+                config=config,
+                method=method,
+                data=data,
+                sampler=sampler,
+                total_steps=total_steps,
+                metrics=AnswerMetrics.of(config.trainer.metrics, extensions.metrics),
+                callbacks=extensions.callbacks,
+            )
         finally:
             method.close()
             engine.close()
 
 
-def _train(
-    engine: BaseEngine, method: Method, config: RunConfig, data: RunData, sampler: Sampler, total_steps: int
-) -> RunOutcome:
-    output = Path(config.trainer.output_dir)
-    loader = Loader(data.train, sampler, batch_size=config.data.batch_size)
-    evaluated = "" if data.held_out is None else data.held_out.digest
-    early_stopping = EarlyStopping(config.trainer.best_metric, config.trainer.patience, evaluated, method.lower_is_better)
+def _train(ready: Prepared) -> RunOutcome:
+    engine, config, method, data = ready.engine, ready.config, ready.method, ready.data
+    output, total_steps = Path(config.trainer.output_dir), ready.total_steps
+    loader = Loader(data.train, ready.sampler, batch_size=config.data.batch_size)
+    early_stopping = early_stopping_of(config, method, ready.metrics, "" if data.held_out is None else data.held_out.digest)
     with _manager(engine, config.trainer) as manager:
         manager.sweep()
         start = resume(engine, manager, config, method.name, loader, early_stopping)
@@ -141,12 +201,12 @@ def _train(
             if config.trainer.save_every and start.step + config.trainer.save_every <= total_steps:
                 manager.prepare()
         summary = Summary(total_steps)
-        with _loggers(engine, config, total_steps, start.step - 1, summary) as loggers:
+        with _loggers(ready, start.step - 1, summary) as loggers:
             run = Run(
                 engine=engine,
                 method=method,
                 loader=loader,
-                evaluation=_evaluation(engine, method, config, data, loggers),
+                evaluation=_evaluation(ready),
                 manager=manager,
                 config=config.trainer,
                 loggers=loggers,
@@ -154,6 +214,7 @@ def _train(
                 export=lambda step: _export(engine, config, output / "exports" / folder_name(step)),
                 total_steps=total_steps,
                 peak_flops=_peak_flops(engine, config),
+                callbacks=ready.callbacks,
             )
             result = train(run, start)
         manager.wait()
@@ -179,30 +240,23 @@ def _manager(engine: BaseEngine, config: TrainerConfig) -> CheckpointManager:
     )
 
 
-def _evaluation(
-    engine: BaseEngine, method: Method, config: RunConfig, data: RunData, loggers: list[Logger]
-) -> Evaluation | None:
-    held_out = data.held_out
+def _evaluation(ready: Prepared) -> Evaluation | None:
+    config, held_out = ready.config, ready.data.held_out
     if held_out is None:
         return None
     # Take samples from across the entire file, since neighboring samples may belong to the same chat.
     count = min(config.trainer.generate, len(held_out))
     samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
-    budget = sample_budget(config, method).tokens
+    budget = sample_budget(config, ready.method).tokens
 
-    def show_samples(step: int, stop: StopSignal) -> None:
+    def generate(stop: StopSignal) -> list[Answer] | None:
         if not samples:
-            return
-        sample_answers = answers(engine, data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)
-
-        def write() -> None:
-            for logger in loggers:
-                logger.answers(step, sample_answers)
-
-        engine.topology.all_gather_object(None, error=write_error(step, write))
+            return []
+        return answers(ready.engine, ready.data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)
 
     sampler = Sampler(held_out.sizes, weights=None, seed=0, shuffle=False)
-    return Evaluation(loader=Loader(held_out, sampler, batch_size=config.data.batch_size), show_samples=show_samples)
+    loader = Loader(held_out, sampler, batch_size=config.data.batch_size)
+    return Evaluation(loader=loader, answers=generate, metrics=ready.metrics)
 
 
 def _peak_flops(engine: BaseEngine, config: RunConfig) -> float | None:
@@ -214,16 +268,16 @@ def _peak_flops(engine: BaseEngine, config: RunConfig) -> float | None:
 
 
 @contextmanager
-def _loggers(
-    engine: BaseEngine, config: RunConfig, total_steps: int, resumed_step: int, summary: Summary
-) -> Iterator[list[Logger]]:
+def _loggers(ready: Prepared, resumed_step: int, summary: Summary) -> Iterator[list[Logger]]:
     """Open the loggers on the first rank, and plot the loss at the end even if the run failed. Collective."""
+    config, topology, lines = ready.config, ready.engine.topology, Lines(ready.metrics.names)
     output = Path(config.trainer.output_dir)
     loggers: list[Logger] = []
-    with engine.topology.collective_errors():
-        if engine.topology.is_main:
+    with topology.collective_errors():
+        if topology.is_main:
             try:
-                loggers = [*make_loggers(config.trainer, output, total_steps, resumed_step, asdict(config)), summary]
+                made = make_loggers(config.trainer, output, ready.total_steps, resumed_step, asdict(config), lines)
+                loggers = [*made, summary]
             except OSError as e:
                 raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
     try:

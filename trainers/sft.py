@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command-line arguments, or None for those of this process.
     """
-    return launch(SFTConfig, "sft:SFTMethod", argv, __doc__)
+    return launch(SFTConfig, "SFTTrainer", argv, __doc__)
 
 
 if __name__ == "__main__":

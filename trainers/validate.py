@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..engine.errors import ConfigError
@@ -9,6 +10,7 @@ from .config.data import SourcesConfig
 from .config.runs import RunConfig
 from .data.dataset import Budget
 from .hub import check_push
+from .loop.answer_metrics import AnswerMetrics, Metric
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import check_loggers
 from .methods.base import Method
@@ -16,12 +18,13 @@ from .methods.base import Method
 log = logging.getLogger(__name__)
 
 
-def check_run(config: RunConfig, method: Method) -> None:
+def check_run(config: RunConfig, method: Method, metrics: Sequence[Metric] = ()) -> None:
     """Check everything that can be checked without data and without a model. Not collective.
 
     Args:
         config: The run's settings.
         method: The training method.
+        metrics: Metrics of generated answers, beside those that the settings name.
 
     Raises:
         ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
@@ -29,10 +32,26 @@ def check_run(config: RunConfig, method: Method) -> None:
     config.check()
     method.check()
     sample_budget(config, method)
-    EarlyStopping(config.trainer.best_metric, config.trainer.patience, "", method.lower_is_better)
+    early_stopping_of(config, method, AnswerMetrics.of(config.trainer.metrics, metrics), "")
     check_loggers(config.trainer.loggers)
     if config.trainer.push_to_hub is not None:
         check_push(config.trainer.push_to_hub)
+
+
+def early_stopping_of(config: RunConfig, method: Method, metrics: AnswerMetrics, data: str) -> EarlyStopping:
+    """Return the tracker of the best evaluation.
+
+    Args:
+        config: The run's settings.
+        method: The training method.
+        metrics: The metrics of the generated answers, of which higher is better.
+        data: The digest of the evaluation data.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    measured = {**method.lower_is_better, **dict.fromkeys(metrics.names, False)}
+    return EarlyStopping(config.trainer.best_metric, config.trainer.patience, data, measured)
 
 
 def warn_of_data(data: SourcesConfig, batch_size: int, samples: int, unit: str = "samples") -> None:

@@ -9,6 +9,7 @@ from ...engine.errors import ConfigError
 from ...workers.losses.names import WITHOUT_GROUPS, Level
 from ...workers.rewards.config import RewardsConfig
 from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
+from .command import CommandConfig
 from .data import PromptsConfig
 from .methods import PreferenceConfig
 from .trainer import RLTrainerConfig
@@ -224,7 +225,7 @@ class GroupConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLConfig(Settings):
+class RLConfig(CommandConfig):
     """The settings that all trainers of reinforcement learning share."""
 
     recipe_prefix: ClassVar[str] = ""

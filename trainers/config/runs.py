@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
-from ...engine.config import EngineConfig, ModelConfig, OptimConfig, Settings, setting
+from ...engine.config import EngineConfig, ModelConfig, OptimConfig, setting
 from ...engine.errors import ConfigError
+from .command import CommandConfig
 from .data import DataConfig
 from .methods import PreferenceConfig, ReferenceConfig, RewardConfig
 from .trainer import TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Settings):
+class RunConfig(CommandConfig):
     """The settings that all trainers share."""
 
     model: ModelConfig = setting(factory=ModelConfig, help="the model")

@@ -36,12 +36,12 @@ class LoopConfig(Settings):
     )
     best_metric: str | None = setting(
         None,
-        "evaluation metric that selects the checkpoint to keep and export (loss; accuracy in SFT; reward_accuracy or reward_margin in the other trainers); null: the last checkpoint",
+        "evaluation metric that selects the checkpoint to keep and export (loss; accuracy in SFT; reward_accuracy or reward_margin in the other trainers; any of metrics); null: the last checkpoint",
     )
     patience: int | None = setting(
         None, "early stopping: stop after this many evaluations without an improvement of best_metric; null: never"
     )
-    generate: int = setting(0, "number of held-out samples for which each evaluation generates and logs an answer")
+    generate: int = setting(0, "number of held-out samples for which each evaluation generates, logs and measures an answer")
     log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
     loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
     wandb_project: str = setting("drivetrain", "Weights & Biases project of the run")
@@ -94,6 +94,10 @@ class TrainerConfig(LoopConfig):
     )
     verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
     generate_tokens: int = setting(64, "maximum number of tokens in a generated answer")
+    metrics: tuple[str, ...] = setting(
+        (),
+        "metrics of the generated answers: exact_match, contains, or functions module:function of prompt, answer and wanted, of which higher is better",
+    )
     peak_tflops: float | None = setting(
         None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
     )
@@ -106,6 +110,10 @@ class TrainerConfig(LoopConfig):
         """
         super().check()
         check_least("trainer.generate_tokens", self.generate_tokens, 1)
+        if self.metrics and not self.generate:
+            raise ConfigError(
+                f"trainer.metrics={list(self.metrics)} judges generated answers, but trainer.generate=0; set it to their number"
+            )
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
 

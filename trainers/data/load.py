@@ -8,7 +8,8 @@ from ...engine.parallel.collectives import collective_errors
 from ..config.runs import RunConfig
 from .dataset import Budget, Dataset
 from .encode import Kind
-from .tokenize import load_token_caches
+from .python_data import PythonData
+from .tokenize import NO_PYTHON, load_token_caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,14 @@ class RunData:
     held_out: Dataset | None
 
 
-def load_data(config: RunConfig, kind: Kind, budget: Budget) -> RunData:
+def load_data(config: RunConfig, kind: Kind, budget: Budget, python: PythonData = NO_PYTHON) -> RunData:
     """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
     Args:
         config: The run's settings.
         kind: The kind of data that the trainer learns from.
         budget: The token limit of a sample.
+        python: The rows in memory and the formatting function of a Python program.
 
     Raises:
         DrivetrainError: A file, a row or the tokenizer cannot be used; raised on all ranks.
@@ -41,7 +43,7 @@ def load_data(config: RunConfig, kind: Kind, budget: Budget) -> RunData:
         tokenizer = load_tokenizer(config.model)
 
     def open_dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
-        caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind)
+        caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind, python=python)
         with collective_errors():
             dataset = Dataset(caches, config.data, budget, names)
         return dataset

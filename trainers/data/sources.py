@@ -1,4 +1,4 @@
-"""The sources of rows: files, folders of files, patterns and Hub datasets, read in chunks, each row with its number."""
+"""The sources of rows: files, folders of files, patterns, Hub datasets and rows in memory, in chunks, each row with its number."""
 
 import difflib
 import glob
@@ -14,6 +14,7 @@ import xxhash
 from ...engine.errors import ConfigError, DataError
 from .encode import COLUMNS, FORMS
 from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, Chunk, chunks_of, ending_of, read_file
+from .python_data import Rows, chunks_of_rows, identity_of
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
 _KINDS = f"{', '.join(ENDINGS)} files, also with {' or '.join(COMPRESSED)}"
@@ -26,7 +27,8 @@ class Source:
     Args:
         name: The entry as given in the settings.
         files: The source's files in the order in which they are read; empty for a Hub dataset.
-        table: The Hub dataset that `open_source` has loaded, or None for files.
+        table: The Hub dataset that `open_source` has loaded, or None.
+        rows: Rows in memory, or None.
         every_column: Whether all columns are read, and not only those that trainers on answers know.
         columns: Our name of a column -> its name in the data.
         whole_text: Whether a txt file is one text; otherwise each of its lines is one.
@@ -35,6 +37,7 @@ class Source:
     name: str
     files: tuple[Path, ...] = ()
     table: Any = None
+    rows: Rows | None = None
     every_column: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
     whole_text: bool = False
@@ -43,6 +46,8 @@ class Source:
         """Return a string that changes with the rows, as far as the files' paths, sizes and modification times show it."""
         if self.table is not None:
             return f"{self.name} {self.table._fingerprint}"
+        if self.rows is not None:
+            return f"{self.name} {identity_of(self.rows)}"
         stats = [(str(f.resolve()), f.stat()) for f in self.files]
         return xxhash.xxh3_128_hexdigest(repr([(path, s.st_size, s.st_mtime_ns) for path, s in stats]).encode())
 
@@ -53,11 +58,16 @@ class Source:
             DataError: A file cannot be read, or no file has any rows.
         """
         count = 0
-        for chunk in self._rows_of_table() if self.table is not None else self._files():
+        for chunk in self._chunks():
             count += len(chunk.rows)
             yield chunk
         if not count:
             raise DataError(f"data file {self.name} has no rows")
+
+    def _chunks(self) -> Iterator[Chunk]:
+        if self.rows is not None:
+            return chunks_of_rows(self.rows, self.name)
+        return self._rows_of_table() if self.table is not None else self._files()
 
     def _files(self) -> Iterator[Chunk]:
         fraction = 1 / len(self.files)

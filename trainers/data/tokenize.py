@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +31,7 @@ from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ..config.data import DataConfig
 from .encode import WIDTH, Kind, encode_row, oddity
 from .files import Chunk
+from .python_data import PythonData
 from .sources import Source, check_columns, open_source, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 
@@ -39,12 +40,19 @@ log = logging.getLogger(__name__)
 FEW_CHUNKS = 64
 """Up to this many chunks, tokenization finishes before additional processes would have started."""
 MAX_WORKERS = 16
+NO_PYTHON = PythonData(rows={})
 SYNC_SECONDS = 15.0
 """The longest time between two synchronizations with the waiting ranks, which would otherwise time out."""
 
 
 def load_token_caches(
-    names: Sequence[str], tokenizer: Any, data: DataConfig, *, training: bool, kind: Kind = "completions"
+    names: Sequence[str],
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    training: bool,
+    kind: Kind = "completions",
+    python: PythonData = NO_PYTHON,
 ) -> list[TokenCache]:
     """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
@@ -54,6 +62,7 @@ def load_token_caches(
         data: The data settings.
         training: Whether the entries are those of `data.train`.
         kind: The kind of data that the trainer learns from.
+        python: The rows in memory and the formatting function of a Python program.
 
     Raises:
         DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
@@ -71,13 +80,13 @@ def load_token_caches(
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
             check_columns(data.columns)
-            sources = [_open_source(name, data, training) for name in names]
-            shared = shared_key(tokenizer, data, kind)
+            sources = [_open_source(name, data, training, python) for name in names]
+            shared = shared_key(tokenizer, data, kind) + python.key()
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
-        encoder = Encoder(tokenizer, data, kind)
+        encoder = Encoder(tokenizer, data, kind, python)
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
             _run_collectively(work)
@@ -117,8 +126,16 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
 
 
-def _open_source(name: str, data: DataConfig, training: bool) -> Source:
-    return open_source(name, training=training, columns=data.columns, whole_text=data.txt == "file")
+def _open_source(name: str, data: DataConfig, training: bool, python: PythonData) -> Source:
+    if name in python.rows:
+        return Source(name, rows=python.rows[name])
+    return open_source(
+        name,
+        training=training,
+        every_column=python.formatting is not None,
+        columns=data.columns,
+        whole_text=data.txt == "file",
+    )
 
 
 def _open(folders: Sequence[Path]) -> list[TokenCache]:
@@ -162,7 +179,7 @@ def _build(
                 continue
             log.warning("the tokenized data in %s is damaged; tokenizing it again", folder)
             shutil.rmtree(folder)
-        source = sources[i] if sources else _open_source(name, encoder.data, training)
+        source = sources[i] if sources else _open_source(name, encoder.data, training, encoder.python)
         try:
             writer = TokenCacheWriter(folder)
         except OSError as e:
@@ -207,11 +224,13 @@ class Encoder:
         tokenizer: The model's tokenizer.
         data: The data settings.
         kind: The kind of data that the trainer learns from.
+        python: The formatting function of a Python program; its rows are not used.
     """
 
     tokenizer: Any
     data: DataConfig
     kind: Kind = "completions"
+    python: PythonData = NO_PYTHON
 
     def chunk(self, chunk: Chunk) -> EncodedSamples:
         """Return all samples of a chunk.
@@ -224,7 +243,7 @@ class Encoder:
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
-                row = with_our_columns(row, self.data.columns, name)
+                row = with_our_columns(self.python.formatted(row, name), self.data.columns, name)
                 samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
                 odd |= {name: what} if (what := oddity(row)) else {}
             except DataError:
@@ -247,6 +266,8 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
     workers = encoder.data.workers
     if workers is None:
         workers = 0 if len(first) <= FEW_CHUNKS else min(MAX_WORKERS, os.cpu_count() or 1)
+    if not encoder.python.runs_anywhere:
+        workers = 0
     all_chunks = chain(first, chunks)
     if workers == 0:
         for chunk in all_chunks:
@@ -254,7 +275,9 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
         return
     # Spawn, not fork: a fork would not have this process's threads (gloo's and the tokenizer's), but would need them.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
+    # The rows in memory stay here.
+    sent = replace(encoder, python=replace(encoder.python, rows={}))
+    with ProcessPoolExecutor(workers, context, _start_worker, (sent,)) as pool:
         pending: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
             for chunk in all_chunks:

@@ -15,6 +15,8 @@ from rich.table import Column
 from .samples import Answer
 
 BAR_WIDTH = 12
+SHOWN_ANSWERS = 10
+"""An evaluation may generate hundreds of answers, which `answers.jsonl` has all of."""
 SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 """Metrics that a progress line shows when they are present."""
 
@@ -42,7 +44,14 @@ def fitted(parts: Sequence[Part], width: int) -> str:
 
 
 class Lines:
-    """What records look like as lines."""
+    """What records look like as lines.
+
+    Args:
+        metrics: Further metrics that the line of an evaluation shows.
+    """
+
+    def __init__(self, metrics: Sequence[str] = ()) -> None:
+        self._metrics = metrics
 
     def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[Part]:
         """Return the parts of a step's line.
@@ -68,7 +77,8 @@ class Lines:
 
     def evaluation(self, record: Mapping[str, Any]) -> str:
         """Return the line of an evaluation."""
-        measured = "  ".join(f"{name} {record[name]:.4f}" for name in ("loss", *SHOWN) if name in record)
+        names = ("loss", *SHOWN, *self._metrics)
+        measured = "  ".join(f"{name} {record[name]:.4f}" for name in names if name in record)
         return f"step {record['step']}  {measured}  {record['tokens']} tokens  {record['seconds']:.1f} s"
 
 
@@ -113,7 +123,7 @@ class Console:
 
     def answers(self, step: int, given: Sequence[Answer]) -> None:
         """Print the answers to held-out samples."""
-        for answer in given:
+        for answer in given[:SHOWN_ANSWERS]:
             last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
             self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
 

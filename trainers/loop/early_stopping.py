@@ -31,9 +31,21 @@ class EarlyStopping:
         self._since = 0
 
     def update(self, step: int, measured: Mapping[str, float]) -> bool:
-        """Record an evaluation and return whether it is the best so far. NaN never is."""
+        """Record an evaluation and return whether it is the best so far. NaN never is.
+
+        Args:
+            step: The last completed step.
+            measured: The metrics of the evaluation.
+
+        Raises:
+            ConfigError: The metric is not among them, which only a loss of the user's own can cause.
+        """
         if self.metric is None:
             return False
+        if self.metric not in measured:
+            raise ConfigError(
+                f"trainer.best_metric={self.metric}, which this loss does not report; it reports {', '.join(measured)}"
+            )
         value = measured[self.metric]
         lower = self._lower_is_better[self.metric]
         better = not math.isnan(value) and (self.best is None or (value < self.best if lower else value > self.best))

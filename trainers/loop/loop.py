@@ -11,13 +11,17 @@ from ...engine.base import BaseEngine
 from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.errors import disk_error
 from ...engine.loss import StepResult
+from ...engine.parallel.collectives import call_on_first
 from ..config.trainer import TrainerConfig
 from ..data.loader import Loader
 from ..data.order import Cursor
 from ..methods.base import Method
+from .answer_metrics import AnswerMetrics
+from .callbacks import Callback, notify
 from .early_stopping import EarlyStopping
 from .loggers import Logger
 from .resume import ResumePoint
+from .samples import Answer
 from .signals import StopSignal
 
 
@@ -27,12 +31,14 @@ class Evaluation:
 
     Args:
         loader: The held-out samples.
-        show_samples: A function of the step and the stop signal that shows the model's answers to some of the samples.
-            Collective.
+        answers: A function of the stop signal that returns the model's answers to some of the samples; None if a signal came
+            before they were complete. Collective.
+        metrics: The metrics of the answers.
     """
 
     loader: Loader
-    show_samples: Callable[[int, StopSignal], None]
+    answers: Callable[[StopSignal], Sequence[Answer] | None]
+    metrics: AnswerMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,7 @@ class Run:
         export: A function of the step that exports the current model. Collective.
         total_steps: The number of the last step.
         peak_flops: The peak FLOP/s of all devices together; None if it is not known.
+        callbacks: Code of the user, called on every rank.
     """
 
     engine: BaseEngine
@@ -64,6 +71,7 @@ class Run:
     export: Callable[[int], object]
     total_steps: int
     peak_flops: float | None
+    callbacks: Sequence[Callback] = ()
 
 
 class StopReason(Enum):
@@ -71,6 +79,7 @@ class StopReason(Enum):
 
     DONE = "all steps are done"
     PATIENCE = "`trainer.patience` evaluations without an improvement"
+    CALLBACK = "a callback asked to stop"
     SIGNAL = "SIGTERM or Ctrl-C"
 
 
@@ -105,27 +114,36 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
                 return TrainResult(step=step, reason=StopReason.SIGNAL, signal=stop.number)
             run.early_stopping.update(step, metrics)
             save(run, step, cursor, start)
-        while step < run.total_steps and not run.early_stopping.stop:
+        notify(run, "on_train_begin", step)
+        asked = False
+        while step < run.total_steps and not run.early_stopping.stop and not asked:
             step += 1
             began = time.perf_counter()
             global_batch, cursor = next(batches)
             batch = run.method.batch(run.engine, global_batch, training=True)
             result = run.engine.train_batch(batch, run.method.loss)
             seconds = time.perf_counter() - began
-            error = _log(run.loggers, _record(run, step, cursor, result, seconds))
+            record = _record(run, step, cursor, result, seconds)
+            error = _log(run.loggers, record)
+            asked = notify(run, "on_step_end", step, record)
             best = interrupted = False
             if run.evaluation is not None and _is_due(step, run.config.eval_every, run.total_steps):
                 metrics = evaluate(run, run.evaluation, step, stop)
                 interrupted = metrics is None
-                best = metrics is not None and run.early_stopping.update(step, metrics)
+                if metrics is not None:
+                    best = run.early_stopping.update(step, metrics)
+                    asked |= notify(run, "on_evaluate", step, metrics)
             stopped = stop.stop_requested(run.engine.topology, error or run.manager.failure())
-            last = stopped or run.early_stopping.stop or step == run.total_steps
+            last = stopped or asked or run.early_stopping.stop or step == run.total_steps
             if best or last or _is_due(step, run.config.save_every, run.total_steps):
                 save(run, step, cursor, start, evaluate=interrupted, last=last)
             if run.config.export_hf_every and step % run.config.export_hf_every == 0:
                 run.export(step)
             if stopped:
                 return TrainResult(step=step, reason=StopReason.SIGNAL, signal=stop.number)
+    notify(run, "on_train_end", step)
+    if step < run.total_steps and asked:
+        return TrainResult(step=step, reason=StopReason.CALLBACK)
     return TrainResult(step=step, reason=StopReason.PATIENCE if run.early_stopping.stop else StopReason.DONE)
 
 
@@ -158,10 +176,10 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
 
 
 def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> dict[str, float] | None:
-    """Compute the exact loss and metrics over all held-out samples. Collective.
+    """Compute the exact loss and metrics over all held-out samples, and the metrics of the generated answers. Collective.
 
-    Each loss term is its weighted sum over all samples divided by the total weight; each metric is its sum divided by the
-    total count.
+    Each loss term is its weighted sum over all samples divided by the total weight; each metric of the loss is its sum divided by
+    the total count. Metrics of answers are means over the answers that are generated.
 
     Args:
         run: Everything that training needs.
@@ -191,9 +209,20 @@ def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> d
                 hits[name] += result.metrics[name] * count
                 counts[name] += count
     metrics = {"loss": sum(sums[t] / weights[t] for t in weights), **{n: hits[n] / counts[n] for n in counts}}
+    answers = evaluation.answers(stop)
+    if answers is None:
+        return None
+    if answers:
+        metrics |= call_on_first(lambda: evaluation.metrics.measure(answers), run.engine.topology.host)
     record = {"step": step, "split": "eval", **metrics, "tokens": tokens, "seconds": time.perf_counter() - start}
-    run.engine.topology.all_gather_object(None, error=_log(run.loggers, record))
-    evaluation.show_samples(step, stop)
+
+    def write() -> None:
+        for logger in run.loggers:
+            logger.log(record)
+            if answers:
+                logger.answers(step, answers)
+
+    run.engine.topology.all_gather_object(None, error=write_error(step, write))
     return metrics
 
 
@@ -235,3 +264,4 @@ def save(run: Run, step: int, cursor: Cursor, start: ResumePoint, *, evaluate: b
         "evaluate": evaluate,
     }
     run.manager.save(step, extra, keep=keep, last=last)
+    notify(run, "on_save", step)

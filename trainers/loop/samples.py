@@ -29,6 +29,9 @@ class Answer:
         wanted: The expected answer, which is the text of the first supervised tokens, of a chat its first answer; empty if there is
             none.
         rewards: What each reward made of the answer, by name, if it was judged.
+        plain_prompt: The prompt without special tokens.
+        plain_answer: The answer without special tokens.
+        plain_wanted: The expected answer without special tokens.
     """
 
     name: str
@@ -36,6 +39,9 @@ class Answer:
     answer: str
     wanted: str = ""
     rewards: Mapping[str, float] | None = None
+    plain_prompt: str = ""
+    plain_answer: str = ""
+    plain_wanted: str = ""
 
     @property
     def shown_rewards(self) -> str:
@@ -50,10 +56,10 @@ class Answer:
 
 def answers(
     engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
-) -> list[Answer]:
+) -> list[Answer] | None:
     """Generate greedy answers. Collective.
 
-    Every rank passes the same samples and gets all answers. If a rank is asked to stop, all answers end early.
+    Every rank passes the same samples and gets all answers; None if a rank was asked to stop before they were complete.
 
     Args:
         engine: The initialized engine.
@@ -74,9 +80,9 @@ def answers(
         active = [i for i in texts if open_[i] and len(texts[i]) < budget]
         # Ranks whose own answers are complete take part as well, since the forward pass is collective.
         rank_states = topology.all_gather_object((bool(active), stop.requested_here))
-        if not any(active_elsewhere for active_elsewhere, _ in rank_states) or any(
-            stop_requested for _, stop_requested in rank_states
-        ):
+        if any(stop_requested for _, stop_requested in rank_states):
+            return None
+        if not any(active_elsewhere for active_elsewhere, _ in rank_states):
             break
         batch = from_lists([texts[i] for i in active])
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
@@ -85,19 +91,25 @@ def answers(
         for i, token in zip(active, next_tokens, strict=True):
             texts[i].append(int(token))
             open_[i] = token not in ends[i]
-    local_answers = {i: tokenizer.decode(tokens[prompts[i] :]) for i, tokens in texts.items()}
-    all_answers: dict[int, str] = {}
+    local_answers = {i: tokens[prompts[i] :] for i, tokens in texts.items()}
+    all_answers: dict[int, list[int]] = {}
     for part in topology.all_gather_object(local_answers if topology.is_output_rank else {}):
         all_answers |= part
     return [
         Answer(
             name=sample.name,
-            prompt=tokenizer.decode(sample.ids[: _first_target(sample)]),
-            answer=all_answers[i],
-            wanted=tokenizer.decode(_first_answer(sample)),
+            **{name: tokenizer.decode(ids) for name, ids in _parts(sample, all_answers[i]).items()},
+            **{
+                f"plain_{name}": tokenizer.decode(ids, skip_special_tokens=True)
+                for name, ids in _parts(sample, all_answers[i]).items()
+            },
         )
         for i, sample in enumerate(samples)
     ]
+
+
+def _parts(sample: Sample, answer: Sequence[int]) -> dict[str, Sequence[int]]:
+    return {"prompt": sample.ids[: _first_target(sample)], "answer": answer, "wanted": _first_answer(sample)}
 
 
 def _ends(tokenizer: Any, sample: Sample) -> set[int]:

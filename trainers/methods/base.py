@@ -22,6 +22,7 @@ class Method(ABC):
 
     Args:
         config: The run's settings.
+        loss: The loss to minimize, instead of the method's own.
     """
 
     kind: Kind = "completions"
@@ -32,8 +33,8 @@ class Method(ABC):
     lower_is_better: ClassVar[Mapping[str, bool]]
     """The evaluation metrics by which a best checkpoint can be chosen, and whether lower is better."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, loss: Loss | None = None) -> None:
+        self.config, self.own_loss = config, loss
 
     @property
     def infers(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
+from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
 from ...workers.losses.pairs import matched_quantiles
 from ...workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
@@ -26,22 +27,24 @@ class PreferenceMethod(Method):
 
     Args:
         config: The run's settings.
+        loss: The loss to minimize, instead of the one that `dpo.loss` names.
     """
 
     name = "DPO"
     lower_is_better: ClassVar[Mapping[str, bool]] = PAIR_METRICS
 
-    def __init__(self, config: DPOConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DPOConfig, loss: Loss | None = None) -> None:
+        super().__init__(config, loss)
         self._config = config
         self.kind: Kind = "unpaired" if config.dpo.loss == "kto" else "pairs"
-        self._loss = _loss_of(config)
+        self._loss: Any = loss or _loss_of(config)
+        self._needs_reference = bool(getattr(self._loss, "needs_reference", True))
         self._reference: Reference | None = None
 
     @property
-    def loss(self) -> PreferenceLoss | KTOLoss:
-        """The loss that `dpo.loss` names."""
-        return self._loss
+    def loss(self) -> Loss:
+        """The loss that `dpo.loss` names, or that of a Python program."""
+        return self._loss  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Check the settings as in the base class, and also those of the loss and the reference. Not collective.
@@ -51,7 +54,7 @@ class PreferenceMethod(Method):
         """
         super().check()
         config = self._config
-        if self._loss.needs_reference:
+        if self._needs_reference:
             check_reference(config)
         elif config.reference != ReferenceConfig():
             raise ConfigError(
@@ -71,7 +74,7 @@ class PreferenceMethod(Method):
 
     def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:
         """Build the reference, or compute its log-probabilities. Collective."""
-        if self._loss.needs_reference:
+        if self._needs_reference:
             datasets = [samples] if held_out is None else [samples, held_out]
             self._reference = build_reference(self._config, engine, datasets)
 
@@ -82,8 +85,8 @@ class PreferenceMethod(Method):
             return shard.batch
         log_probs = self._reference.log_probs(global_batch, training=training)
         batch = shard.batch.with_sequence_fields(**{REFERENCE: log_probs[shard.positions]})
-        if not isinstance(self._loss, KTOLoss):
-            if not self._loss.needs_matching:
+        if self.kind == "pairs":
+            if not getattr(self._loss, "needs_matching", False):
                 return batch
             # Ranks among all pairs of the global batch, so that they do not depend on how it is split.
             policy = log_probs_of(engine, global_batch, training=training)
@@ -109,7 +112,7 @@ class PreferenceMethod(Method):
     @property
     def infers(self) -> bool:
         """Whether there is a reference."""
-        return self._loss.needs_reference
+        return self._needs_reference
 
     @property
     def token_multiple(self) -> int:

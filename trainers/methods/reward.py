@@ -16,6 +16,7 @@ class RewardMethod(Method):
 
     Args:
         config: The run's settings.
+        loss: The loss to minimize, instead of the Bradley-Terry loss.
     """
 
     kind: Kind = "pairs"
@@ -24,10 +25,10 @@ class RewardMethod(Method):
     can_generate = False
     lower_is_better = PAIR_METRICS
 
-    def __init__(self, config: RMConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RMConfig, loss: Loss | None = None) -> None:
+        super().__init__(config, loss)
         try:
-            self._loss = RewardLoss(centering=config.rm.centering)
+            self._loss = loss or RewardLoss(centering=config.rm.centering)
         except ConfigError as e:
             raise ConfigError(f"rm.{e}") from e
 

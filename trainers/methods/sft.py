@@ -20,12 +20,12 @@ class SFTMethod(Method):
     @property
     def loss(self) -> Loss:
         """The negative log-likelihood of the answers."""
-        return SFTLoss()
+        return self.own_loss or SFTLoss()
 
     @property
     def evaluation_loss(self) -> Loss:
         """The loss with the additional metric of token accuracy."""
-        return SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
+        return self.own_loss or SFTLoss(request=OutputRequest(log_probs=True, greedy=True))
 
     def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:
         """Return this rank's shard of the documents."""

@@ -28,6 +28,7 @@ from ...engine.resolve import compute_dtype
 from ..config.parse import parse, parse_over
 from ..config.rl import GroupConfig, GRPOConfig, RLConfig
 from ..data.order import Cursor
+from ..loop.logs import configure_logging
 from .algorithms import Algorithm, resolve
 from .answers import Answers, join
 from .bundle import Bundle, bundle_of, settings_of
@@ -36,7 +37,6 @@ from .lane import check_judged
 from .phases import Phases
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
-from .trainer import configure_logging
 from .update import add_old_log_probs, train
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,6 @@
 """Trainers of reinforcement learning: one controller program over the roles of a group, which knows no backend and no transport."""
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from ..data.order import Cursor
 from ..hub import check_push, push
 from ..loop.loggers import check_loggers
+from ..loop.logs import configure_logging
 from ..loop.signals import StopSignal
 from ..validate import warn_of_data
 from .adaptive import Adaptive
@@ -292,9 +291,3 @@ class OnlineDPOTrainer(RLTrainer):
     """DPO on pairs of answers of the policy itself."""
 
     config_class: ClassVar[type[RLConfig]] = OnlineDPOConfig
-
-
-def configure_logging() -> None:
-    """Send the messages of a run to standard error, in the first process."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("drivetrain").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)

@@ -1,0 +1,119 @@
+"""A dry run: everything up to and including a first step, with its memory. Nothing is written but the cache of tokenized data."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..engine.base import BaseEngine
+from ..engine.checkpoint.manager import CheckpointManager
+from ..engine.loss import StepResult
+from ..engine.offload import free_bytes, peak_bytes
+from .config.runs import RunConfig
+from .data.loader import Loader
+from .loop.logs import configure_logging
+from .loop.resume import resume
+from .methods.base import Method
+from .run import Extensions, Prepared, prepared, process_group
+from .validate import check_run, early_stopping_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run would do.
+
+    Args:
+        first_step: The number of the first step: 1, or the one after the checkpoint that the run resumes from.
+        total_steps: The number of the last step.
+        samples: The number of samples in an epoch.
+        tokens: The number of tokens in an epoch.
+        result: A step on the longest samples, whose micro-batches are the fullest.
+        initial_gib: The peak memory before the step of the rank that uses most, in GiB: GPU memory, or the process's memory.
+        device_gib: The memory that such a rank has, in GiB: its GPU's, or its share of the machine's.
+        seconds: The time of the step, which includes compilation and allocation.
+    """
+
+    first_step: int
+    total_steps: int
+    samples: int
+    tokens: int
+    result: StepResult
+    initial_gib: float
+    device_gib: float
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """Format it, one string per line."""
+        step = self.result
+        rows = {
+            "steps": f"{self.first_step} to {self.total_steps}"
+            if self.first_step <= self.total_steps
+            else f"all {self.total_steps} are done; nothing to train",
+            "data": f"{self.samples} samples, {self.tokens} tokens per epoch",
+            "longest step": f"{step.sequences} documents, {step.tokens} tokens, {step.micro_batches} micro-batches per rank, "
+            f"{self.seconds:.1f} s",
+            "loss": f"{step.loss:.4g}, gradient norm {step.grad_norm or 0.0:.4g}",
+            "memory": f"{self.initial_gib:.2f} GiB before the step, at most {step.peak_gib:.2f} GiB in it, of {self.device_gib:.1f} GiB",
+        }
+        return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
+
+
+def dry_run(config: RunConfig, method: Method, extensions: Extensions) -> DryRun:
+    """Prepare a run, resume it if it has a checkpoint, and make a step on its longest samples. Collective over all processes.
+
+    No folder is created or locked, so that it may run beside the run itself, if there is enough memory.
+
+    Args:
+        config: The run's settings.
+        method: The training method.
+        extensions: What a Python program adds to the settings.
+
+    Raises:
+        DrivetrainError: A setting, a file, a row or the model is wrong; the message names it. Raised on all ranks.
+    """
+    configure_logging()
+    check_run(config, method, extensions.metrics)
+    with process_group(config), prepared(config, method, extensions, lock=False) as ready:
+        outcome = _measure(ready)
+        if ready.engine.topology.is_main:
+            print("\n".join(outcome.lines()), flush=True)
+    return outcome
+
+
+def _measure(ready: Prepared) -> DryRun:
+    engine, config, data = ready.engine, ready.config, ready.data
+    loader = Loader(data.train, ready.sampler, batch_size=config.data.batch_size)
+    root = config.trainer.checkpoint_dir or Path(config.trainer.output_dir) / "checkpoints"
+    early_stopping = early_stopping_of(
+        config, ready.method, ready.metrics, "" if data.held_out is None else data.held_out.digest
+    )
+    with CheckpointManager(engine, root, background=False, verify=config.trainer.verify_checksums) as manager:
+        start = resume(engine, manager, config, ready.method.name, loader, early_stopping)
+    initial = max(engine.topology.all_gather_object(peak_bytes(engine.topology.device)))
+    longest = np.argsort(-data.train.lengths.sum(1), kind="stable")[: config.data.batch_size]
+    began = time.perf_counter()
+    batch = ready.method.batch(engine, loader.batch(longest.tolist()), training=True)
+    result = engine.train_batch(batch, ready.method.loss)
+    return DryRun(
+        first_step=start.step,
+        total_steps=ready.total_steps,
+        samples=len(loader),
+        tokens=sum(data.train.tokens),
+        result=result,
+        initial_gib=initial / 2**30,
+        device_gib=min(engine.topology.all_gather_object(_capacity(engine))) / 2**30,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _capacity(engine: BaseEngine) -> float:
+    device = engine.topology.device
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return free_bytes(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,128 @@
+"""Metrics of generated answers: functions that compare the model's answer to a held-out sample with the expected one."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
+from typing import Any, TypeAlias
+
+from ...engine.errors import ConfigError, DataError
+from .samples import Answer
+
+Metric: TypeAlias = Callable[..., float]
+"""A function of any of `prompt`, `answer` and `wanted`, which are texts without special tokens; higher is better."""
+GIVEN = ("prompt", "answer", "wanted")
+TAKEN = ("step", "split", "loss", "accuracy", "tokens", "seconds", "reward_accuracy", "reward_margin")
+"""Names that the records of an evaluation have already."""
+
+
+def exact_match(answer: str, wanted: str) -> float:
+    """Return 1 if both texts are equal except for white space around them, and otherwise 0."""
+    return float(answer.strip() == wanted.strip())
+
+
+def contains(answer: str, wanted: str) -> float:
+    """Return 1 if the answer has the expected text in it, and otherwise 0."""
+    return float(wanted.strip() in answer)
+
+
+BUILT_IN: Mapping[str, Metric] = {"exact_match": exact_match, "contains": contains}
+
+
+@dataclass(frozen=True)
+class AnswerMetrics:
+    """The metrics of a run.
+
+    Args:
+        functions: The functions by name.
+    """
+
+    functions: Mapping[str, Metric]
+
+    @classmethod
+    def of(cls, names: Sequence[str], functions: Sequence[Metric] = ()) -> "AnswerMetrics":
+        """Find the functions that the settings name.
+
+        Args:
+            names: `trainer.metrics`: names of `BUILT_IN`, or `module:function`.
+            functions: Functions of a Python program.
+
+        Raises:
+            ConfigError: A function does not exist, cannot be called like a metric, or has a name that is taken.
+        """
+        found: dict[str, Metric] = {}
+        for function, title in (
+            *(_named(name) for name in names),
+            *((f, getattr(f, "__name__", type(f).__name__)) for f in functions),
+        ):
+            if title in found or title in TAKEN:
+                raise ConfigError(
+                    f"two metrics of an evaluation are called {title}; rename the function that trainer.metrics or metrics= has"
+                )
+            _check_signature(function, title)
+            found[title] = function
+        return cls(found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(self.functions)
+
+    def measure(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Return the mean of every metric. Not collective.
+
+        Args:
+            answers: The answers; at least one.
+
+        Raises:
+            DataError: A function failed, or returned no number.
+        """
+        return {
+            title: sum(_value(function, title, answer) for answer in answers) / len(answers)
+            for title, function in self.functions.items()
+        }
+
+
+def _named(name: str) -> tuple[Metric, str]:
+    if name in BUILT_IN:
+        return BUILT_IN[name], name
+    module, _, attributes = name.partition(":")
+    if not attributes or "/" in module or module.endswith(".py"):
+        raise ConfigError(
+            f"trainer.metrics has {name!r}; give module:function, or one of {', '.join(BUILT_IN)} "
+            "(a module is found in this folder and in PYTHONPATH)"
+        )
+    try:
+        found: Any = import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"trainer.metrics has {name!r}, which cannot be imported: {e}") from e
+    if not callable(found):
+        raise ConfigError(f"trainer.metrics has {name!r}, which is a {type(found).__name__} and cannot be called")
+    return found, attributes.rpartition(".")[2]
+
+
+def _check_signature(function: Metric, title: str) -> None:
+    needed = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if unknown := [name for name in needed if name not in GIVEN]:
+        raise ConfigError(f"the metric {title} needs {unknown[0]!r}; a metric is a function of any of {', '.join(GIVEN)}")
+
+
+def _value(function: Metric, title: str, answer: Answer) -> float:
+    parameters = inspect.signature(function).parameters
+    everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    given = {"prompt": answer.plain_prompt, "answer": answer.plain_answer, "wanted": answer.plain_wanted}
+    try:
+        value = function(**{name: text for name, text in given.items() if everything or name in parameters})
+    except Exception as e:
+        raise DataError(f"the metric {title} failed on the answer to {answer.name} with {type(e).__name__}: {e}") from e
+    if not isinstance(value, Real):
+        raise DataError(f"the metric {title} returned {value!r} for the answer to {answer.name}; it must be a number")
+    return float(value)
