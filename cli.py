@@ -25,6 +25,7 @@ COMMANDS = {
     "ppo": "reinforcement learning with a critic; same arguments as grpo",
     "online_dpo": "preference learning on the policy's own answers; same arguments as grpo",
     "rl": "the phases of a step by themselves: rl rollout, rl score, rl train",
+    "data": "look at data before training: data show SOURCE ... --model MODEL",
     "demo": "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
     "parity": "compare engines and layouts with plain Hugging Face, step by step",
     "merge": "convert a checkpoint from any engine and layout into a Hugging Face folder",
@@ -98,8 +99,9 @@ def _run(arguments: list[str]) -> int:
         return phases(rest)
     if command in ("serve", "chat"):
         return _serve(command, rest)
-    if command in ("demo", "parity"):
-        result: int = import_module(f"{PACKAGE}.trainers.{command}.cli").main(rest)
+    if command in ("data", "demo", "parity"):
+        folder = "data_show" if command == "data" else command
+        result: int = import_module(f"{PACKAGE}.trainers.{folder}.cli").main(rest)
         return result
     if command == "worker":
         from .workers.model_worker.cli import main as worker

@@ -241,6 +241,21 @@ class TokenCache:
         ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
         return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
 
+    @property
+    def supervised_tokens(self) -> int:
+        """The number of tokens to learn."""
+        return int(self._supervised.sum())
+
+    def arrays(self, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the token ids of consecutive documents, and whether each is learned.
+
+        Args:
+            first: The first document.
+            last: The document after the last one.
+        """
+        tokens = slice(self.starts[first], self.starts[last])
+        return self._ids[tokens], self._supervised[tokens]
+
     def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
         """Return for each document whether its tokens `first` to `last` contain a target; the first token is never one."""
         return np.array(

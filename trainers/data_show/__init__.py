@@ -1,0 +1,1 @@
+"""`drivetrain data show`: what a trainer would learn from data."""
