@@ -36,6 +36,7 @@ COMMANDS = {
     "conformance-rollout": "check a generator against plain transformers: NAME [setting=value ...]",
     "serve": "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
     "chat": "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...",
+    "generate": "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT",
     "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
@@ -97,6 +98,10 @@ def _run(arguments: list[str]) -> int:
         from .trainers.rl.cli import main as phases
 
         return phases(rest)
+    if command == "generate":
+        from .serve.generate import main as generate
+
+        return generate(rest)
     if command in ("serve", "chat"):
         return _serve(command, rest)
     if command in ("data", "demo", "parity"):
