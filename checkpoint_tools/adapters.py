@@ -9,10 +9,38 @@ from typing import Any
 from ..engine.checkpoint.hf_folder import ADAPTER_STEM, CONFIGS, Entry
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError
-from ..engine.hf.names import PEFT_PREFIX
+from ..engine.hf.names import PEFT_PREFIX, tied_copies
 from .plan import DTYPES, FLOATS
 from .sources import CheckpointSource, FolderSource
 from .streaming import BlockBuffer
+
+
+class AdapterBlocks:
+    """The adapters and the modules trained beside them, under peft's names, as they are stored.
+
+    Args:
+        adapters: The checkpoint of the run.
+        files: The model files of the checkpoint: the PEFT settings.
+    """
+
+    def __init__(self, adapters: CheckpointSource, files: Mapping[str, bytes]) -> None:
+        self._source = adapters
+        # A value head is trained beside the adapters as well, but is no part of the language model that they belong to.
+        self._names = {
+            name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name: name
+            for name in adapters.entries
+            if not name.startswith("score.")
+        }
+        settings = json.loads(files.get(CONFIGS[ADAPTER_STEM], b"{}"))
+        self._names |= {copy: self._names[name] for copy, name in tied_copies(self._names, settings).items()}
+        self.entries: dict[str, Entry] = {ours: adapters.entries[name] for ours, name in self._names.items()}
+
+    def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:
+        """See `Blocks`."""
+        stored = self._names[name]
+        out = room.take("copied", self._source.entries[stored][0], part.length)
+        self._source.read(stored, part, out)
+        return out
 
 
 class MergedAdapters:

@@ -14,7 +14,7 @@ from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.errors import CheckpointError
 from ..engine.hf.model_path import fingerprint, resolve_folder
 from ..engine.hf.names import PEFT_PREFIX
-from .adapters import MergedAdapters
+from .adapters import AdapterBlocks, MergedAdapters
 from .plan import CopiedBlocks, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
 from .streaming import Blocks, Progress
@@ -93,7 +93,8 @@ def plan_merge(
     if not adapted:
         source, entries = CopiedBlocks(stored), dict(stored.entries)
     elif adapters == "only":
-        source, entries = CopiedBlocks(stored), {n: e for n, e in stored.entries.items() if n.startswith(PEFT_PREFIX)}
+        adapter = AdapterBlocks(stored, files)
+        source, entries = adapter, adapter.entries
     else:
         if manifest.data["model"].get("init") == "random" and base is None:
             raise CheckpointError(

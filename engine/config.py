@@ -197,6 +197,10 @@ class LoraConfig(Settings):
     targets: tuple[str, ...] = setting(
         ("all-linear",), "names of the linear layers that get an adapter; all-linear: all except the head"
     )
+    modules_to_save: tuple[str, ...] = setting(
+        (),
+        "names of modules that are trained in full beside the adapters, and saved with them, such as embed_tokens and lm_head",
+    )
 
     @property
     def scale(self) -> float:

@@ -1,12 +1,15 @@
 """Export of a trained engine to a Hugging Face folder, streamed so that only one tensor is in memory at a time."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .checkpoint.hf_folder import (
+    ADAPTER_STEM,
+    CONFIGS,
     SHARD_BYTES,
     FolderPlan,
     FolderWriter,
@@ -18,6 +21,7 @@ from .checkpoint.hf_folder import (
 )
 from .checkpoint.local_shards import DTYPES, host_bytes
 from .errors import CheckpointError, disk_error
+from .hf.names import tied_copies
 
 if TYPE_CHECKING:
     from .backend import Adapters
@@ -53,7 +57,9 @@ def export_hf(
                 if not shapes:
                     raise CheckpointError("the model has no adapters; export adapters='merged'")
                 entries = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in shapes.items()}
-                _write(engine, plan_folder(entries, shard_bytes, adapters=only), stream, final, only=only)
+                copies = tied_copies(entries, json.loads(engine.model_files[CONFIGS[ADAPTER_STEM]])) if only else {}
+                entries |= {copy: entries[name] for copy, name in copies.items()}
+                _write(engine, plan_folder(entries, shard_bytes, adapters=only), stream, final, copies, only=only)
             except OSError as e:
                 error = disk_error(str(final), e)
             except Exception as e:  # raised below: the other ranks wait in the stream's collectives, so it continues first
@@ -63,13 +69,22 @@ def export_hf(
     return final
 
 
-def _write(engine: "BaseEngine", plan: FolderPlan, stream: Iterator[tuple[str, Tensor]], final: Path, *, only: bool) -> None:
+def _write(
+    engine: "BaseEngine",
+    plan: FolderPlan,
+    stream: Iterator[tuple[str, Tensor]],
+    final: Path,
+    copies: Mapping[str, str],
+    *,
+    only: bool,
+) -> None:
     remaining = {key for part in plan.files.values() for key in part}
     with whole_folder(final) as folder:
         writer = FolderWriter(folder, plan)
         for key, tensor in stream:
-            writer.write(key, 0, host_bytes(tensor))
-            remaining.remove(key)
+            for name in (key, *(copy for copy, copied in copies.items() if copied == key)):
+                writer.write(name, 0, host_bytes(tensor))
+                remaining.remove(name)
         assert not remaining, f"named_weights does not yield {min(remaining)}, which weight_shapes lists"
         writer.finish()
         write_files(folder, model_files(engine.model_files, adapters=only))

@@ -241,9 +241,10 @@ class FSDPEngine(BaseEngine):
         self._reshard()
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
+        trained = {disk_name for name in trainable for disk_name in self._disk_names(name)}
         for local_shard in parameter_shards(self._root, self._built.layout, self._built.experts, self.topology):
             # The base weights under adapters are frozen, and are restored from model.path or the seed.
-            if not adapters or local_shard.name.startswith("base_model.model.") or local_shard.name.startswith("score."):
+            if not adapters or local_shard.name in trained or local_shard.name.startswith("score."):
                 yield local_shard
         if self._optimizer is None:
             return

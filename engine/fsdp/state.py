@@ -11,7 +11,7 @@ from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, whole
 from ..hf.layout import DiskLayout
 from ..hf.lora import adapted_layers, merged
-from ..hf.names import hf_name
+from ..hf.names import PEFT_PREFIX, hf_name
 from ..parallel.topology import Topology
 from ..torch_private import persistent_buffers as own_buffers
 from .experts import ExpertShards
@@ -106,12 +106,14 @@ def stream_weights(
         root: The sharded model.
         layout: The layout of the model's tensors on disk.
         experts: The experts that this rank holds; None without expert parallelism.
-        only_adapters: Whether to yield only the adapters; otherwise they are merged into the weights they adapt.
+        only_adapters: Whether to yield only the adapters, with the modules that are trained beside them; otherwise they are merged
+            into the weights they adapt.
     """
     adapted = adapted_layers(root)
+    if only_adapters and not adapted:
+        return
     for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]:
-        disk_name = hf_name(name)
-        if disk_name.adapter != only_adapters:
+        if not _is_exported(name, tensor, only_adapters=only_adapters):
             continue
         value = full(tensor.detach())
         value = value if experts is None else experts.gather(name, value)
@@ -125,16 +127,30 @@ def stream_weights(
             part = value[stored_slice.box.within((0,) * value.dim())] if value.dim() else value
             for _ in range(stored_slice.dropped):
                 part = part.select(0, 0)
-            yield stored_slice.name, part
+            yield _export_name(stored_slice.name, only_adapters=only_adapters), part
+
+
+def _is_exported(name: str, tensor: Tensor, *, only_adapters: bool) -> bool:
+    """Return whether a tensor is in an export of the adapters alone, which has the modules trained beside them, or of the rest."""
+    found = hf_name(name)
+    if not only_adapters:
+        return not found.adapter
+    return found.adapter or (tensor.requires_grad and not found.name.startswith("score."))
+
+
+def _export_name(name: str, *, only_adapters: bool) -> str:
+    return name if not only_adapters or name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
 
 
 def weight_shapes(
     root: nn.Module, layout: DiskLayout, experts: ExpertShards | None, *, only_adapters: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the names, dtypes and shapes that `stream_weights` yields, in its order."""
+    if only_adapters and not adapted_layers(root):
+        return {}
     return {
-        stored_slice.name: (tensor.dtype, stored_slice.shape)
+        _export_name(stored_slice.name, only_adapters=only_adapters): (tensor.dtype, stored_slice.shape)
         for name, tensor in [*root.named_parameters(), *persistent_buffers(root)]
-        if hf_name(name).adapter == only_adapters
+        if _is_exported(name, tensor, only_adapters=only_adapters)
         for stored_slice in stored_slices_of(layout, experts, name, tensor)
     }

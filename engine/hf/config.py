@@ -89,11 +89,17 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
     check_stored_head(model)
     if wants_adapters(model.lora):
         for name, value in (("model.added_tokens", model.added_tokens), ("model.freeze", model.freeze)):
-            if value:
+            if value and not (name == "model.added_tokens" and model.lora.modules_to_save):
+                hint = "; train its embeddings too (model.lora.modules_to_save)" if name == "model.added_tokens" else ""
                 raise ModelError(
                     f"{name}={list(value)} with model.lora.rank={model.lora.rank}: with adapters, the model itself, including "
-                    "its embeddings, is frozen; unset one of the two"
+                    f"its embeddings, is frozen{hint}; or unset one of the two"
                 )
+    elif model.lora.modules_to_save:
+        raise ModelError(
+            f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.lora.rank=0, where the whole model is trained; "
+            "unset it, or set the rank"
+        )
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

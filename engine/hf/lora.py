@@ -3,6 +3,8 @@
 peft's injection changes only the adapted layers of the transformers model; no wrapper changes names or the forward pass.
 """
 
+import copy
+import difflib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,9 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
         ModelError: A target does not match any linear layer of the model.
     """
     head = model.get_output_embeddings()
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    whole = {id(part) for module in modules_to_save(lora, model) for part in module.modules()}
+    every = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    linears = [n for n, m in every.items() if id(m) not in whole]
     names = {n.rpartition(".")[2] for n in linears}
     # In a mixture, peft treats these names as parts of the fused experts, which are not linear layers, wherever they occur.
     fused = EXPERT_NAMES & names if any(hasattr(m, "_is_expert_parallel") for m in model.modules()) else set()
@@ -48,28 +52,98 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
                 f"the fused experts, which cannot be adapted; use some of {', '.join(targets)}"
             )
         targets = list(lora.targets)
+    # peft finds targets by the last part of their names.
+    excluded = any(n.rpartition(".")[2] in targets for n in every.keys() - linears)
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft annotates int and computes with floats
         use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        modules_to_save=_saved_names(lora, model) or None,
+        exclude_modules=list(lora.modules_to_save) if excluded else None,
+        # peft would otherwise load trained embeddings and leave the head that is tied to them as it was.
+        ensure_weight_tying=_tied(model) and id(model.get_input_embeddings()) in whole,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
 
 
-def add_adapters(model: PreTrainedModel, config: PeftLoraConfig) -> None:
-    """Add adapters to a model on the meta device, in at least float32; afterward, only they are trainable."""
-    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+def _saved_names(lora: LoraConfig, model: PreTrainedModel) -> list[str]:
+    """Return `modules_to_save`, and after embeddings the head that is tied to them, which peft loads by itself."""
+    head = next((n for n, m in model.named_modules() if m is model.get_output_embeddings()), None)
+    names: list[str] = []
+    for name in lora.modules_to_save:
+        found = [m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
+        names += [name, *([head] if head is not None and _tied(model) and model.get_input_embeddings() in found else [])]
+    return names
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that are trained in full beside the adapters.
+
+    Raises:
+        ModelError: There is no such module, or its weights belong to another module.
+    """
+    named = dict(model.named_modules())
+    parameters = {name for name, _ in model.named_parameters()}
+    found: list[nn.Module] = []
+    for wanted in lora.modules_to_save:
+        names = [name for name in named if name == wanted or name.endswith(f".{wanted}")]
+        if not any(list(named[name].parameters()) for name in names):
+            near = difflib.get_close_matches(wanted, {n.rpartition(".")[2] for n in named}, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelError(
+                f"model.lora.modules_to_save names {wanted!r}, which is no module of {type(model).__name__} with weights{hint}"
+            )
+        for name in names:
+            # A tied parameter is listed under the first of its names.
+            if other := next((n for n, _ in named[name].named_parameters() if f"{name}.{n}" not in parameters), None):
+                raise ModelError(
+                    f"model.lora.modules_to_save names {wanted!r}, whose {other} is that of the input embeddings "
+                    "(tie_word_embeddings); name the embeddings instead, which trains both"
+                )
+        found += [named[name] for name in names]
+    return found
+
+
+def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfig) -> None:
+    """Add adapters to a model on the meta device, in at least float32; afterward, only they and `modules_to_save` are trainable."""
+    saved, tied = modules_to_save(lora, model), _tied(model)
+    # peft would train copies of these modules; here they are the model's own, so that no wrapper changes their names.
+    inject_adapter_in_model(replaced(config, modules_to_save=None, ensure_weight_tying=False), model, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+    wide = torch.promote_types(model.dtype, torch.float32)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             for part in (module.lora_A, module.lora_B):
                 # In 16 bits, small updates and Adam's slow second moment would be rounded away.
-                part.to(torch.promote_types(model.dtype, torch.float32))
+                part.to(wide)
+    for module in saved:
+        if any(isinstance(part, LoraLayer) for part in module.modules()):
+            raise ModelError(
+                f"model.lora.modules_to_save={list(lora.modules_to_save)} has a module with adapted layers; name the layers that get "
+                "no adapter, or restrict model.lora.targets"
+            )
+        module.to(wide).requires_grad_(True)
+    if tied:
+        # In another number format the embeddings may be another tensor.
+        model.tie_weights()
+
+
+def replaced(config: PeftLoraConfig, **changes: Any) -> PeftLoraConfig:
+    """Return a copy of a peft config with other values."""
+    changed = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def init_adapter(name: str, value: Tensor) -> None:

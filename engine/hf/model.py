@@ -57,7 +57,13 @@ def empty_lm(
     adapters = None
     if wants_adapters(model.lora):
         adapters = peft_config(model.lora, lm, model.path)
-        add_adapters(lm, adapters)
+        add_adapters(lm, adapters, model.lora)
+        rows = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+        if model.added_tokens and not all(m.weight.requires_grad for m in rows if m is not None):
+            raise ModelError(
+                f"model.added_tokens={list(model.added_tokens)} with model.lora.modules_to_save={list(model.lora.modules_to_save)}: "
+                "the rows of the new tokens would not be trained; name the embeddings and the head there, unless they are tied"
+            )
     return lm, layout, adapters
 
 

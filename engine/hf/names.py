@@ -1,6 +1,9 @@
 """Mapping a parameter's name in our root module to its Hugging Face name, with and without adapters."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 PEFT_PREFIX = "base_model.model."
 
@@ -16,6 +19,27 @@ class HFName:
 
     name: str
     adapter: bool
+
+
+def tied_copies(names: Collection[str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return which tensor of adapters has to be written under a second name: embeddings, for the head that is tied to them.
+
+    Args:
+        names: The tensors of the adapters, under peft's names.
+        settings: The content of `adapter_config.json`.
+
+    Returns:
+        The name of the head's weight -> that of the embeddings; empty if they are not both to be saved.
+    """
+    saved = settings.get("modules_to_save") or []
+    if not settings.get("ensure_weight_tying"):
+        return {}
+    copies = {}
+    for module, following in pairwise(saved):
+        weight, head = next((n for n in names if n.endswith(f".{module}.weight")), None), f"{PEFT_PREFIX}{following}.weight"
+        if weight is not None and head not in names:
+            copies[head] = weight
+    return copies
 
 
 def hf_name(name: str) -> HFName:

@@ -186,7 +186,9 @@ def load(built: Built, optimizer: ShardedOptimizer | None, engine: EngineConfig,
     Weights come after the optimizer: they are loaded into its shards, in their precision, and copied from there to all ranks.
     """
     stored = getattr(torch, engine.precision.params)
-    model_state = ModelState(built.param_shards, optimizer, topology, built.state.groups, stored)
+    model_state = ModelState(
+        built.param_shards, optimizer, topology, built.state.groups, stored, adapted=built.meta_model.adapters is not None
+    )
     # The synchronization is a collective that no message ends, and random weights are filled in without an exchange.
     with topology.collective_errors():
         built.meta_model.fill(list(model_state.values()), topology, engine.seed)

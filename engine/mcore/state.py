@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
+from ..hf.names import PEFT_PREFIX
 from ..parallel.topology import Topology
 from .optimizer import MOMENTS, Shard, ShardedOptimizer
 from .param_shards import ParamShard
@@ -26,6 +27,15 @@ def _order(name: str) -> tuple[int, int]:
     return (0, 0) if name.startswith("embedding.") else (2, 0)
 
 
+def _of_adapters(param_shard: ParamShard) -> list[StoredSlice]:
+    """Return what a parameter is in peft's files: an adapter's factor, or a module that is trained beside the adapters."""
+    if param_shard.adapter:
+        return list(param_shard.stored_slices)
+    if not param_shard.parameter.requires_grad or param_shard.name == "score.weight":
+        return []
+    return [replace(stored_slice, name=PEFT_PREFIX + stored_slice.name) for stored_slice in param_shard.stored_slices]
+
+
 class ModelState:
     """The state of a rank's chunks, to be read and written.
 
@@ -37,6 +47,7 @@ class ModelState:
         stored: The dtype that parameters are stored in. A parameter that computes in a narrower dtype and is not trained has
             a copy in this one, spread over the data-parallel ranks, because neither an export nor a checkpoint may contain
             numbers that were rounded for a matrix product.
+        adapted: Whether the model has adapters, on this rank or another one.
     """
 
     def __init__(
@@ -46,7 +57,10 @@ class ModelState:
         topology: Topology,
         groups: ProcessGroupCollection,
         stored: torch.dtype,
+        *,
+        adapted: bool,
     ) -> None:
+        self._adapted = adapted
         self._param_shards, self._optimizer, self._topology, self._groups = param_shards, optimizer, topology, groups
         self._frozen = {
             param_shard.parameter: self._spread(param_shard, stored)
@@ -93,9 +107,8 @@ class ModelState:
         Args:
             saved: Whether to yield only the values that a checkpoint contains.
         """
-        adapters = any(param_shard.adapter for param_shard in self._param_shards)
         for param_shard in self._param_shards:
-            if saved and adapters and not param_shard.adapter and param_shard.name != "score.weight":
+            if saved and self._adapted and not param_shard.parameter.requires_grad and param_shard.name != "score.weight":
                 continue
             shard = self._shards.get(param_shard.parameter)
             if shard is not None:
@@ -140,18 +153,24 @@ class ModelState:
         """Return which rank broadcasts which part of which parameter, in order. Collective.
 
         Args:
-            adapters: Whether to export the adapters' parameters, or all the others.
+            adapters: Whether to export the adapters' parameters with those of the modules that are trained beside them; otherwise
+                all but the adapters' own.
         """
+        wanted = [
+            (p, _of_adapters(p) if adapters else p.stored_slices) for p in self._param_shards if self._adapted or not adapters
+        ]
         local_items = [
             BroadcastItem(
                 param_shard.name,
                 self._topology.ranks[self._topology.rank],
                 self._dtype(param_shard),
                 tuple(param_shard.parameter.shape),
-                tuple(param_shard.stored_slices),
+                tuple(stored_slices),
             )
-            for param_shard in self._param_shards
-            if param_shard.adapter == adapters and param_shard.unique and self._data_group(param_shard).rank() == 0
+            for param_shard, stored_slices in wanted
+            if (stored_slices if adapters else not param_shard.adapter)
+            and param_shard.unique
+            and self._data_group(param_shard).rank() == 0
         ]
         items = [item for rank_items in self._topology.all_gather_object(local_items) for item in rank_items]
         first_index = {item.name: i for i, item in reversed(list(enumerate(items)))}

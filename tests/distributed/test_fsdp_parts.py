@@ -40,8 +40,8 @@ def peft_reference(folder: str | Path, adapter: str | Path) -> Any:
     return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
-def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
-    lora = {"lora": LoraConfig(rank=3, alpha=12.0)}
+def rank_lora(folder: str, out: str, axes: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
+    lora = {"lora": LoraConfig(rank=3, alpha=12.0, modules_to_save=modules)}
     engine = build(folder, model=lora, parallel=ParallelConfig(**axes), optim=replace(OPTIM, lr=1e-2))
     export_hf(engine, f"{out}/start", adapters="only")
     documents = tiny_documents(8, seed=0)
@@ -69,11 +69,21 @@ def rank_lora(folder: str, out: str, axes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), pytest.param(2, {}, marks=pytest.mark.slow), (2, {"cp": 2})])
-def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3")
-    found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes)
-    assert all(f["disabled_equals_base"] and f["training_changed"] and f["resumed"] for f in found)
+@pytest.mark.parametrize(
+    ("nproc", "axes", "modules"),
+    [
+        (1, {}, ()),
+        pytest.param(2, {}, (), marks=pytest.mark.slow),
+        (2, {"cp": 2}, ()),
+        (1, {}, ("embed_tokens", "lm_head")),
+        pytest.param(2, {}, ("lm_head", "layers.1.mlp.down_proj"), marks=pytest.mark.slow),
+    ],
+)
+def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], modules: tuple[str, ...], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    found = run_ranks(rank_lora, nproc, str(folder), str(tmp_path), axes, modules)
+    # Modules that are trained in full stay trained without the adapters.
+    assert all(f["disabled_equals_base"] != bool(modules) and f["training_changed"] and f["resumed"] for f in found)
     model = peft_reference(folder, tmp_path / "start")
     trainable = [p for p in model.parameters() if p.requires_grad]
     reference = Reference(folder, replace(OPTIM, lr=1e-2))

@@ -238,6 +238,15 @@ def test_adapters_are_pefts(axes: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tp": 2, "tp_sequence": True}, {"pp": 2}, {"dp_shard": 2}])
+def test_modules_beside_adapters_are_trained_in_full(axes: dict[str, Any], tmp_path: Path) -> None:
+    for tied, modules in ((False, ("embed_tokens", "lm_head", "norm")), (True, ("embed_tokens",))):
+        folder = save_tiny_model(tmp_path / f"{tied}", "llama", tie_word_embeddings=tied)
+        lora = LoraConfig(rank=4, alpha=8.0, modules_to_save=modules)
+        same(run_ranks(rank_like_fsdp, 2, str(folder), axes, {"model": {"lora": lora}}, 3)[0])
+
+
+@pytest.mark.slow
 def test_adapters_of_some_layers_alone(folder: Path) -> None:
     lora = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
     same(run_ranks(rank_like_fsdp, 2, str(folder), {"tp": 2}, {"model": {"lora": lora}}, 3)[0])

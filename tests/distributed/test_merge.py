@@ -29,6 +29,9 @@ from helpers.harness import run_ranks
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
 RSLORA = {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}
+SAVED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens", "lm_head"))}
+"""Embeddings and head are trained in full beside the adapters."""
+TIED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens",))}
 
 
 def rank_trains(folder: str, root: str, backend: str, axes: dict[str, Any], settings: dict[str, Any]) -> tuple[str, Any]:
@@ -68,6 +71,11 @@ def log_probs(model: Any) -> Tensor:
         ("llama", "mcore", 2, {"tp": 2}, {"model": LORA}),
         pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": RSLORA}, marks=pytest.mark.slow),
         pytest.param("llama", "fsdp", 1, {}, {"model": RSLORA}, marks=pytest.mark.slow),
+        ("llama", "fsdp", 2, {}, {"model": SAVED}),
+        pytest.param("llama", "mcore", 2, {"tp": 2}, {"model": SAVED}, marks=pytest.mark.slow),
+        pytest.param("llama", "mcore", 2, {"pp": 2}, {"model": SAVED}, marks=pytest.mark.slow),
+        pytest.param("qwen2", "fsdp", 1, {}, {"model": TIED}, marks=pytest.mark.slow),
+        pytest.param("qwen2", "mcore", 2, {"pp": 2}, {"model": TIED}, marks=pytest.mark.slow),
         pytest.param("smollm3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("olmo3", "mcore", 2, {"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", "mcore", 2, {"pp": 2}, {}, marks=pytest.mark.slow),

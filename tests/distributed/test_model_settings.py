@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drivetrain.engine.config import LoraConfig, ModelConfig, ParallelConfig
+from drivetrain.engine.config import LoraConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
 from drivetrain.engine.errors import CapabilityError, ModelError
@@ -312,3 +313,62 @@ def test_sft_refuses_a_reward_model_before_it_reads_data(task: Path, capfd: pyte
     save_file({**tensors, "score.weight": torch.zeros(1, next(iter(tensors.values())).shape[-1])}, file)
     assert main(words(task, "data.train=[/nowhere.jsonl]")) == 1
     assert "it has score.weight" in capfd.readouterr().err
+
+
+# ---- modules beside adapters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("process_group")
+def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "untied", "llama", tie_word_embeddings=False)
+    tied = save_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    for where, lora, told in (
+        (
+            folder,
+            LoraConfig(rank=2, modules_to_save=("lm_haed",)),
+            r"names 'lm_haed', which is no module .*; did you mean 'lm_head'",
+        ),
+        (folder, LoraConfig(rank=2, modules_to_save=("rotary_emb",)), r"names 'rotary_emb', which is no module"),
+        (
+            folder,
+            LoraConfig(rank=2, modules_to_save=("layers.0",), targets=("q_proj",)),
+            r"has a module with adapted layers|no adapter",
+        ),
+        (folder, LoraConfig(modules_to_save=("lm_head",)), r"with model.lora.rank=0, where the whole model is trained"),
+        (tied, LoraConfig(rank=2, modules_to_save=("lm_head",)), r"is that of the input embeddings \(tie_word_embeddings\)"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            build(where, model={"lora": lora})
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_beside_adapters_are_stored_in_float32(tied: bool, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    lora = LoraConfig(rank=2, modules_to_save=("embed_tokens",) if tied else ("lm_head",))
+    precision = PrecisionConfig(params="bfloat16", compute="bfloat16", reduce="float32")
+    engine = build(folder, model={"lora": lora}, precision=precision, optim=replace(OPTIM, lr=1e-6))
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    before = weights(engine)[name].clone()
+    assert before.dtype == torch.float32
+    steps(engine, 1)
+    # In bfloat16 so small an update would be rounded away.
+    change = (weights(engine)[name] - before).abs()
+    assert 0 < float(change.max()) < 1e-5
+    engine.close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_added_tokens_are_learned_beside_adapters(tmp_path: Path) -> None:
+    folder = with_tokenizer(tmp_path / "model", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"the rows of the new tokens would not be trained"):
+        build(folder, model={"added_tokens": ("<a>",), "lora": LoraConfig(rank=2, modules_to_save=("lm_head",))})
+    with pytest.raises(ModelError, match=r"train its embeddings too \(model.lora.modules_to_save\)"):
+        build(folder, model={"added_tokens": ("<a>",), "lora": LoraConfig(rank=2)})
+    lora = LoraConfig(rank=2, modules_to_save=("embed_tokens", "lm_head"))
+    engine = build(folder, model={"added_tokens": ("<a>",), "lora": lora}, optim=replace(OPTIM, lr=1e-2))
+    before = weights(engine)["model.embed_tokens.weight"].clone()
+    # The last document has the new token.
+    engine.train_batch(from_lists([*DOCUMENTS[:2], [3, len(before) - 1, 4]]), SFTLoss())
+    assert not torch.equal(weights(engine)["model.embed_tokens.weight"][-1], before[-1])
+    engine.close()

@@ -48,7 +48,7 @@ def expected(model: Path, ids: list[int], most: int) -> str:
 
 def test_responses_are_those_of_plain_transformers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = [{"role": "user", "content": "2+2="}]
-    rows = [{"prompt": "1+1=", "id": 7}, {"messages": chat}, {"prompt": "35+4="}, {"text": "9+9="}]
+    rows: list[dict[str, Any]] = [{"prompt": "1+1=", "id": 7}, {"messages": chat}, {"prompt": "35+4="}, {"text": "9+9="}]
     out = tmp_path / "out.jsonl"
     assert main(["generate", str(model), write(tmp_path / "p.jsonl", rows), str(out), "--max-tokens", "6"]) == 0
     found = read(out)

@@ -132,8 +132,13 @@ class CachedReference(Reference):
 def resolved_mode(config: DPOConfig) -> str:
     """Return `reference.mode` with `auto` resolved."""
     if config.reference.mode == "auto":
-        return "base" if config.model.lora.rank > 0 and config.reference.path is None else "model"
+        return "base" if _has_base(config) and config.reference.path is None else "model"
     return config.reference.mode
+
+
+def _has_base(config: DPOConfig) -> bool:
+    """Return whether the policy without its adapters is the model that training began with."""
+    return config.model.lora.rank > 0 and not config.model.lora.modules_to_save
 
 
 def reference_engine(config: DPOConfig) -> BaseEngine:
@@ -162,6 +167,11 @@ def check_reference(config: DPOConfig) -> None:
     if mode == "base":
         if config.model.lora.rank <= 0:
             raise ConfigError("reference.mode=base needs adapters to disable (model.lora.rank); use model or cached")
+        if not _has_base(config):
+            raise ConfigError(
+                f"reference.mode=base with model.lora.modules_to_save={list(config.model.lora.modules_to_save)}, which are trained in "
+                "full, so that without its adapters the policy is another model; use model or cached"
+            )
         for name, value in (("path", settings.path), ("backend", settings.backend), ("offload", settings.offload)):
             if value not in (None, "none"):
                 raise ConfigError(

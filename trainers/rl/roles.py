@@ -121,7 +121,8 @@ def updates_per_step(config: RLConfig) -> int:
 
 def is_own_reference(config: RLConfig) -> bool:
     """Return whether the policy without its adapters is the reference."""
-    return _model(config, config.actor).lora.rank > 0 and config.reference.model is None
+    lora = _model(config, config.actor).lora
+    return lora.rank > 0 and not lora.modules_to_save and config.reference.model is None
 
 
 def check_roles(roles: Roles) -> None:

@@ -67,6 +67,11 @@ class ActorWorker(Worker):
             raise ConfigError(
                 "model.lora.rank=0: only a policy with adapters is its own reference; give the group a ReferenceWorker"
             )
+        if saved := self.config.model.lora.modules_to_save:
+            raise ConfigError(
+                f"model.lora.modules_to_save={list(saved)} are trained in full, so that without its adapters the policy is not its own "
+                "reference; give the group a ReferenceWorker"
+            )
         request = OutputRequest(log_probs=True, temperature=self.config.temperature)
         with self.engine.disable_adapter():
             return self._infer(data, request, {"log_probs": "reference_log_probs"})
