@@ -14,7 +14,7 @@ from ..engine.checkpoint.manager import CheckpointManager
 from ..engine.loss import StepResult
 from ..engine.offload import free_bytes, peak_bytes
 from .config.runs import RunConfig
-from .data.loader import Loader
+from .data.loader import Loader, batch_of
 from .loop.logs import configure_logging
 from .loop.resume import resume
 from .methods.base import Method
@@ -31,8 +31,8 @@ class DryRun:
     Args:
         first_step: The number of the first step: 1, or the one after the checkpoint that the run resumes from.
         total_steps: The number of the last step.
-        samples: The number of samples in an epoch.
-        tokens: The number of tokens in an epoch.
+        samples: The number of samples in an epoch; of the first `data.stream_rows` rows, if streaming.
+        tokens: The number of their tokens.
         result: A step on the longest samples, whose micro-batches are the fullest.
         initial_gib: The peak memory before the step of the rank that uses most, in GiB: GPU memory, or the process's memory.
         device_gib: The memory that such a rank has, in GiB: its GPU's, or its share of the machine's.
@@ -55,7 +55,7 @@ class DryRun:
             "steps": f"{self.first_step} to {self.total_steps}"
             if self.first_step <= self.total_steps
             else f"all {self.total_steps} are done; nothing to train",
-            "data": f"{self.samples} samples, {self.tokens} tokens per epoch",
+            "data": f"{self.samples} samples, {self.tokens} tokens",
             "longest step": f"{step.sequences} documents, {step.tokens} tokens, {step.micro_batches} micro-batches per rank, "
             f"{self.seconds:.1f} s",
             "loss": f"{step.loss:.4g}, gradient norm {step.grad_norm or 0.0:.4g}",
@@ -88,7 +88,8 @@ def dry_run(config: RunConfig, method: Method, extensions: Extensions) -> DryRun
 
 def _measure(ready: Prepared) -> DryRun:
     engine, config, data = ready.engine, ready.config, ready.data
-    loader = Loader(data.train, ready.sampler, batch_size=config.data.batch_size)
+    loader = ready.loader
+    samples = loader.samples if isinstance(loader, Loader) else loader.first()
     root = config.trainer.checkpoint_dir or Path(config.trainer.output_dir) / "checkpoints"
     early_stopping = early_stopping_of(
         config, ready.method, ready.metrics, "" if data.held_out is None else data.held_out.digest
@@ -96,15 +97,16 @@ def _measure(ready: Prepared) -> DryRun:
     with CheckpointManager(engine, root, background=False, verify=config.trainer.verify_checksums) as manager:
         start = resume(engine, manager, config, ready.method.name, loader, early_stopping)
     initial = max(engine.topology.all_gather_object(peak_bytes(engine.topology.device)))
-    longest = np.argsort(-data.train.lengths.sum(1), kind="stable")[: config.data.batch_size]
+    longest = np.argsort(-samples.lengths.sum(1), kind="stable")[: config.data.batch_size]
+    chosen = batch_of([(samples, int(i)) for i in longest], samples.width)
     began = time.perf_counter()
-    batch = ready.method.batch(engine, loader.batch(longest.tolist()), training=True)
+    batch = ready.method.batch(engine, chosen, training=True)
     result = engine.train_batch(batch, ready.method.loss)
     return DryRun(
         first_step=start.step,
         total_steps=ready.total_steps,
-        samples=len(loader),
-        tokens=sum(data.train.tokens),
+        samples=len(samples),
+        tokens=sum(samples.tokens),
         result=result,
         initial_gib=initial / 2**30,
         device_gib=min(engine.topology.all_gather_object(_capacity(engine))) / 2**30,

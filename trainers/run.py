@@ -21,10 +21,12 @@ from ..engine.parallel.process_groups import close_distributed, init_distributed
 from ..engine.registry import engine_class
 from .config.runs import RunConfig
 from .config.trainer import TrainerConfig
+from .data.dataset import Dataset
 from .data.load import RunData, load_data
 from .data.loader import Loader
 from .data.order import Sampler
 from .data.python_data import PythonData
+from .data.stream import StreamLoader
 from .data.tokenize import NO_PYTHON
 from .hub import push
 from .loop.answer_metrics import AnswerMetrics, Metric
@@ -82,7 +84,7 @@ class Prepared:
         config: The run's settings.
         method: The training method.
         data: The run's data.
-        sampler: The order of the training samples.
+        loader: The batches to train on.
         total_steps: The number of the last step.
         metrics: The metrics of the generated answers.
         callbacks: Code that the training loop calls on every rank.
@@ -92,7 +94,7 @@ class Prepared:
     config: RunConfig
     method: Method
     data: RunData
-    sampler: Sampler
+    loader: Loader | StreamLoader
     total_steps: int
     metrics: AnswerMetrics
     callbacks: Sequence[Callback]
@@ -156,27 +158,26 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
     with collective_errors():
         engine.check()
     with locked_folders(config.trainer) if lock else nullcontext():
-        data = load_data(config, method.kind, sample_budget(config, method), extensions.data)
-        sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
-        warn_of_data(config.data, config.data.batch_size, len(sampler))
-        if not min(sampler.epoch_sizes):
-            log.warning(
-                "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
-                config.data.weights,
-                len(sampler),
-            )
-        total_steps = config.trainer.max_steps or config.trainer.epochs * -(-len(sampler) // config.data.batch_size)
-        engine.total_steps = total_steps
+        data = load_data(
+            config,
+            method.kind,
+            sample_budget(config, method),
+            extensions.data,
+            gather=lambda value, error=None: engine.topology.all_gather_object(value, error=error),
+        )
+        loader = _loader(config, data)
+        steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0
+        engine.total_steps = total_steps = config.trainer.max_steps or config.trainer.epochs * steps
         try:
-            method.setup(engine, data.tokenizer, data.train, data.held_out)
+            method.setup(engine, data.tokenizer, data.source if isinstance(data.source, Dataset) else None, data.held_out)
             engine.initialize()
-            announce(engine, config, data, sampler, total_steps, written=lock)
+            announce(engine, config, data, loader, total_steps, written=lock)
             yield Prepared(
                 engine=engine,
                 config=config,
                 method=method,
                 data=data,
-                sampler=sampler,
+                loader=loader,
                 total_steps=total_steps,
                 metrics=AnswerMetrics.of(config.trainer.metrics, extensions.metrics),
                 callbacks=extensions.callbacks,
@@ -186,10 +187,25 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
             engine.close()
 
 
+def _loader(config: RunConfig, data: RunData) -> Loader | StreamLoader:
+    if not isinstance(data.source, Dataset):
+        warn_of_data(config.data, config.data.batch_size, None)
+        return StreamLoader(data.source, batch_size=config.data.batch_size)
+    sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
+    warn_of_data(config.data, config.data.batch_size, len(sampler))
+    if not min(sampler.epoch_sizes):
+        log.warning(
+            "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
+            config.data.weights,
+            len(sampler),
+        )
+    return Loader(data.train, sampler, batch_size=config.data.batch_size)
+
+
 def _train(ready: Prepared) -> RunOutcome:
     engine, config, method, data = ready.engine, ready.config, ready.method, ready.data
     output, total_steps = Path(config.trainer.output_dir), ready.total_steps
-    loader = Loader(data.train, ready.sampler, batch_size=config.data.batch_size)
+    loader = ready.loader
     early_stopping = early_stopping_of(config, method, ready.metrics, "" if data.held_out is None else data.held_out.digest)
     with _manager(engine, config.trainer) as manager:
         manager.sweep()

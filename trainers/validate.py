@@ -54,13 +54,13 @@ def early_stopping_of(config: RunConfig, method: Method, metrics: AnswerMetrics,
     return EarlyStopping(config.trainer.best_metric, config.trainer.patience, data, measured)
 
 
-def warn_of_data(data: SourcesConfig, batch_size: int, samples: int, unit: str = "samples") -> None:
+def warn_of_data(data: SourcesConfig, batch_size: int, samples: int | None, unit: str = "samples") -> None:
     """Warn of settings of the data that are possible and rarely meant.
 
     Args:
         data: The settings.
         batch_size: `data.batch_size`.
-        samples: The number of samples to train on in an epoch.
+        samples: The number of samples to train on in an epoch; None if it is not known.
         unit: What they are called.
     """
     both = sorted({str(Path(name).resolve()) for name in data.train} & {str(Path(name).resolve()) for name in data.eval})
@@ -68,7 +68,7 @@ def warn_of_data(data: SourcesConfig, batch_size: int, samples: int, unit: str =
         log.warning(
             "data.eval has %s, which is in data.train too: an evaluation on it measures what was learned by heart", both[0]
         )
-    if batch_size > samples:
+    if samples is not None and batch_size > samples:
         log.warning(
             "data.batch_size=%d is more than the %d %s: every step uses all of them once, and has no more",
             batch_size,

@@ -449,3 +449,55 @@ def test_a_run_of_one_engine_goes_on_with_the_other(task: Path) -> None:
     moved = load_file(task / "run" / "hf" / "model.safetensors")
     assert moved.keys() == weights.keys()
     assert max(float((moved[n] - weights[n]).abs().max()) for n in weights) <= 1e-5
+
+
+# ---- streaming -------------------------------------------------------------------------------------------------------
+
+
+def streamed(task: Path, run: str, *more: str) -> list[str]:
+    settings = ("data.streaming=true", "data.stream_rows=12", "trainer.max_steps=8", f"data.cache_dir={task / 'cache'}")
+    return [*words(task, *settings, *more), f"trainer.output_dir={task / run}"]
+
+
+def test_streamed_data_train_store_nothing_and_resume_at_the_next_sample(task: Path) -> None:
+    assert main(streamed(task, "whole", "trainer.save_every=3")) == 0
+    assert not (task / "cache").exists()
+    whole = records(task / "whole")
+    assert [round(r["epoch"], 1) for r in whole][-1] > 1.2
+    assert whole[4]["epoch"] > whole[3]["epoch"]
+    # In the order of the file a stream has the samples of stored data.
+    in_order = ("data.shuffle=false", "trainer.export_hf=false")
+    assert main(streamed(task, "streamed", *in_order)) == 0
+    assert main([*words(task, "trainer.max_steps=8", *in_order), f"trainer.output_dir={task / 'stored'}"]) == 0
+    assert losses(task / "streamed") == losses(task / "stored")
+    # As if killed after step 7: it goes on from step 6.
+    root = task / "whole" / "checkpoints"
+    shutil.rmtree(root / "step-00000008")
+    assert main(streamed(task, "whole", "trainer.save_every=3")) == 0
+    assert [{k: r.get(k) for k in NUMBERS} for r in records(task / "whole")] == [{k: r.get(k) for k in NUMBERS} for r in whole]
+
+
+def test_a_bad_row_of_a_stream_saves_what_was_learned_before(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = task / "data" / "train.jsonl"
+    rows = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*rows[:30], '{"messages": []}\n', *rows[31:]]))
+    line = streamed(task, "run", "data.shuffle=false")
+    assert main(line) == 1
+    assert f"{file}:31: messages" in capsys.readouterr().err
+    # Blocks of 12 rows: 24 rows are three steps.
+    assert steps(LocalStore(task / "run" / "checkpoints")) == ["step-00000003"]
+    file.write_text("".join(rows))
+    assert main(line) == 0
+    assert main(streamed(task, "whole", "data.shuffle=false")) == 0
+    assert losses(task / "run") == losses(task / "whole")
+
+
+def test_settings_that_contradict_streaming_are_refused(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, told in (
+        (["trainer.max_steps=null"], "data.streaming=true without trainer.max_steps"),
+        (["data.weights=[1]"], "data.weights with data.streaming=true"),
+        (["data.stream_rows=0"], "data.stream_rows=0; it must be at least 1"),
+    ):
+        assert main(streamed(task, "run", *more)) == 1
+        assert told in capsys.readouterr().err
+    assert not (task / "run").exists()

@@ -100,6 +100,11 @@ class DataConfig(SourcesConfig):
         "tokens to learn; answers: those of the assistant, or of a completion; last_answer: of a chat the last one alone; all: the prompts too",
     )
     max_length: int | None = setting(None, "maximum number of tokens in a sample; null: engine.micro_batch.max_tokens")
+    streaming: bool = setting(
+        False,
+        "read and tokenize data.train while training, and store nothing; needs trainer.max_steps, and shuffles within stream_rows",
+    )
+    stream_rows: int = setting(4096, "rows that are read, tokenized and shuffled together, if streaming")
     batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     workers: int | None = setting(
         None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data"
@@ -118,6 +123,11 @@ class DataConfig(SourcesConfig):
         check_least("data.batch_size", self.batch_size, 1)
         check_least("data.max_length", self.max_length, 1)
         check_least("data.workers", self.workers, 0)
+        check_least("data.stream_rows", self.stream_rows, 1)
+        if self.streaming and self.weights is not None:
+            raise ConfigError(
+                "data.weights with data.streaming=true, which reads one source after the other; mix the rows beforehand, or unset one of them"
+            )
         if self.learn == "last_answer" and self.turns == "per_turn":
             raise ConfigError(
                 "data.learn=last_answer with data.turns=per_turn, which makes a sample of every answer; unset one of them"

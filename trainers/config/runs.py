@@ -30,6 +30,11 @@ class RunConfig(CommandConfig):
         self.engine.check()
         self.optim.check(self.trainer.max_steps or 1)
         self.trainer.check()
+        if self.data.streaming and self.trainer.max_steps is None:
+            raise ConfigError(
+                "data.streaming=true without trainer.max_steps: the number of samples of an epoch is not known before its end; set the "
+                "number of steps"
+            )
         for name in ("best_metric", "generate", "eval_every"):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:
@@ -58,6 +63,10 @@ class DPOConfig(RunConfig):
         super().check()
         self.dpo.check()
         self.reference.check()
+        if self.data.streaming and self.reference.mode == "cached":
+            raise ConfigError(
+                "reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or base with adapters"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...engine.errors import DataError
 from ..config.data import DataConfig
 from .sample import Sample
-from .token_cache import TokenCache
+from .token_arrays import TokenArrays
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,24 @@ class Dataset:
         data: The data settings; `max_length` and `too_long` are used.
         budget: The token limit of a micro-batch, which no sample may exceed.
         names: The names of the sources, for messages.
+        block: Whether this is a block of streamed data, which may have no samples.
+        quiet: Whether messages are left out.
 
     Raises:
         DataError: A sample is too long under `data.too_long=error`, or a source has no sample left.
     """
 
-    def __init__(self, stores: Sequence[TokenCache], data: DataConfig, budget: Budget, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stores: Sequence[TokenArrays],
+        data: DataConfig,
+        budget: Budget,
+        names: Sequence[str],
+        *,
+        block: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        level = logging.DEBUG if quiet else logging.WARNING
         self._caches = stores
         self.width = stores[0].width
         """The number of documents in a sample."""
@@ -54,12 +66,12 @@ class Dataset:
         """Whether each document is labeled as chosen or not."""
         for cache, name in zip(stores, names, strict=True):
             if cache.equal[0]:
-                log.warning("left out of %s: %d pairs with equal sides, the first is %s", name, *cache.equal)
-        fitted = [_fit(cache, data, budget) for cache in stores]
+                log.log(level, "left out of %s: %d pairs with equal sides, the first is %s", name, *cache.equal)
+        fitted = [_fit(cache, data, budget, level) for cache in stores]
         self.sizes = [len(index) for index, _, _ in fitted]
         """The number of samples in each source."""
         for size, cache, name in zip(self.sizes, stores, names, strict=True):
-            if not size:
+            if not (size or block):
                 reason = " (all of its pairs have equal sides)" if cache.equal[0] and not len(cache) else ""
                 raise DataError(f"no sample of {name} is left to learn from{reason}")
         self._source = np.repeat(np.arange(len(stores), dtype=np.int32), self.sizes)
@@ -94,7 +106,7 @@ class Dataset:
         return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._caches), cuts.hexdigest()]).encode())
 
 
-def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Apply the length limits.
 
     Returns:
@@ -128,10 +140,10 @@ def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[A
     if width > 1:
         limit_text += f" for a side, {budget.setting} for a pair"
     if data.too_long == "skip":
-        log.warning("left out (data.too_long=skip): %d samples longer than %s", longer.sum(), limit_text)
+        log.log(level, "left out (data.too_long=skip): %d samples longer than %s", longer.sum(), limit_text)
         return index[~longer], first[~longer], last[~longer]
     if data.too_long == "split":
-        return _split(cache, lengths[:, 0], cap, limit_text)
+        return _split(cache, lengths[:, 0], cap, limit_text, level)
     if data.too_long == "truncate_left":
         # Both sides are cut at the same position, so that they still compare answers to one prompt.
         first[longer] = (lengths[longer].max(1) - cap)[:, None]
@@ -141,9 +153,10 @@ def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[A
     documents = (index[longer, None] * width + np.arange(width)).ravel()
     learnable = cache.supervised_in(documents, first[longer].ravel(), last[longer].ravel())
     remaining[longer] = learnable.reshape(-1, width).all(1)
-    log.warning("cut to %s (data.too_long=%s): %d samples", limit_text, data.too_long, (remaining & longer).sum())
+    log.log(level, "cut to %s (data.too_long=%s): %d samples", limit_text, data.too_long, (remaining & longer).sum())
     if not remaining.all():
-        log.warning(
+        log.log(
+            level,
             "left out: %d samples, because data.too_long=%s leaves only a prompt with nothing to learn at %s",
             (~remaining).sum(),
             data.too_long,
@@ -153,7 +166,7 @@ def _fit(cache: TokenCache, data: DataConfig, budget: Budget) -> tuple[NDArray[A
 
 
 def _split(
-    cache: TokenCache, lengths: NDArray[Any], most: int, limit_text: str
+    cache: TokenArrays, lengths: NDArray[Any], most: int, limit_text: str, level: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Cut samples of one document into consecutive pieces of at most `most` tokens, those without anything to learn left out."""
     pieces = -(-lengths // most)
@@ -162,7 +175,8 @@ def _split(
     first = number * most
     last = np.minimum(first + most, lengths[index])
     learnable = cache.supervised_in(index, first, last)
-    log.warning(
+    log.log(
+        level,
         "split (data.too_long=split): %d samples longer than %s, into %d",
         (pieces > 1).sum(),
         limit_text,

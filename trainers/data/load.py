@@ -1,15 +1,18 @@
 """Loading of the tokenizer and the datasets that the settings specify."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from ...engine.hf.tokenizer import load_tokenizer
-from ...engine.parallel.collectives import collective_errors
+from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ..config.runs import RunConfig
 from .dataset import Budget, Dataset
 from .encode import Kind
 from .python_data import PythonData
-from .tokenize import NO_PYTHON, load_token_caches
+from .sources import check_columns
+from .stream import Gather, Stream
+from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +21,29 @@ class RunData:
 
     Args:
         tokenizer: The model's tokenizer.
-        train: The samples to train on.
+        source: The samples to train on, or what streams them.
         held_out: The samples to evaluate on, or None if `data.eval` is not set.
     """
 
     tokenizer: Any
-    train: Dataset
+    source: Dataset | Stream
     held_out: Dataset | None
 
+    @property
+    def train(self) -> Dataset:
+        """The samples to train on, which are not streamed."""
+        assert isinstance(self.source, Dataset)
+        return self.source
 
-def load_data(config: RunConfig, kind: Kind, budget: Budget, python: PythonData = NO_PYTHON) -> RunData:
+
+def load_data(
+    config: RunConfig,
+    kind: Kind,
+    budget: Budget,
+    python: PythonData = NO_PYTHON,
+    *,
+    gather: Gather = all_gather_object,
+) -> RunData:
     """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
     Args:
@@ -35,6 +51,7 @@ def load_data(config: RunConfig, kind: Kind, budget: Budget, python: PythonData 
         kind: The kind of data that the trainer learns from.
         budget: The token limit of a sample.
         python: The rows in memory and the formatting function of a Python program.
+        gather: Exchanges objects and errors between all ranks while data are streamed.
 
     Raises:
         DrivetrainError: A file, a row or the tokenizer cannot be used; raised on all ranks.
@@ -48,8 +65,25 @@ def load_data(config: RunConfig, kind: Kind, budget: Budget, python: PythonData 
             dataset = Dataset(caches, config.data, budget, names)
         return dataset
 
+    def open_stream(names: tuple[str, ...]) -> Stream:
+        rank, sources = int(os.environ.get("RANK", "0")), []
+        with collective_errors():
+            if rank == 0:
+                check_columns(config.data.columns)
+                sources = [open_training_source(name, config.data, python) for name in names]
+        return Stream(
+            sources=sources,
+            names=names,
+            encoder=Encoder(tokenizer, config.data, kind, python),
+            data=config.data,
+            budget=budget,
+            gather=gather,
+            rank=rank,
+            ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+
     return RunData(
         tokenizer=tokenizer,
-        train=open_dataset(config.data.train, training=True),
+        source=open_stream(config.data.train) if config.data.streaming else open_dataset(config.data.train, training=True),
         held_out=open_dataset(config.data.eval, training=False) if config.data.eval else None,
     )

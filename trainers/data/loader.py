@@ -1,6 +1,7 @@
 """Global batches of documents, each of which is read by the rank that it is assigned to."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,61 @@ class GlobalBatch:
         return self.shard(engine.topology.dp_rank, engine.topology.dp_size, engine.model_shape.attention_ratio)
 
 
-class Loader(BatchOrder):
+class Batches(ABC):
+    """Global batches to train on, endlessly, from any position on."""
+
+    @abstractmethod
+    def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
+        """Yield batches forever, starting at a cursor, each with the cursor that follows it."""
+
+    @abstractmethod
+    def epoch(self, cursor: Cursor) -> float:
+        """Return how many epochs lie before a cursor, in whole and in part."""
+
+    @abstractmethod
+    def state(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the data to save in a checkpoint: the cursor, and everything that gives it its meaning."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
+        """Return the cursor at which a checkpoint resumes.
+
+        Args:
+            state: The checkpoint's data, from `state`.
+            epochs: Whether the run ends after its epochs, whose steps are counted in batches of one size.
+
+        Raises:
+            CheckpointError: The checkpoint was saved with other data or another order, so the next sample or the last step is unknown.
+        """
+
+
+def batch_of(
+    chosen: Sequence[tuple[Dataset, int]], width: int, *, numbers: NDArray[Any] | None = None, digest: str = ""
+) -> GlobalBatch:
+    """Return a global batch of samples.
+
+    Args:
+        chosen: The samples, each as a dataset and its index there; at least one.
+        width: The number of documents in a sample.
+        numbers: The documents' numbers in the dataset; None if they have none.
+        digest: The dataset's digest.
+    """
+
+    def read(position: int) -> Sample:
+        samples, index = chosen[position // width]
+        return samples.document(index, position % width)
+
+    return GlobalBatch(
+        lengths=[int(n) for samples, index in chosen for n in samples.lengths[index]],
+        read=read,
+        width=width,
+        compared=chosen[0][0].compared,
+        numbers=numbers,
+        digest=digest,
+    )
+
+
+class Loader(BatchOrder, Batches):
     """Global batches of a dataset.
 
     Args:
@@ -115,11 +170,9 @@ class Loader(BatchOrder):
             chosen: The samples' indices in the dataset.
         """
         dataset, width = self.samples, self.samples.width
-        return GlobalBatch(
-            lengths=[int(n) for n in dataset.lengths[list(chosen)].ravel()],
-            read=lambda position: dataset.document(chosen[position // width], position % width),
-            width=width,
-            compared=dataset.compared,
-            numbers=(np.array(chosen)[:, None] * width + np.arange(width)).ravel(),
-            digest=dataset.digest,
-        )
+        numbers = (np.array(chosen)[:, None] * width + np.arange(width)).ravel()
+        return batch_of([(dataset, i) for i in chosen], width, numbers=numbers, digest=dataset.digest)
+
+    def epoch(self, cursor: Cursor) -> float:
+        """Return how many epochs lie before a cursor, in whole and in part."""
+        return cursor.epoch + cursor.position / len(self)

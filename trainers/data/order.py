@@ -118,6 +118,11 @@ class BatchOrder:
     def __len__(self) -> int:
         return len(self._sampler)
 
+    @property
+    def epoch_sizes(self) -> list[int]:
+        """The number of samples that an epoch takes from each source."""
+        return self._sampler.epoch_sizes
+
     def indices(self, cursor: Cursor) -> Iterator[tuple[list[int], Cursor]]:
         """Yield the samples of batches forever, starting at a cursor, each with the cursor that follows it."""
         epoch, position = cursor.epoch, cursor.position
@@ -145,6 +150,11 @@ class BatchOrder:
             CheckpointError: The checkpoint was saved with another order or batch size, so the next sample or the last step is
                 unknown.
         """
+        if state.get("streaming"):
+            raise CheckpointError(
+                "it was saved with data.streaming=true, so the next sample is unknown without it; use the same setting, or start over from "
+                "the exported model in another trainer.output_dir"
+            )
         try:
             cursor = Cursor(epoch=int(state["epoch"]), position=int(state["position"]))
             saved, digest = {name: state[name] for name in self._sampler.describe()}, state["digest"]

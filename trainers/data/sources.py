@@ -82,14 +82,14 @@ class Source:
         return None if self.every_column else partial(_choose, columns=self.columns)
 
     def _rows_of_table(self) -> Iterator[Chunk]:
-        table = (
-            self.table if self.every_column else self.table.select_columns(self._chosen(self.table.column_names, self.name))
-        )
+        # A dataset that is read over the network may not know its columns or its length.
+        names = self.table.column_names or list(next(iter(self.table), {}))
+        table = self.table if self.every_column else self.table.select_columns(self._chosen(names, self.name))
         rows = (
             [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             for columns in table.iter(batch_size=CHUNK_ROWS)
         )
-        yield from chunks_of(rows, self.name, 1 / max(1, len(table)))
+        yield from chunks_of(rows, self.name, 1 / max(1, len(table)) if hasattr(table, "__len__") else 0.0)
 
 
 def open_source(
@@ -99,6 +99,7 @@ def open_source(
     every_column: bool = False,
     columns: Mapping[str, str] | None = None,
     whole_text: bool = False,
+    streaming: bool = False,
 ) -> Source:
     """Open an entry of `data.train` or `data.eval`.
 
@@ -109,6 +110,7 @@ def open_source(
         every_column: Whether all columns are read.
         columns: Our name of a column -> its name in the data.
         whole_text: Whether a txt file is one text; otherwise each of its lines is one.
+        streaming: Whether a Hub dataset is read over the network as it is used, and not downloaded first.
 
     Raises:
         DataError: The entry does not exist, is of an unknown type, or contains no data.
@@ -137,7 +139,7 @@ def open_source(
     if match is None or ending_of(path):
         hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'" if "," in name else ""
         raise DataError(f"data file {name} does not exist{hint}")
-    table = _load_hub(name, match["name"], match["config"], match["split"], training)
+    table = _load_hub(name, match["name"], match["config"], match["split"], training, streaming=streaming)
     return Source(name, table=table, **options)
 
 
@@ -145,12 +147,12 @@ def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
-def _load_hub(entry: str, name: str, config: str | None, split: str | None, training: bool) -> Any:
+def _load_hub(entry: str, name: str, config: str | None, split: str | None, training: bool, *, streaming: bool = False) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as e:  # of many types: no network, an unknown dataset or config
         raise DataError(
             f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"

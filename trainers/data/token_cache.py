@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from .sample import Sample
+from .token_arrays import TokenArrays
 
 FORMAT = 3
 """The version of the file format and of the tokenization code's results; incremented when either changes."""
@@ -188,8 +189,8 @@ def is_undamaged(folder: Path) -> bool:
     return True
 
 
-class TokenCache:
-    """The tokenized samples of one source.
+class TokenCache(TokenArrays):
+    """The tokenized samples of one source, mapped into memory.
 
     Args:
         folder: The folder of a complete token cache.
@@ -197,71 +198,17 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         meta = json.loads((folder / META).read_text())
-        self.digest: str = xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode())
-        self.width: int = meta["width"]
-        """The number of documents in a sample: 2 for pairs, otherwise 1."""
-        self.compared: bool = meta["compared"]
-        """Whether each document is labeled as chosen or not."""
-        self.equal: list[Any] = meta["equal"]
-        """The number of pairs with equal sides that were left out, and the first such pair."""
-        self._names: list[str] = meta["files"]
 
         def field(name: str) -> NDArray[Any]:
             # A source whose pairs all have equal sides leaves empty files, which cannot be mapped.
             empty = not (folder / name).stat().st_size
             return np.empty(0, FIELDS[name]) if empty else np.memmap(folder / name, dtype=FIELDS[name], mode="r")
 
-        self._ids, self._supervised = field("ids"), field("supervised")
-        self.lengths = np.asarray(field("lengths"))
-        self._files, self._rows, self._parts = field("files"), field("rows"), field("parts")
-        self._chosen, self._margins = field("chosen"), field("margins")
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def split_chats(self) -> int:
-        """The number of rows that were split into one sample per answer."""
-        return int((self._parts == 1).sum())
-
-    def name(self, index: int) -> str:
-        """Return a document's file, row and part of the row, for messages."""
-        part, chosen = int(self._parts[index]), int(self._chosen[index])
-        which = (
-            f" (answer {part})" if part else "" if chosen < 0 or self.width == 1 else " (chosen)" if chosen else " (rejected)"
-        )
-        return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
-
-    def sample(self, index: int, first: int, last: int) -> Sample:
-        """Return tokens `first` to `last` of a document."""
-        start = self.starts[index]
-        tokens = slice(start + first, start + last)
-        chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
-        ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
-        return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
-
-    @property
-    def supervised_tokens(self) -> int:
-        """The number of tokens to learn."""
-        return int(self._supervised.sum())
-
-    def arrays(self, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the token ids of consecutive documents, and whether each is learned.
-
-        Args:
-            first: The first document.
-            last: The document after the last one.
-        """
-        tokens = slice(self.starts[first], self.starts[last])
-        return self._ids[tokens], self._supervised[tokens]
-
-    def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-        """Return for each document whether its tokens `first` to `last` contain a target; the first token is never one."""
-        return np.array(
-            [
-                bool(self._supervised[self.starts[i] + a + 1 : self.starts[i] + b].any())
-                for i, a, b in zip(indices, first, last, strict=True)
-            ],
-            np.bool_,
+        super().__init__(
+            {name: field(name) for name in FIELDS},
+            meta["files"],
+            width=meta["width"],
+            compared=meta["compared"],
+            equal=meta["equal"],
+            digest=xxhash.xxh3_128_hexdigest(json.dumps(meta["digests"]).encode()),
         )

@@ -126,6 +126,20 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
 
 
+def open_training_source(name: str, data: DataConfig, python: PythonData) -> Source:
+    """Open an entry of `data.train` to be streamed.
+
+    Args:
+        name: The entry.
+        data: The data settings.
+        python: The rows in memory of a Python program.
+
+    Raises:
+        DataError: The entry cannot be used.
+    """
+    return _open_source(name, data, True, python)
+
+
 def _open_source(name: str, data: DataConfig, training: bool, python: PythonData) -> Source:
     if name in python.rows:
         return Source(name, rows=python.rows[name])
@@ -135,6 +149,7 @@ def _open_source(name: str, data: DataConfig, training: bool, python: PythonData
         every_column=python.formatting is not None,
         columns=data.columns,
         whole_text=data.txt == "file",
+        streaming=training and data.streaming,
     )
 
 

@@ -1,5 +1,6 @@
 """The training loop, which depends on an engine, a method and a loader, but not on a backend."""
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +10,11 @@ from typing import Any
 
 from ...engine.base import BaseEngine
 from ...engine.checkpoint.manager import CheckpointManager
-from ...engine.errors import disk_error
+from ...engine.errors import DrivetrainError, disk_error
 from ...engine.loss import StepResult
 from ...engine.parallel.collectives import call_on_first
 from ..config.trainer import TrainerConfig
-from ..data.loader import Loader
+from ..data.loader import Batches, Loader
 from ..data.order import Cursor
 from ..methods.base import Method
 from .answer_metrics import AnswerMetrics
@@ -23,6 +24,8 @@ from .loggers import Logger
 from .resume import ResumePoint
 from .samples import Answer
 from .signals import StopSignal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Run:
 
     engine: BaseEngine
     method: Method
-    loader: Loader
+    loader: Batches
     evaluation: Evaluation | None
     manager: CheckpointManager
     config: TrainerConfig
@@ -119,7 +122,15 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
         while step < run.total_steps and not run.early_stopping.stop and not asked:
             step += 1
             began = time.perf_counter()
-            global_batch, cursor = next(batches)
+            try:
+                global_batch, following = next(batches)
+            except DrivetrainError:
+                # Streamed data that cannot be used end a run, but not what it has learned.
+                if step > start.step:
+                    save(run, step - 1, cursor, start, last=True)
+                    log.error("step %d was saved; once the data are right, the same command resumes from there", step - 1)
+                raise
+            cursor = following
             batch = run.method.batch(run.engine, global_batch, training=True)
             result = run.engine.train_batch(batch, run.method.loss)
             seconds = time.perf_counter() - began
@@ -168,7 +179,7 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
         "mfu": None if run.peak_flops is None else result.flops / seconds / run.peak_flops,
         "tflops": result.flops / seconds / 1e12,
         "peak_gib": result.peak_gib,
-        "epoch": cursor.epoch + cursor.position / len(run.loader),
+        "epoch": run.loader.epoch(cursor),
         "skipped": result.skipped,
         **result.terms,
         **result.metrics,

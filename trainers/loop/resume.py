@@ -13,7 +13,7 @@ from ...engine.checkpoint.retention import step_of
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.parallel.collectives import call_on_first
 from ..config.runs import RunConfig
-from ..data.loader import Loader
+from ..data.loader import Batches
 from ..data.order import Cursor
 from .early_stopping import EarlyStopping
 
@@ -42,7 +42,7 @@ def resume(
     manager: CheckpointManager,
     config: RunConfig,
     method: str,
-    loader: Loader,
+    loader: Batches,
     early_stopping: EarlyStopping,
 ) -> ResumePoint:
     """Load the checkpoint that `trainer.resume` names, if there is one. Collective.
@@ -104,7 +104,7 @@ def _check_same_run(engine: BaseEngine, config: RunConfig, method: str, checkpoi
         log.warning("%s was saved by the run in %s; this run resumes from it", checkpoint, saved_by)
 
 
-def _restore_cursor(loader: Loader, config: RunConfig, checkpoint: str, state: RestoredState) -> Cursor:
+def _restore_cursor(loader: Batches, config: RunConfig, checkpoint: str, state: RestoredState) -> Cursor:
     if "data" not in state.extra:
         log.warning(
             "%s records no position in the data, since it is from another program; the data starts from the beginning",

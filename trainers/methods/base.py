@@ -87,13 +87,13 @@ class Method(ABC):
                 "generate text; set it to 0"
             )
 
-    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:  # noqa: B027
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset | None, held_out: Dataset | None) -> None:  # noqa: B027
         """Set up what the loss needs in addition to the policy. Collective; called before the policy is built.
 
         Args:
             engine: The policy's engine, not initialized yet.
             tokenizer: The policy's tokenizer.
-            samples: The dataset to train on.
+            samples: The dataset to train on; None if it is streamed.
             held_out: The dataset to evaluate on, or None.
         """
 

@@ -72,10 +72,10 @@ class PreferenceMethod(Method):
                     "combinations in every epoch; use model or base"
                 )
 
-    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset, held_out: Dataset | None) -> None:
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset | None, held_out: Dataset | None) -> None:
         """Build the reference, or compute its log-probabilities. Collective."""
         if self._needs_reference:
-            datasets = [samples] if held_out is None else [samples, held_out]
+            datasets = [some for some in (samples, held_out) if some is not None]
             self._reference = build_reference(self._config, engine, datasets)
 
     def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:

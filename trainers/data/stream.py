@@ -1,0 +1,308 @@
+"""Streaming: data that are read, tokenized and shuffled block by block while training runs, and never stored.
+
+Only the first rank reads the data. It passes the rows of a block to all ranks, each of which tokenizes its part of them in the
+background while the block before is trained on; then every rank gets all tokens of the block. The blocks, and the order within each of
+them, depend on the data, `data.stream_rows` and `data.seed` alone, so that a cursor resumes at the next sample on any number of ranks.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ...engine.errors import CheckpointError, DataError
+from ..config.data import DataConfig
+from .dataset import Budget, Dataset
+from .encode import WIDTH
+from .files import Chunk
+from .loader import Batches, GlobalBatch, batch_of
+from .order import Cursor
+from .sources import Source
+from .token_arrays import TokenArrays
+from .token_cache import FIELDS, EncodedSamples
+from .tokenize import Encoder
+
+log = logging.getLogger(__name__)
+
+NAME = "data.train"
+"""What messages call the data if no row is to blame."""
+Gather = Callable[..., list[Any]]
+"""`all_gather_object` of the run: takes this rank's value, and with `error` this rank's error; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamCursor(Cursor):
+    """The position in streamed data at which the next batch begins.
+
+    Args:
+        epoch: The epoch, counted from 0.
+        position: The number of samples of the block that have been used.
+        rows: The number of rows of this epoch before the block.
+        fraction: The fraction of the epoch's data before the block, as far as it is known.
+    """
+
+    rows: int = 0
+    fraction: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawBlock:
+    """Rows that are shuffled together, not tokenized yet.
+
+    Args:
+        cursor: The position of the block's first sample.
+        chunks: The rows.
+        following: The position of the block after it.
+    """
+
+    cursor: StreamCursor
+    chunks: Sequence[Chunk]
+    following: StreamCursor
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the next block is of another epoch."""
+        return self.following.epoch > self.cursor.epoch
+
+    def part(self, rank: int, ranks: int) -> Iterator[tuple[int, Chunk]]:
+        """Yield the rows that a rank tokenizes, with the numbers of their chunks."""
+        for number, chunk in enumerate(self.chunks):
+            yield number, replace(chunk, rows=chunk.rows[rank::ranks], doubled=[])
+
+
+def read_blocks(sources: Sequence[Source], rows: int, start: StreamCursor) -> Iterator[RawBlock]:
+    """Yield blocks forever, epoch after epoch.
+
+    Args:
+        sources: The sources, read one after the other.
+        rows: The number of rows of a block; the last one of an epoch may be smaller.
+        start: The position of the first block.
+
+    Raises:
+        DataError: A source cannot be read or has no rows, or the epoch has fewer rows than `start` says.
+    """
+    cursor, skip = start, start.rows
+    while True:
+        chunks: list[Chunk] = []
+        count, fraction = 0, cursor.fraction
+        for chunk in chain.from_iterable(source.chunks() for source in sources):
+            if skip:
+                skipped = min(skip, len(chunk.rows))
+                chunk = _rest(chunk, skipped)
+                skip -= skipped
+            while chunk.rows:
+                taken = min(len(chunk.rows), rows - count)
+                chunks.append(replace(chunk, rows=chunk.rows[:taken], doubled=[]))
+                fraction += chunk.fraction * taken / len(chunk.rows) / len(sources)
+                chunk, count = _rest(chunk, taken), count + taken
+                if count == rows:
+                    following = StreamCursor(epoch=cursor.epoch, rows=cursor.rows + count, fraction=fraction)
+                    yield RawBlock(cursor=cursor, chunks=chunks, following=following)
+                    cursor, chunks, count = following, [], 0
+        if skip:
+            raise DataError(
+                f"the data of the checkpoint had at least {start.rows} rows in an epoch, now there are {start.rows - skip}; use the same data"
+            )
+        following = StreamCursor(epoch=cursor.epoch + 1)
+        # Also without rows, since it ends the epoch.
+        yield RawBlock(cursor=cursor, chunks=chunks, following=following)
+        cursor = following
+
+
+def _rest(chunk: Chunk, count: int) -> Chunk:
+    left = len(chunk.rows) - count
+    return replace(chunk, rows=chunk.rows[count:], fraction=chunk.fraction * left / max(1, len(chunk.rows)), doubled=[])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stream:
+    """What a stream is made of.
+
+    Args:
+        sources: The sources on the first rank; empty elsewhere.
+        names: The entries of `data.train`.
+        encoder: Tokenizes rows.
+        data: The data settings.
+        budget: The token limit of a sample.
+        gather: Exchanges objects and errors between all ranks.
+        rank: This process's rank.
+        ranks: The number of ranks.
+    """
+
+    sources: Sequence[Source]
+    names: Sequence[str]
+    encoder: Encoder
+    data: DataConfig
+    budget: Budget
+    gather: Gather
+    rank: int
+    ranks: int
+
+    @property
+    def width(self) -> int:
+        """The number of documents in a sample."""
+        return WIDTH[self.encoder.kind]
+
+    def blocks(self, start: StreamCursor) -> "Iterator[tuple[RawBlock, Dataset]]":
+        """Yield the samples of each block, and the block. Collective: every rank asks for the next block at the same time."""
+        reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
+        # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
+        encoder = replace(self.encoder, tokenizer=copy.deepcopy(self.encoder.tokenizer))
+        threads = ThreadPoolExecutor(2, "stream")
+        quiet = False
+        ready: tuple[RawBlock, Dataset] | None = None
+        try:
+            _, raw = self._exchange(None, threads.submit(self._read, reader))
+            while True:
+                # Both run in the background while the samples of the block before are trained on.
+                encoding, reading = threads.submit(self._encode, encoder, raw), threads.submit(self._read, reader)
+                if ready is not None:
+                    yield ready
+                parts, following = self._exchange(encoding, reading)
+                ready = raw, self._dataset(raw, parts, quiet=quiet)
+                raw, quiet = following, True
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, reader: Iterator[RawBlock]) -> RawBlock | None:
+        return next(reader) if self.rank == 0 else None
+
+    def _encode(self, encoder: Encoder, raw: RawBlock) -> list[tuple[int, EncodedSamples]]:
+        return [(number, encoder.chunk(chunk)) for number, chunk in raw.part(self.rank, self.ranks)]
+
+    def _exchange(
+        self, encoding: "Future[list[tuple[int, EncodedSamples]]] | None", reading: "Future[RawBlock | None]"
+    ) -> tuple[list[tuple[int, EncodedSamples]], RawBlock]:
+        """Return the tokens of all ranks and the first rank's next block; an error on any rank is raised on all of them."""
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = (None if encoding is None else encoding.result(), reading.result())
+        except Exception as e:  # raised on all ranks by the exchange, which the others wait in
+            error = e
+        gathered = self.gather(value, error=error)
+        return [part for parts, _ in gathered for part in parts or ()], gathered[0][1]
+
+    def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> Dataset:
+        """Join the parts in the order of the rows, whichever ranks they come from; `quiet` is whether messages are left out."""
+        joined = {name: np.concatenate([getattr(p, name) for _, p in parts] or [np.empty(0, FIELDS[name])]) for name in FIELDS}
+        joined["files"] = np.repeat([number for number, _ in parts], [len(p.lengths) for _, p in parts]).astype(np.int32)
+        order = np.lexsort((joined["rows"], joined["files"]))
+        starts = np.concatenate([[0], np.cumsum(joined["lengths"], dtype=np.int64)])
+        tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order] or [np.empty(0, np.int64)])
+        fields = {name: values[tokens if name in ("ids", "supervised") else order] for name, values in joined.items()}
+        equal = [(number, row) for number, p in parts for row in p.equal]
+        first = "" if not equal else f"{raw.chunks[min(equal)[0]].file}:{min(equal)[1]}"
+        odd = {place: what for _, p in parts for place, what in p.odd.items()}
+        if odd and not quiet and self.rank == 0:
+            place, what = next(iter(odd.items()))
+            log.warning("%s: %s%s", place, what, f" (and {len(odd) - 1} more rows of this block)" if len(odd) > 1 else "")
+        arrays = TokenArrays(
+            fields,
+            [chunk.file for chunk in raw.chunks],
+            width=self.width,
+            compared=self.encoder.kind != "completions",
+            equal=[len(equal), first],
+        )
+        return Dataset([arrays], self.data, self.budget, [NAME], block=True, quiet=quiet)
+
+
+class StreamLoader(Batches):
+    """Global batches of streamed data.
+
+    Args:
+        stream: What the stream is made of.
+        batch_size: The number of samples per step across all ranks; the last batch of an epoch may be smaller.
+    """
+
+    def __init__(self, stream: Stream, *, batch_size: int) -> None:
+        self._stream, self.batch_size = stream, batch_size
+
+    def first(self) -> Dataset:
+        """Return the samples of the first block that has any. Collective."""
+        return next(self._samples(StreamCursor()))[1]
+
+    def _samples(self, start: StreamCursor) -> Iterator[tuple[RawBlock, Dataset]]:
+        """Yield the blocks with samples, and those that end an epoch.
+
+        Raises:
+            DataError: No row of an epoch makes a sample; raised on all ranks.
+        """
+        # What an epoch had before the position at which a run resumes is not known.
+        found = start.rows > 0
+        for raw, samples in self._stream.blocks(start):
+            found = found or len(samples) > 0
+            if raw.ends_epoch and not found:
+                raise DataError(f"no sample of {', '.join(self._stream.names)} is left to learn from")
+            if len(samples) or raw.ends_epoch:
+                yield raw, samples
+            found = found and not raw.ends_epoch
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[GlobalBatch, Cursor]]:
+        """See `Batches.batches`. Collective: every rank asks for the next batch at the same time."""
+        start = cursor if isinstance(cursor, StreamCursor) else StreamCursor()
+        width = self._stream.width
+        position = start.position
+        waiting: list[tuple[Dataset, int]] = []
+        for raw, samples in self._samples(replace(start, position=0)):
+            order = self._order(len(samples), raw.cursor)
+            ends = raw.ends_epoch
+            while position < len(order):
+                taken = order[position : position + self.batch_size - len(waiting)]
+                waiting += [(samples, int(i)) for i in taken]
+                position += len(taken)
+                if len(waiting) < self.batch_size and not (ends and position >= len(order)):
+                    continue
+                rest = position < len(order)
+                yield batch_of(waiting, width), replace(raw.cursor, position=position) if rest else raw.following
+                waiting = []
+            if ends and waiting:
+                # The last block of the epoch has no samples of its own.
+                yield batch_of(waiting, width), raw.following
+                waiting = []
+            position = 0
+
+    def _order(self, count: int, cursor: StreamCursor) -> Any:
+        if not self._stream.data.shuffle:
+            return np.arange(count)
+        return np.random.default_rng([self._stream.data.seed, cursor.epoch, cursor.rows]).permutation(count)
+
+    def epoch(self, cursor: Cursor) -> float:
+        """See `Batches.epoch`."""
+        return cursor.epoch + min(1.0, cursor.fraction if isinstance(cursor, StreamCursor) else 0.0)
+
+    def _described(self) -> dict[str, Any]:
+        data = self._stream.data
+        return {"train": list(self._stream.names), "stream_rows": data.stream_rows, "seed": data.seed, "shuffle": data.shuffle}
+
+    def state(self, cursor: Cursor) -> dict[str, Any]:
+        """See `Batches.state`."""
+        assert isinstance(cursor, StreamCursor)
+        place = {"epoch": cursor.epoch, "position": cursor.position, "rows": cursor.rows, "fraction": cursor.fraction}
+        return {"streaming": True, **place, **self._described()}
+
+    def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
+        """See `Batches.restore`."""
+        if not state.get("streaming"):
+            raise CheckpointError(
+                "it was saved with data.streaming=false, so the next sample of a stream is unknown; use the same setting, or start over "
+                "from the exported model in another trainer.output_dir"
+            )
+        for name, now in self._described().items():
+            if state.get(name) != now:
+                raise CheckpointError(
+                    f"it was saved with data.{name}={state.get(name)}, now it is {now}, so the next sample is unknown; use the same data and "
+                    "settings, or start over from the exported model in another trainer.output_dir"
+                )
+        try:
+            place = {name: int(state[name]) for name in ("epoch", "position", "rows")}
+            return StreamCursor(**place, fraction=float(state["fraction"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"it does not say where in the data to resume ({e!r}); it was not saved by this trainer"
+            ) from e

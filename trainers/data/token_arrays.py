@@ -1,0 +1,91 @@
+"""Tokenized samples as arrays, in files or in memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sample import Sample
+
+
+class TokenArrays:
+    """Tokenized documents, concatenated.
+
+    Args:
+        fields: The arrays of `EncodedSamples`, by name.
+        names: The names of the files, by number.
+        width: The number of documents in a sample: 2 for pairs, otherwise 1.
+        compared: Whether each document is labeled as chosen or not.
+        equal: The number of pairs with equal sides that were left out, and the first such pair.
+        digest: A digest of all of them; empty if there is none.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, NDArray[Any]],
+        names: Sequence[str],
+        *,
+        width: int,
+        compared: bool,
+        equal: Sequence[Any],
+        digest: str = "",
+    ) -> None:
+        self.width, self.compared, self.equal, self.digest = width, compared, equal, digest
+        self._names = names
+        self._ids, self._supervised = fields["ids"], fields["supervised"]
+        self.lengths = np.asarray(fields["lengths"])
+        """`[documents]`: the number of tokens in each document."""
+        self._files, self._rows, self._parts = fields["files"], fields["rows"], fields["parts"]
+        self._chosen, self._margins = fields["chosen"], fields["margins"]
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        """`[documents + 1]`: the first token of each document."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def split_chats(self) -> int:
+        """The number of rows that were split into one sample per answer."""
+        return int((self._parts == 1).sum())
+
+    def name(self, index: int) -> str:
+        """Return a document's file, row and part of the row, for messages."""
+        part, chosen = int(self._parts[index]), int(self._chosen[index])
+        which = (
+            f" (answer {part})" if part else "" if chosen < 0 or self.width == 1 else " (chosen)" if chosen else " (rejected)"
+        )
+        return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
+
+    def sample(self, index: int, first: int, last: int) -> Sample:
+        """Return tokens `first` to `last` of a document."""
+        start = self.starts[index]
+        tokens = slice(start + first, start + last)
+        chosen = None if self._chosen[index] < 0 else bool(self._chosen[index])
+        ids, supervised = self._ids[tokens].tolist(), self._supervised[tokens].tolist()
+        return Sample(self.name(index), ids, supervised, chosen, float(self._margins[index]))
+
+    @property
+    def supervised_tokens(self) -> int:
+        """The number of tokens to learn."""
+        return int(self._supervised.sum())
+
+    def arrays(self, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the token ids of consecutive documents, and whether each is learned.
+
+        Args:
+            first: The first document.
+            last: The document after the last one.
+        """
+        tokens = slice(self.starts[first], self.starts[last])
+        return self._ids[tokens], self._supervised[tokens]
+
+    def supervised_in(self, indices: NDArray[Any], first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+        """Return for each document whether its tokens `first` to `last` contain a target; the first token is never one."""
+        return np.array(
+            [
+                bool(self._supervised[self.starts[i] + a + 1 : self.starts[i] + b].any())
+                for i, a, b in zip(indices, first, last, strict=True)
+            ],
+            np.bool_,
+        )
