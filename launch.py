@@ -4,6 +4,7 @@ python -m drivetrain.launch --nproc-per-node N -m drivetrain.trainers.sft key=va
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -16,6 +17,8 @@ def main(words: list[str]) -> int:
     """Launch the workers; return the exit code of the one that failed first, or 128 + the signal that stopped them all."""
     # This logger reports a failed worker at length, and the error that torch then raises reports it again.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # torchrun sets this too, and then says so in four lines.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         alone = (
             []

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-from transformers.utils.logging import disable_progress_bar
 
 from ..engine.config import ModelConfig
 from ..engine.errors import ConfigError, DataError, DrivetrainError, disk_error
@@ -51,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_intermixed_args(list(argv))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    disable_progress_bar()
     try:
         if unknown := [word for word in args.settings if not word.startswith("data.") or "=" not in word]:
             raise ConfigError(f"{unknown[0]!r} is not a setting of the prompts; these are data.columns and the like")

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TypeVar
 
@@ -31,21 +31,11 @@ def launch(config_class: type[RunConfig], trainer: str, argv: Sequence[str] | No
         The exit code.
     """
 
-    words = list(sys.argv[1:] if argv is None else argv)
-
-    def train(config: RunConfig) -> int | None:
-        made = getattr(import_module(".trainer", __package__), trainer)(config)
-        if DRY_RUN in words:
-            made.dry_run()
-            return None
-        signal: int | None = made.train().result.signal
-        return signal
-
-    return _launch(config_class, train, [word for word in words if word != DRY_RUN], usage)
+    return _launch(config_class, f".trainer:{trainer}", argv, usage)
 
 
 def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
-    """Parse the command line, then train with reinforcement learning.
+    """Parse the command line, then train with reinforcement learning, or with `--dry-run` make only a first step.
 
     Args:
         config_class: The trainer's configuration.
@@ -57,17 +47,20 @@ def launch_rl(config_class: type[RLConfig], trainer: str, argv: Sequence[str] | 
         The exit code.
     """
 
-    def train(config: RLConfig) -> int | None:
-        module = import_module(".rl.trainer", __package__)
-        signal: int | None = getattr(module, trainer)(config).train().signal
-        return signal
-
-    return _launch(config_class, train, argv, usage)
+    return _launch(config_class, f".rl.trainer:{trainer}", argv, usage)
 
 
-def _launch(config_class: type[C], train: Callable[[C], int | None], argv: Sequence[str] | None, usage: str | None) -> int:
+def _launch(config_class: type[C], trainer: str, argv: Sequence[str] | None, usage: str | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    signal: int | None = None
     try:
-        signal = train(parse(config_class, sys.argv[1:] if argv is None else argv, (usage or "").strip()))
+        config = parse(config_class, [word for word in words if word != DRY_RUN], (usage or "").strip())
+        module, _, name = trainer.partition(":")
+        made = getattr(import_module(module, __package__), name)(config)
+        if DRY_RUN in words:
+            made.dry_run()
+        else:
+            signal = made.train().signal
     except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:

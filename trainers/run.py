@@ -59,6 +59,11 @@ class RunOutcome:
     result: TrainResult
     outputs: dict[str, str]
 
+    @property
+    def signal(self) -> int | None:
+        """The signal that this process has received, if any."""
+        return self.result.signal
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extensions:

@@ -19,6 +19,7 @@ from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import evaluation
 from drivetrain.trainers.rl.cli import main as phases
+from drivetrain.trainers.rl.trainer import GRPOTrainer
 from drivetrain.workers.rewards.sample import RewardSample
 from helpers.rl_runs import make_task, records, train, words
 
@@ -506,3 +507,16 @@ def test_a_signal_to_everything_saves_whole_steps(task: Path, tmp_path: Path, ki
     assert records(parts) == records(whole)[:saved]
     train(task, parts, *more)
     assert records(parts) == records(whole)
+
+
+def test_a_dry_run_makes_a_step_and_saves_nothing(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = GRPOConfig.parse(*words(task, tmp_path / "run", "trainer.max_steps=3", "trainer.bundle_every=1"))
+    plan = GRPOTrainer(config).dry_run()
+    assert (plan.total_steps, plan.answers) == (3, 16)
+    assert plan.metrics["grad_norm"] > 0
+    assert 0 < plan.metrics["reward"] <= 1
+    assert plan.metrics["peak_gib"] > 0
+    assert not (tmp_path / "run").exists()
+    told = capsys.readouterr().out
+    assert "steps        3, each of 16 answers" in told
+    assert told.endswith("dry run: nothing was saved\n")

@@ -131,6 +131,7 @@ def help_text(cls: type, usage: str) -> str:
         if is_rl
         else "--nproc N starts N processes on this machine, by default one; --nnodes, --node-rank, --master-addr and the other options "
         "of torchrun for several machines are passed on.",
+        "--dry-run makes only a first step, saves nothing and reports the memory.",
         "Settings are key=value; recipe=NAME or recipe=PATH loads a YAML file first.",
         "",
         f"Built-in recipes: {', '.join(recipes_of(cls))}",

@@ -21,11 +21,12 @@ from ..loop.signals import StopSignal
 from ..validate import warn_of_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
-from .collect import load_data
+from .collect import Prompts, load_data
+from .dry_run import RLDryRun, dry_run
 from .evaluation import evaluate
 from .lane import check_judged
 from .metrics import RLSummary, answer_metrics, shown, staleness
-from .roles import build_roles, check_roles
+from .roles import Roles, build_roles, check_roles
 from .run import Run, early_stopping_of, open_run
 from .update import add_old_log_probs
 
@@ -94,6 +95,26 @@ class RLTrainer:
         Raises:
             DrivetrainError: A setting, a file, a row or a reward is wrong, or a worker failed; the message says what to do.
         """
+        prompts, total_steps, roles = self._planned()
+        with open_run(self.config, self._algorithm, roles, prompts, functions=self._rewards, total_steps=total_steps) as run:
+            outcome = self._steps(run)
+            self._finish(run, outcome)
+            summary = next((logger for logger in run.loggers if isinstance(logger, RLSummary)), None)
+        if summary is not None:
+            print("\n".join(summary.lines(outcome.outputs)), flush=True)
+        return outcome
+
+    def dry_run(self) -> RLDryRun:
+        """Do everything up to and including a first step, save nothing, and report its answers and memory.
+
+        Raises:
+            DrivetrainError: A setting, a file, a row or a reward is wrong, or a worker failed; the message says what to do.
+        """
+        prompts, total_steps, roles = self._planned()
+        return dry_run(self.config, self._algorithm, roles, prompts, self._rewards, total_steps)
+
+    def _planned(self) -> tuple[Prompts, int, Roles]:
+        """Check everything that can be checked without reading weights; return the prompts, the number of steps, and the roles."""
         configure_logging()
         self.check()
         prompts = load_data(self.config)
@@ -106,14 +127,7 @@ class RLTrainer:
                 f"rl.critic_warmup={self.config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "
                 "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
             )
-        roles = build_roles(self.config, self._algorithm, total_steps)
-        with open_run(self.config, self._algorithm, roles, prompts, functions=self._rewards, total_steps=total_steps) as run:
-            outcome = self._steps(run)
-            self._finish(run, outcome)
-            summary = next((logger for logger in run.loggers if isinstance(logger, RLSummary)), None)
-        if summary is not None:
-            print("\n".join(summary.lines(outcome.outputs)), flush=True)
-        return outcome
+        return prompts, total_steps, build_roles(self.config, self._algorithm, total_steps)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...engine.errors import ConfigError, ModelError
-from ...engine.hf.model_path import resolve_folder
+from ...engine.hf.model_path import quiet_loading, resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.offload import free_memory
 from .config import EmbeddingConfig
@@ -47,12 +47,13 @@ class Embedder:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         path, self.folder = config.model.path, read_folder(resolve_folder(config.model.path))
         try:
-            loaded: Any = AutoModel.from_pretrained(
-                self.folder.model,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-                output_loading_info=True,
-            )
+            with quiet_loading():
+                loaded: Any = AutoModel.from_pretrained(
+                    self.folder.model,
+                    dtype=getattr(torch, config.dtype),
+                    trust_remote_code=config.model.trust_remote_code,
+                    output_loading_info=True,
+                )
         except Exception as e:  # of many types, also of safetensors; a model that is damaged fails in any of them
             raise ModelError(f"model.path={path} cannot be loaded for embeddings: {type(e).__name__}: {e}") from e
         if loaded[0].config.is_encoder_decoder:

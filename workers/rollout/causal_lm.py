@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.config import read_config
 from ...engine.hf.layout import DiskLayout
-from ...engine.hf.model_path import resolve_folder
+from ...engine.hf.model_path import quiet_loading, resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import check_head
 from ...engine.offload import free_memory
@@ -43,13 +43,14 @@ class CausalLM:
         path, folder = config.model.path, resolve_folder(config.model.path)
         try:
             changed = {"config": read_config(config.model)} if config.model.overrides else {}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-                output_loading_info=True,
-                **changed,
-            )
+            with quiet_loading():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=getattr(torch, config.dtype),
+                    trust_remote_code=config.model.trust_remote_code,
+                    output_loading_info=True,
+                    **changed,
+                )
         except (OSError, ValueError) as e:
             raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
         model, loading_info = loaded

@@ -1,0 +1,87 @@
+"""A dry run of reinforcement learning: everything up to and including a first step, with its memory, and nothing saved."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...workers.rewards.pool import Target
+from ..config.rl import RLConfig
+from ..data.order import Cursor
+from .algorithms import Algorithm
+from .collect import Collector, Prompts
+from .lane import check_judged
+from .metrics import answer_metrics, shown
+from .roles import Roles
+from .session import open_phases
+from .update import add_old_log_probs, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLDryRun:
+    """What a run would do.
+
+    Args:
+        total_steps: The number of steps of the run.
+        prompts: The number of prompts in an epoch.
+        answers: The number of answers of a step.
+        metrics: The metrics of the step.
+        example: The first prompt of the step, with its answer and its rewards.
+        seconds: The time of the step, which includes compilation and allocation.
+    """
+
+    total_steps: int
+    prompts: int
+    answers: int
+    metrics: dict[str, float]
+    example: Any
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """Format it, one string per line."""
+        metrics = self.metrics
+        rows = {
+            "steps": f"{self.total_steps}, each of {self.answers} answers",
+            "prompts": f"{self.prompts} in an epoch",
+            "first step": f"{self.seconds:.1f} s, reward {metrics['reward']:.3g}, length {metrics['length']:.1f}, "
+            f"{metrics['truncated']:.0%} truncated",
+            "memory": f"at most {metrics.get('peak_gib', 0.0):.2f} GiB in a worker",
+            "example": f"{self.example.prompt!r}\n{'':13}answer {self.example.answer!r}\n{'':13}rewards {self.example.shown_rewards}",
+        }
+        return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
+
+
+def dry_run(
+    config: RLConfig, algorithm: Algorithm, roles: Roles, prompts: Prompts, functions: Sequence[Target], total_steps: int
+) -> RLDryRun:
+    """Start the processes of a run, and make a step from its beginning. A checkpoint of the run is not looked at.
+
+    Args:
+        config: The settings.
+        algorithm: The algorithm.
+        roles: The roles.
+        prompts: The prompts.
+        functions: Reward functions beside those that the settings name.
+        total_steps: The number of steps of the run.
+
+    Raises:
+        DrivetrainError: Something cannot be built or judged; the message says what to do.
+    """
+    sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
+    with open_phases(config, algorithm, roles, functions=functions, prompts=sets) as (phases, controllers):
+        began = time.perf_counter()
+        phases.ledger.sync(0)
+        answers, _, _ = Collector(config, phases, prompts).collect(Cursor(), step=1, version=0)
+        answers, _ = phases.judge(add_old_log_probs(phases, phases.score(answers)))
+        check_judged(answers, {})
+        metrics = {**answer_metrics(answers.rows), **train(phases, answers, 1)}
+        outcome = RLDryRun(
+            total_steps=total_steps,
+            prompts=len(prompts.order),
+            answers=len(answers),
+            metrics=metrics,
+            example=shown(answers.rows[:1])[0],
+            seconds=time.perf_counter() - began,
+        )
+        controllers.once(lambda: print("\n".join(outcome.lines()), flush=True))
+    return outcome
