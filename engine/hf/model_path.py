@@ -49,20 +49,6 @@ def quiet_hub() -> Iterator[None]:
         hub.setLevel(level)
 
 
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Keep transformers from drawing a bar while it loads the weights of a folder, which each process of a group would draw."""
-    from transformers.utils import logging as bars
-
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
-
-
 def reason(error: Exception, path: str, what: str) -> str:
     """Return what is wrong with a model, in one line and in the words of our settings.
 

@@ -4,12 +4,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.utils import logging as bars
 
 from ..checkpoint.local_shards import LocalShard, read_part
 from ..checkpoint.rng import seed_all
@@ -279,6 +281,18 @@ def load_weights(
             f"{', '.join(missing[:3])}; the folder and the config do not belong together"
         )
     return fresh
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers from drawing a bar while it loads the weights of a folder, which each process of a group would draw."""
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def init_random(meta_model: HFModel, seed: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

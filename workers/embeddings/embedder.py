@@ -16,8 +16,9 @@ from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...engine.errors import ConfigError, ModelError
-from ...engine.hf.model_path import quiet_loading, resolve_folder
+from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
+from ...engine.hf.weights import quiet_loading
 from ...engine.offload import free_memory
 from .config import EmbeddingConfig
 from .folder import DenseLayer, read_folder

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.config import read_config
 from ...engine.hf.layout import DiskLayout
-from ...engine.hf.model_path import quiet_loading, resolve_folder
+from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
-from ...engine.hf.weights import check_head
+from ...engine.hf.weights import check_head, quiet_loading
 from ...engine.offload import free_memory
 from .options import RolloutConfig
 from .placement import Place
