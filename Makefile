@@ -108,6 +108,7 @@ soak: $(SETUP)
 
 docs: $(SETUP)
 	$(PY) -m docs.reference
+	$(PY) -m docs.sizes
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 

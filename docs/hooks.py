@@ -1,16 +1,43 @@
-"""MkDocs hooks: give the API reference a view of the package that holds its modules alone.
+"""MkDocs hooks: show diagrams as pictures, and give the API reference a view of the package that holds its modules alone.
+
+A site that draws diagrams in the browser would need a network; `docs/draw.py` has drawn them.
 
 The package is the repository root. mkdocstrings walks every folder below a package and follows links, so from the root it would
 walk the virtual environment, and `.types/drivetrain` in circles. It reads this view instead.
 """
 
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+# MkDocs loads this file by its path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.draw import FENCE, PICTURES, picture_of
 
 ROOT = Path(__file__).parent.parent
 VIEW = ROOT / "build" / "docs"
 """The search path of `mkdocs.yml`, `plugins.mkdocstrings.handlers.python.paths`."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace every diagram by its picture.
+
+    Raises:
+        PluginError: A diagram has not been drawn.
+    """
+
+    def picture(found: "re.Match[str]") -> str:
+        name = picture_of(found[1])
+        if not (PICTURES / name).is_file():
+            raise PluginError(f"a diagram has no picture pictures/{name}; run python -m docs.draw")
+        return f"![diagram](pictures/{name})"
+
+    return FENCE.sub(picture, markdown)
 
 
 def on_config(config: Any) -> Any:

@@ -22,16 +22,15 @@ from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.weights import seed_ranks
 from ..offload import Part
-from ..ops.linear_head import head_bytes
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
-from ..resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose
+from ..resolve import MemoryNeeds, choose
 from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_
 from .build import Built, Described, build, check_config, describe
-from .host_moments import PART_BYTES
+from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
 from .packed_model import PackedModel
@@ -105,37 +104,17 @@ class FSDPEngine(BaseEngine):
         check_config(self.hf_config, self.model_config, parallel, self.options)
 
     def _memory_needs(self) -> MemoryNeeds:
-        shape, config, p = self.model_shape, self.config, self.topology.parallel
-        params, compute = ITEMSIZE[config.precision.params], ITEMSIZE[config.precision.compute]
-        shards = (p.dp_shard or 1) * p.cp
-        training = self.optim_config is not None
-        moments = 2 * params if training and self.optim_config.name == "adamw" else 0  # type: ignore[union-attr]
-        kept = 0 if config.offload.params == "host" else params
-        on_host, moments = moments * (config.offload.optimizer == "host"), moments * (config.offload.optimizer != "host")
-        state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
-        # Those on the host come in two parts at a time.
-        state += min(2 * PART_BYTES, shape.parameters_trained * on_host / shards)
-        is_wrapped = (
-            shards > 1 or p.ep > 1 or needs_fsdp(self._described.meta_model if self._model is None else self._root, config)
-        )
-        if is_wrapped:
-            # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
-            vocabulary = shape.vocabulary * shape.hidden
-            layers = 2 / len(shape.attention) if self.topology.size > 1 or self.options.reshard_after_forward is True else 1
-            state += compute * (vocabulary + layers * (shape.parameters - vocabulary))
-        return MemoryNeeds(
-            state=state,
-            unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce]
-            if is_wrapped and training
-            else 0.0,
-            activations=activation_bytes(shape, config, p, config.micro_batch.max_tokens),
-            head=head_bytes(
-                shape.vocabulary,
-                shape.hidden,
-                self.topology.device.type,
-                training=self.optim_config is not None,
-                trained=shape.head_trained > 0,
-            ),
+        p, root = self.topology.parallel, self._described.meta_model if self._model is None else self._root
+        split = (p.dp_shard or 1) * p.cp > 1 or p.ep > 1
+        return memory_needs(
+            self.model_shape,
+            self.config,
+            self.options,
+            self.optim_config,
+            p,
+            ranks=self.topology.size,
+            device=self.topology.device.type,
+            wrapped=split or needs_fsdp(root, self.config),
         )
 
     def _settle(self, memory: float) -> None:

@@ -1,0 +1,53 @@
+"""An estimate of a rank's memory under FSDP2, from shapes alone."""
+
+from ..config import EngineConfig, OptimConfig, ParallelConfig
+from ..flops import ModelShape
+from ..ops.linear_head import head_bytes
+from ..resolve import ITEMSIZE, MemoryNeeds, activation_bytes
+from .host_moments import PART_BYTES
+from .options import FSDPOptions
+
+
+def memory_needs(
+    shape: ModelShape,
+    config: EngineConfig,
+    options: FSDPOptions,
+    optim: OptimConfig | None,
+    p: ParallelConfig,
+    *,
+    ranks: int,
+    device: str,
+    wrapped: bool,
+) -> MemoryNeeds:
+    """Return an estimate of what a rank needs.
+
+    Args:
+        shape: The model's shapes.
+        config: The settings, with `compile` and the number formats resolved.
+        options: The settings that only this engine has.
+        optim: The optimizer; None for inference.
+        p: The resolved layout.
+        ranks: The number of ranks.
+        device: The type of the device.
+        wrapped: Whether FSDP holds the parameters, because they are sharded, offloaded, or computed in another number format.
+    """
+    params, compute = ITEMSIZE[config.precision.params], ITEMSIZE[config.precision.compute]
+    shards = (p.dp_shard or 1) * p.cp
+    training = optim is not None
+    moments = 2 * params if optim is not None and optim.name == "adamw" else 0
+    kept = 0 if config.offload.params == "host" else params
+    on_host, moments = moments * (config.offload.optimizer == "host"), moments * (config.offload.optimizer != "host")
+    state = (shape.parameters * kept + shape.parameters_trained * (kept * training + moments)) / shards
+    # Those on the host come in two parts at a time.
+    state += min(2 * PART_BYTES, shape.parameters_trained * on_host / shards)
+    if wrapped:
+        # The root's parameters stay gathered during a step; of the layers, two at a time, or all on one rank.
+        vocabulary = shape.vocabulary * shape.hidden
+        layers = 2 / len(shape.attention) if ranks > 1 or options.reshard_after_forward is True else 1
+        state += compute * (vocabulary + layers * (shape.parameters - vocabulary))
+    return MemoryNeeds(
+        state=state,
+        unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce] if wrapped and training else 0.0,
+        activations=activation_bytes(shape, config, p, config.micro_batch.max_tokens),
+        head=head_bytes(shape.vocabulary, shape.hidden, device, training=training, trained=shape.head_trained > 0),
+    )
