@@ -159,7 +159,7 @@ def test_the_page_for_ones_own_data(task: Path) -> None:
     program = page.split("```python\n")[1].split("```")[0]
     assert "make setup" in blocks[0]
     shutil.copy(task / "data" / "train.jsonl", task / "chats.jsonl")
-    script = "\n".join(["set -e", *blocks[1:]]).replace("model.path=MODEL", f"model.path={task / 'model'}")
+    script = "\n".join(["set -e", *blocks[1:]]).replace("MODEL", str(task / "model"))
     python = Path(sys.executable).parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29513", "PATH": f"{python}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=task, env=environment)
