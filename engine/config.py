@@ -258,6 +258,17 @@ class ParallelConfig(Settings):
     ep: int = setting(1, "expert parallel: ranks over which the experts of a mixture-of-experts model are distributed")
     etp: int = setting(1, "tensor parallel within each expert")
 
+    def __post_init__(self) -> None:
+        """Check the types and the sizes.
+
+        Raises:
+            ConfigError: An axis has the wrong type, or a size below 1; the message names it.
+        """
+        super().__post_init__()
+        for f in fields(self):
+            if not isinstance(value := getattr(self, f.name), bool):
+                check_least(f"engine.parallel.{f.name}", value, 1)
+
     @property
     def token_multiple(self) -> int:
         """The number that must divide a micro-batch's token count, so that the ranks that split it get equal slices."""
@@ -375,7 +386,13 @@ class OptimConfig(Settings):
         ):
             if not low <= value <= high:
                 raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
-        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+            if math.isinf(value):
+                raise ConfigError(f"optim.{name}={value}; it must be finite")
+        if 1 in self.betas:
+            raise ConfigError(f"optim.betas={list(self.betas)}; both must be below 1, at which a moment would never change")
+        if not self.eps:
+            raise ConfigError(f"optim.eps={self.eps}; it must be more than 0, or a parameter without a gradient becomes NaN")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(f"optim.clip_grad_norm={self.clip_grad_norm}; use a positive norm, or null for no clipping")
 
     def check(self, total_steps: int | None) -> None:

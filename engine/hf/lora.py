@@ -202,6 +202,10 @@ def wants_adapters(lora: LoraConfig) -> bool:
     """
     if lora.rank < 0:
         raise ModelError(f"model.lora.rank={lora.rank}; it must be a positive rank, or 0 for no adapters")
+    if not (lora.alpha > 0 and math.isfinite(lora.alpha)):
+        raise ModelError(f"model.lora.alpha={lora.alpha}; it must be a finite number above 0")
+    if lora.rank and not lora.targets:
+        raise ModelError(f"model.lora.targets=[] with model.lora.rank={lora.rank}; name layers, or all-linear")
     if not 0 <= lora.dropout < 1:
         raise ModelError(f"model.lora.dropout={lora.dropout}; it must be a probability below 1")
     return lora.rank > 0

@@ -258,7 +258,7 @@ def test_a_batch_without_what_the_loss_compares_is_refused(change: dict[str, Any
         (lambda: PreferenceLoss(kind="apo_zero", divergence="forward_kl"), "divergence=forward_kl with loss=apo_zero"),
         (lambda: PreferenceLoss(divergence="kl"), "divergence=kl; choose one of reverse_kl"),  # type: ignore[arg-type]
         (lambda: PreferenceLoss(divergence="alpha_divergence", alpha=float("inf")), "alpha=inf"),
-        (lambda: PreferenceLoss(loss_weights={"dpo": 1.0}), "loss=dpo; choose one of sigmoid"),
+        (lambda: PreferenceLoss(loss_weights={"dpo": 1.0}), "loss_weights.dpo=1.0; choose one of sigmoid"),
         (lambda: PreferenceLoss(loss_weights={"ipo": 0.0}), "loss_weights.ipo=0.0; it must be a number above 0"),
         (lambda: PreferenceLoss(loss_weights={"ipo": float("nan")}), "loss_weights.ipo=nan"),
         (

@@ -19,54 +19,11 @@ from ...engine.config import EngineConfig, expand_path
 from ...engine.errors import ConfigError
 from ...engine.parallel.process import discard_output
 from ...engine.registry import backends, options_class
+from .unknown import hint_for
 
 log = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-
-FOREIGN = {
-    "learning_rate": "optim.lr",
-    "num_train_epochs": "trainer.epochs",
-    "num_epochs": "trainer.epochs",
-    "per_device_train_batch_size": "data.batch_size",
-    "micro_batch_size": "engine.micro_batch.max_tokens",
-    "gradient_accumulation_steps": "data.batch_size",
-    "max_seq_length": "data.max_length",
-    "sequence_len": "data.max_length",
-    "lr_scheduler_type": "optim.schedule",
-    "load_in_4bit": "model.quantization",
-    "load_in_8bit": "model.quantization",
-    "gradient_checkpointing": "engine.recompute",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
-    "dataset": "data.train",
-    "train_on_inputs": "data.learn",
-    "max_grad_norm": "optim.clip_grad_norm",
-    "warmup_steps": "optim.warmup_steps",
-    "lora_r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "target_modules": "model.lora.targets",
-    "logging_steps": "trainer.loggers",
-    "eval_steps": "trainer.eval_every",
-    "save_steps": "trainer.save_every",
-    "early_stopping_patience": "trainer.patience",
-}
-"""Names that other programs use for a setting, mapped to ours."""
-ALWAYS = {
-    **dict.fromkeys(
-        ("packing", "sample_packing", "neat_packing", "use_remove_padding", "padding_free"),
-        "samples are always packed, without padding and without attention across them; there is nothing to set",
-    ),
-    **dict.fromkeys(
-        ("attn_implementation", "flash_attn", "flash_attention", "flash_attention_2", "use_flash_attention"),
-        "attention over packed samples always uses the fastest kernel that is exact for the model; there is nothing to set",
-    ),
-    **dict.fromkeys(
-        ("bf16", "fp16"),
-        "the number format is engine.precision.compute, by default bfloat16 on GPUs; weights are trained in float32",
-    ),
-}
-"""Names that other programs use for what needs no setting here, and what to say about it."""
 
 RENAMED_VALUES = {"data.turns": {"together": "single", "apart": "per_turn"}}
 """Renamed values of settings, mapped from the old name to the new one."""
@@ -260,15 +217,49 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
         for name, parent in own.items():
             _inherit(merged, name, parent, layers)
         result = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as e:
-        where = f"{e.full_key}: " if e.full_key else ""
-        hint = (
-            "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(e) else ""
-        )
-        told = str(e).splitlines()[0].partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
-        raise ConfigError(f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}") from e
+    except (OmegaConfBaseException, TypeError) as e:
+        raise ConfigError(_merge_error(e, layers, {key.name: key for key in keys(cls)})) from e
     assert isinstance(result, cls)
     return result
+
+
+_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def _merge_error(error: Exception, layers: Sequence[DictConfig], known: Mapping[str, Key]) -> str:
+    """Return what is wrong with a value, in the words of the settings."""
+    sections = {name.rpartition(".")[0] for name in known}
+    for layer in layers:
+        # Without resolving what a value refers to, which may be what is wrong.
+        for name, value in _values(OmegaConf.to_container(layer, resolve=False)):
+            key = known.get(name)
+            if key is None and name in sections:
+                example = next(other for other in known if other.startswith(f"{name}."))
+                return f"{name}={value}: {name} has settings of its own, such as {example}; set one of them"
+            if key is None:
+                continue
+            if value is None and "None" not in key.type:
+                kind = "a list" if key.type.startswith("tuple[") else _KINDS.get(key.type, key.type)
+                return f"{name} has no value; it must be {kind}"
+            if key.type.startswith("dict["):
+                return f"{name}={value}; it must be a mapping, as in {name}={{name: value}}"
+            if key.type.startswith("tuple[") and "..." not in key.type and len(value) != key.type.count(",") + 1:
+                return f"{name}={value}; it must be a list of {key.type.count(',') + 1} values"
+    where = f"{full}: " if (full := getattr(error, "full_key", None)) else ""
+    hint = (
+        "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(error) else ""
+    )
+    told = str(error).splitlines()[0].partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
+    return f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}"
+
+
+def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name of each value in plain data, and the value; of an empty mapping nothing."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str]) -> Config:
@@ -366,14 +357,7 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
         if name.startswith("engine.options."):
             own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
             raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {own}")
-        last = name.rpartition(".")[2]
-        if last in ALWAYS:
-            raise ConfigError(f"unknown setting {name!r}: {ALWAYS[last]}")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
-            last, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7
-        )
-        full = FOREIGN.get(last) or next((k for k in sorted(known) if near and k.endswith(near[0])), None)
-        raise ConfigError(f"unknown setting {name!r}{f'; did you mean {full!r}?' if full else ''} (--help lists all settings)")
+        raise ConfigError(f"unknown setting {name!r}{hint_for(name, known)}")
 
 
 def _check_renamed(layer: DictConfig) -> None:

@@ -1,5 +1,6 @@
 """Algorithms: each is the settings of one loss and one estimator of advantages."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
@@ -170,6 +171,10 @@ def resolve(config: RLConfig) -> Algorithm:
     aggregation = changes.pop("aggregation", known.loss.aggregation)
     norm = changes.pop("length_norm", config.rollout.max_tokens)
     by_norm = aggregation == "seq-mean-token-sum-norm"
+    if not (config.rollout.temperature > 0 and math.isfinite(config.rollout.temperature)):
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature}; it must be a finite number above 0, for answers that differ from each other"
+        )
     try:
         loss = replace(
             known.loss,
@@ -179,7 +184,8 @@ def resolve(config: RLConfig) -> Algorithm:
             **changes,
         )
     except ConfigError as e:
-        raise ConfigError(f"rl.loss.{e} (rl.algorithm={rl.algorithm}; rl.loss.dual_clip=0 is none)") from e
+        none = "; 0 is none" if "dual_clip" in str(e) else ""
+        raise ConfigError(f"rl.loss.{e} (rl.algorithm={rl.algorithm}{none})") from e
     estimator = _given(rl.advantage)
     if "kl_estimator" in estimator:
         estimator["kl"] = estimator.pop("kl_estimator")

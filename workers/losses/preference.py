@@ -126,7 +126,8 @@ class PreferenceLoss:
             raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
         for kind, weight in self.weighted.items():
             if kind not in (*get_args(PairLoss), *(["sft"] if self.loss_weights else [])):
-                raise ConfigError(f"loss={kind}; choose one of {', '.join(get_args(PairLoss))}")
+                given = f"loss_weights.{kind}={weight}" if self.loss_weights else f"loss={kind}"
+                raise ConfigError(f"{given}; choose one of {', '.join(get_args(PairLoss))}")
             if isinstance(weight, bool) or not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
                 raise ConfigError(f"loss_weights.{kind}={weight}; it must be a number above 0")
         for name in ("beta", "tau"):
