@@ -333,9 +333,10 @@ LOADED = """
 import json, sys
 from drivetrain.trainers.data.sources import open_source
 found = []
-for name, training in json.loads(sys.argv[1]):
+for name, training, streaming in json.loads(sys.argv[1]):
     try:
-        found.append([row for chunk in open_source(name, training=training).chunks() for row in chunk.rows])
+        source = open_source(name, training=training, streaming=streaming)
+        found.append([row for chunk in source.chunks() for row in chunk.rows])
     except Exception as e:
         found.append(f"{type(e).__name__}: {e}")
 print(json.dumps(found))
@@ -411,12 +412,15 @@ def waited(check: Any) -> Any:
 def test_data_sets_of_the_hub(tmp_path: Path) -> None:
     files = {"train.jsonl": b'{"text": "1"}\n{"text": "2"}\n', "test.jsonl": b'{"text": "3"}\n', "README.md": CARD}
     asked = [
-        ("org/some", True),
-        ("org/some:test", False),
-        ("org/some/default:train[1:]", True),
-        ("org/some", False),
-        ("org/some:nix", True),
-        ("org/other", True),
+        ("org/some", True, False),
+        ("org/some:test", False, False),
+        ("org/some/default:train[1:]", True, False),
+        ("org/some", False, False),
+        ("org/some:nix", True, False),
+        ("org/other", True, False),
+        ("org/some", True, True),
+        ("org/some/default:test", True, True),
+        ("org/some:nix", True, True),
     ]
     with serve("org/some", files) as address:
         environment = {
@@ -428,12 +432,19 @@ def test_data_sets_of_the_hub(tmp_path: Path) -> None:
         }
         words = [sys.executable, "-c", LOADED, json.dumps(asked)]
         done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment, timeout=100)
-    whole, test, part, unnamed, no_split, no_name = json.loads(done.stdout.splitlines()[-1])
+    whole, test, part, unnamed, no_split, no_name, streamed, streamed_test, streamed_no_split = json.loads(
+        done.stdout.splitlines()[-1]
+    )
     assert whole == [[1, {"text": "1"}], [2, {"text": "2"}]]
     assert test == [[1, {"text": "3"}]]
     assert part == [[1, {"text": "2"}]]
     assert unnamed == "DataError: dataset org/some has the splits train, test; name one, for example org/some:test"
     assert 'Unknown split "nix". Should be one of' in no_split
+    assert (streamed, streamed_test) == (whole, test)
+    assert (
+        "DataError: org/some:nix is not a file or folder, and loading it as a Hugging Face Hub dataset failed"
+        in streamed_no_split
+    )
     assert "DataError: org/other is not a file or folder, and loading it as a Hugging Face Hub dataset failed" in no_name
 
 
