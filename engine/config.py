@@ -101,7 +101,7 @@ def expand_paths(settings: Any, prefix: str) -> None:
 
 
 class Settings:
-    """The base class of configurations, which are frozen dataclasses: checks the types of the values when one is made.
+    """The base class of configurations, which are frozen dataclasses: checks types and values when one is made.
 
     Lists become tuples where the field is one, a single text becomes a tuple of one, and paths are expanded.
     """
@@ -127,6 +127,14 @@ class Settings:
                 kind = "null" if value is None else _article(type(value).__name__)
                 raise ConfigError(f"{name}={value!r} is {kind}; it must be {_wanted(hint)}")
         expand_paths(self, self.section)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Check the values, each by itself.
+
+        Raises:
+            ConfigError: A value is out of range; the message names the setting and the value.
+        """
 
 
 @cache
@@ -258,13 +266,7 @@ class ParallelConfig(Settings):
     ep: int = setting(1, "expert parallel: ranks over which the experts of a mixture-of-experts model are distributed")
     etp: int = setting(1, "tensor parallel within each expert")
 
-    def __post_init__(self) -> None:
-        """Check the types and the sizes.
-
-        Raises:
-            ConfigError: An axis has the wrong type, or a size below 1; the message names it.
-        """
-        super().__post_init__()
+    def _check_values(self) -> None:
         for f in fields(self):
             if not isinstance(value := getattr(self, f.name), bool):
                 check_least(f"engine.parallel.{f.name}", value, 1)
@@ -298,6 +300,10 @@ class MicroBatchConfig(Settings):
     infer_max_tokens: int | None = setting(
         None, "maximum number of tokens in an inference micro-batch; null: twice max_tokens"
     )
+
+    def _check_values(self) -> None:
+        check_least("engine.micro_batch.max_tokens", self.max_tokens, 1)
+        check_least("engine.micro_batch.infer_max_tokens", self.infer_max_tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,8 +349,6 @@ class EngineConfig(Settings):
         Raises:
             ConfigError: A value is out of range; the message names the setting and the value.
         """
-        check_least("engine.micro_batch.max_tokens", self.micro_batch.max_tokens, 1)
-        check_least("engine.micro_batch.infer_max_tokens", self.micro_batch.infer_max_tokens, 1)
         check_least("engine.seed", self.seed, 0)
 
 
@@ -366,13 +370,7 @@ class OptimConfig(Settings):
     min_lr_ratio: float = setting(0.0, "minimum learning rate as a fraction of lr")
     decay_ratio: float = setting(0.2, "wsd only: final decay as a fraction of all steps")
 
-    def __post_init__(self) -> None:
-        """Check the types and the values, independently of each other.
-
-        Raises:
-            ConfigError: A value has the wrong type, or is out of range; the message names the setting and the value.
-        """
-        super().__post_init__()
+    def _check_values(self) -> None:
         check_least("optim.warmup_steps", self.warmup_steps, 0)
         for name, value, low, high in (
             ("lr", self.lr, 0, math.inf),

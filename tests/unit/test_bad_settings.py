@@ -1,16 +1,19 @@
 """Settings that cannot be meant: one line that names the setting, its value and what is possible, before anything is built."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.registry import engine_class
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
+from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.methods.sft import SFTMethod
@@ -243,3 +246,25 @@ def test_it_is_refused_in_one_line(trainer: str, words: list[str], message: str,
 @pytest.mark.parametrize("trainer", [*METHODS, *TRAINERS])
 def test_the_control_of_the_test_above(trainer: str, model: Path) -> None:
     check(trainer, ["rewards.use=[answer]"] if trainer in TRAINERS else [], model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimConfig(lr="1e-4"), "optim.lr='1e-4' is a str; it must be a number"),  # type: ignore[arg-type]
+        (lambda: OptimConfig(lr=-1.0), "optim.lr=-1.0"),
+        (lambda: DataConfig(batch_size=0), "data.batch_size=0; it must be at least 1"),
+        (lambda: DataConfig(train=5), "data.train=5 is an int; it must be a list of texts"),  # type: ignore[arg-type]
+        (lambda: MicroBatchConfig(max_tokens=0), "engine.micro_batch.max_tokens=0; it must be at least 1"),
+        (lambda: ParallelConfig(cp=0), "engine.parallel.cp=0; it must be at least 1"),
+        (lambda: TrainerConfig(epochs=0), "trainer.epochs=0; it must be at least 1"),
+        (lambda: TrainerConfig(timeout_minutes=-1), "trainer.timeout_minutes=-1; it must be more than 0"),
+        (
+            lambda: SFTConfig(data={"train": "a.jsonl"}),  # type: ignore[arg-type]
+            "SFTConfig.data={'train': 'a.jsonl'} is a dict; it must be a DataConfig",
+        ),
+    ],
+)
+def test_configurations_check_types_and_values_when_they_are_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DrivetrainError, match=re.escape(message)):
+        make()

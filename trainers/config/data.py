@@ -57,13 +57,15 @@ class SourcesConfig(Settings):
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
     seed: int = setting(0, "seed for shuffling")
 
+    def _check_values(self) -> None:
+        check_least("data.seed", self.seed, 0)
+
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
         Raises:
             ConfigError: A setting is invalid; the message names it and its value.
         """
-        check_least("data.seed", self.seed, 0)
         if not self.train:
             raise ConfigError("data.train is not set; give files, folders or Hub names, for example data.train=[train.jsonl]")
         if self.weights is not None:
@@ -113,6 +115,13 @@ class DataConfig(SourcesConfig):
         None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
     )
 
+    def _check_values(self) -> None:
+        super()._check_values()
+        check_least("data.batch_size", self.batch_size, 1)
+        check_least("data.max_length", self.max_length, 1)
+        check_least("data.workers", self.workers, 0)
+        check_least("data.stream_rows", self.stream_rows, 1)
+
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
@@ -120,10 +129,6 @@ class DataConfig(SourcesConfig):
             ConfigError: A setting is invalid; the message names it and its value.
         """
         super().check()
-        check_least("data.batch_size", self.batch_size, 1)
-        check_least("data.max_length", self.max_length, 1)
-        check_least("data.workers", self.workers, 0)
-        check_least("data.stream_rows", self.stream_rows, 1)
         if self.streaming and self.weights is not None:
             raise ConfigError(
                 "data.weights with data.streaming=true, which reads one source after the other; mix the rows beforehand, or unset one of them"
@@ -143,6 +148,11 @@ class PromptsConfig(SourcesConfig):
     )
     batch_size: int = setting(32, "prompts per step, each of which gets rl.group_size answers")
 
+    def _check_values(self) -> None:
+        super()._check_values()
+        check_least("data.batch_size", self.batch_size, 1)
+        check_least("data.max_length", self.max_length, 1)
+
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
@@ -152,5 +162,3 @@ class PromptsConfig(SourcesConfig):
         super().check()
         if self.too_long == "split":
             raise ConfigError("data.too_long=split: a prompt cannot be split; use skip, truncate_left or truncate_right")
-        check_least("data.batch_size", self.batch_size, 1)
-        check_least("data.max_length", self.max_length, 1)

@@ -53,12 +53,7 @@ class LoopConfig(Settings):
     )
     timeout_minutes: float = setting(30.0, "minutes after which a rank stops waiting for the others")
 
-    def check(self) -> None:
-        """Check these settings independently of the other sections.
-
-        Raises:
-            ConfigError: A setting is invalid; the message names it and its value.
-        """
+    def _check_values(self) -> None:
         check_least("trainer.epochs", self.epochs, 1)
         for name in ("max_steps", "eval_every", "save_every", "keep_last", "keep_every", "export_hf_every", "patience"):
             check_least(f"trainer.{name}", getattr(self, name), 1)
@@ -66,6 +61,13 @@ class LoopConfig(Settings):
         check_least("trainer.log_every", self.log_every, 1)
         if not self.timeout_minutes > 0:
             raise ConfigError(f"trainer.timeout_minutes={self.timeout_minutes}; it must be more than 0")
+
+    def check(self) -> None:
+        """Check these settings independently of the other sections.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
         if self.patience is not None and self.eval_every is None:
             raise ConfigError(
                 f"trainer.patience={self.patience} counts evaluations, but the only evaluation is at the end; set trainer.eval_every"
@@ -102,6 +104,12 @@ class TrainerConfig(LoopConfig):
         None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
     )
 
+    def _check_values(self) -> None:
+        super()._check_values()
+        check_least("trainer.generate_tokens", self.generate_tokens, 1)
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
+
     def check(self) -> None:
         """Check these settings independently of the other sections.
 
@@ -109,13 +117,10 @@ class TrainerConfig(LoopConfig):
             ConfigError: A setting is invalid; the message names it and its value.
         """
         super().check()
-        check_least("trainer.generate_tokens", self.generate_tokens, 1)
         if self.metrics and not self.generate:
             raise ConfigError(
                 f"trainer.metrics={list(self.metrics)} judges generated answers, but trainer.generate=0; set it to their number"
             )
-        if self.peak_tflops is not None and not self.peak_tflops > 0:
-            raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +138,6 @@ class RLTrainerConfig(LoopConfig):
         None, "steps between replay bundles, each with everything that repeats its step; null: none"
     )
 
-    def check(self) -> None:
-        """Check these settings independently of the other sections.
-
-        Raises:
-            ConfigError: A setting is invalid; the message names it and its value.
-        """
-        super().check()
+    def _check_values(self) -> None:
+        super()._check_values()
         check_least("trainer.bundle_every", self.bundle_every, 1)
