@@ -134,7 +134,7 @@ def page() -> str:
         "2. Smaller micro-batches: `engine.micro_batch.max_tokens` has to hold the longest sample, and no more. The loss stays the same.",
         "3. Samples longer than a GPU holds: `engine.parallel.cp=2` shares each sequence between two GPUs.",
         "4. The optimizer's moments on the host: `engine.offload.optimizer=host`; then the parameters: `engine.offload.params=host`.",
-        "5. Adapters on a base of 8 or 4 bits: `recipe=sft_lora model.quantization=nf4`.",
+        "5. Adapters instead of all weights: `recipe=sft_lora`.",
         "6. Layers that do not fit even when sharded, or mixtures over many machines: `engine.backend=mcore` with `engine.parallel.tp`, `pp` and `ep`; see",
         "   [the Megatron-core engine](mcore.md).",
     ]

@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
             samples=args.samples,
             seed=args.seed,
         )
+        if args.column in ("finish_reason", "sample", "prompt", "messages", "text"):
+            raise ConfigError(f"--column {args.column} is a column of its own; give the responses another name")
         out = Path(args.out)
         _check_out(out, overwrite=args.overwrite)
         generator_class(ENGINES[args.engine])
@@ -122,37 +124,56 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
 def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOptions, folder: Path, out: Path) -> None:
     model = ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code)
     tokenizer = load_tokenizer(model)
-    prompts, rows = _read(args.prompts, tokenizer, data, args.column)
+    prompts, rows = _read(
+        args.prompts, tokenizer, data, {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])}
+    )
     unfinished = _unfinished(out, args, options, folder, prompts)
-    done = _completed(unfinished)
-    total = len(prompts) * options.samples
-    if done:
-        print(f"{done} of {total} responses are there already; going on", file=sys.stderr, flush=True)
-    began, tokens = time.monotonic(), 0
-    if done < total:
-        config = RolloutConfig(
-            model=model,
-            generator=ENGINES[args.engine],
-            dtype=_dtype(args.dtype),
-            max_batch_size=args.max_batch_size,
-            max_batch_total_tokens=args.max_batch_total_tokens,
-            options={} if args.tp is None else {"tp": args.tp},
-        )
-        with _appended(unfinished) as file, _built(config) as generator, Bar("generating") as bar:
-            limits = generator.limits()
-            for prompt in prompts:
-                check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
-            for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
-                tokens += len(stream.tokens)
-                row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
-                response = tokenizer.decode(stream.tokens, skip_special_tokens=True)
-                _write(file, {**row, args.column: response, "finish_reason": stream.finish_reason})
-                bar.advance(1 / total, number + 1)
-    os.replace(unfinished, out)
+    total, began = len(prompts) * options.samples, time.monotonic()
+    with _appended(unfinished) as file:
+        done = _completed(unfinished)
+        if done:
+            print(f"{done} of {total} responses are there already; going on", file=sys.stderr, flush=True)
+        tokens = _respond(args, options, model, tokenizer, prompts, rows, file, done) if done < total else 0
+        # Another command may have written it meanwhile.
+        _check_out(out, overwrite=args.overwrite)
+        os.replace(unfinished, out)
     seconds = time.monotonic() - began
     print(
         f"{total} responses to {len(prompts)} prompts: {out} ({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} per second)"
     )
+
+
+def _respond(
+    args: argparse.Namespace,
+    options: SamplingOptions,
+    model: ModelConfig,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    rows: Sequence[dict[str, Any]],
+    file: IO[str],
+    done: int,
+) -> int:
+    """Append the responses that are not there yet; return the number of their tokens."""
+    tokens, total = 0, len(prompts) * options.samples
+    config = RolloutConfig(
+        model=model,
+        generator=ENGINES[args.engine],
+        dtype=_dtype(args.dtype),
+        max_batch_size=args.max_batch_size,
+        max_batch_total_tokens=args.max_batch_total_tokens,
+        options={} if args.tp is None else {"tp": args.tp},
+    )
+    with _built(config) as generator, Bar("generating") as bar:
+        limits = generator.limits()
+        for prompt in prompts:
+            check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
+        for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
+            tokens += len(stream.tokens)
+            row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
+            response = tokenizer.decode(stream.tokens, skip_special_tokens=True)
+            _write(file, {**row, args.column: response, "finish_reason": stream.finish_reason})
+            bar.advance(1 / total, number + 1)
+    return tokens
 
 
 @contextmanager
@@ -162,10 +183,13 @@ def _appended(unfinished: Path) -> Iterator[IO[str]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise ConfigError(f"{unfinished} is being written by the same command; wait for it, or stop it") from e
+        except OSError as e:
+            # Some network file systems do not support locks.
+            log.warning("%s cannot be locked (%s): a second command would not be noticed", unfinished, e.strerror or e)
         try:
             yield file
         finally:
-            if not file.tell():
+            if unfinished.is_file() and not unfinished.stat().st_size:
                 unfinished.unlink()
 
 
@@ -192,15 +216,21 @@ def _dtype(name: str) -> str:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def _read(name: str, tokenizer: Any, data: PromptsConfig, column: str) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Return the prompts, and the rows that they come from."""
+def _read(name: str, tokenizer: Any, data: PromptsConfig, added: set[str]) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Return the prompts, and the rows that they come from, to which columns will be added."""
     prompts, rows = [], []
     source = open_source(name, training=True, every_column=True, columns=data.columns, whole_text=data.txt == "file")
     for chunk in source.chunks():
         for number, row in chunk.parsed():
             place = f"{chunk.file}:{number}"
-            if taken := {column, "finish_reason"} & row.keys():
+            if taken := added & row.keys():
                 raise DataError(f"{place} has a column {min(taken)} already; rename it, or give another name with --column")
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except (TypeError, ValueError) as e:
+                raise DataError(
+                    f"{place} cannot be written as JSON, as it is beside its response: {e}; leave out that column"
+                ) from e
             ours = with_our_columns(row, data.columns, place)
             if ours.get("prompt") is None:
                 given = next((c for c in ("messages", "text") if ours.get(c) is not None), None)

@@ -1,4 +1,7 @@
-"""A dry run: everything up to and including a first step, with its memory. Nothing is written but the cache of tokenized data."""
+"""A dry run: everything up to and including a first step, with its memory.
+
+Nothing is written but what later runs use again: tokenized data and, with `reference.mode=cached`, a reference's log-probabilities.
+"""
 
 import logging
 import os
@@ -98,7 +101,11 @@ def _measure(ready: Prepared) -> DryRun:
         start = resume(engine, manager, config, ready.method.name, loader, early_stopping)
     initial = max(engine.topology.all_gather_object(peak_bytes(engine.topology.device)))
     longest = np.argsort(-samples.lengths.sum(1), kind="stable")[: config.data.batch_size]
-    chosen = batch_of([(samples, int(i)) for i in longest], samples.width)
+    chosen = (
+        loader.batch(longest.tolist())
+        if isinstance(loader, Loader)
+        else batch_of([(samples, int(i)) for i in longest], samples.width)
+    )
     began = time.perf_counter()
     batch = ready.method.batch(engine, chosen, training=True)
     result = engine.train_batch(batch, ready.method.loss)

@@ -1,5 +1,6 @@
 """A complete run from its configuration: data, engine, resuming, training and export."""
 
+import atexit
 import datetime
 import logging
 from collections.abc import Iterator, Sequence
@@ -131,9 +132,13 @@ def run(config: RunConfig, method: Method, extensions: Extensions = Extensions()
 def process_group(config: RunConfig) -> Iterator[None]:
     """Set up the default process group for the block. Collective over all processes of the job.
 
+    With several processes it stays until the program ends: torchrun's store keeps the addresses of the first group, and a second one of the
+    same name would read them and hang.
+
     Args:
         config: The run's settings.
     """
+    atexit.unregister(close_distributed)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
         yield
@@ -143,7 +148,10 @@ def process_group(config: RunConfig) -> Iterator[None]:
         if dist.get_world_size() == 1:
             close_distributed()
         raise
-    close_distributed()
+    if dist.get_world_size() == 1:
+        close_distributed()
+    else:
+        atexit.register(close_distributed)
 
 
 @contextmanager

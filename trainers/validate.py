@@ -32,6 +32,8 @@ def check_run(config: RunConfig, method: Method, metrics: Sequence[Metric] = ())
     config.check()
     method.check()
     sample_budget(config, method)
+    if metrics and not config.trainer.generate:
+        raise ConfigError("metrics are given, which measure generated answers, but trainer.generate=0; set it to their number")
     early_stopping_of(config, method, AnswerMetrics.of(config.trainer.metrics, metrics), "")
     check_loggers(config.trainer.loggers)
     if config.trainer.push_to_hub is not None:

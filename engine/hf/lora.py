@@ -61,7 +61,7 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
         lora_dropout=lora.dropout,
         target_modules=targets,
         modules_to_save=_saved_names(lora, model) or None,
-        exclude_modules=list(lora.modules_to_save) if excluded else None,
+        exclude_modules=_saved_names(lora, model) if excluded else None,
         # peft would otherwise load trained embeddings and leave the head that is tied to them as it was.
         ensure_weight_tying=_tied(model) and id(model.get_input_embeddings()) in whole,
         bias="none",
@@ -71,13 +71,18 @@ def peft_config(lora: LoraConfig, model: PreTrainedModel, base: str) -> PeftLora
 
 
 def _saved_names(lora: LoraConfig, model: PreTrainedModel) -> list[str]:
-    """Return `modules_to_save`, and after embeddings the head that is tied to them, which peft loads by itself."""
+    """Return the full names of `modules_to_save`, and after embeddings the head that is tied to them, which peft loads by itself.
+
+    peft takes a name for the end of other names too: `norm` would be `q_norm`.
+    """
     head = next((n for n, m in model.named_modules() if m is model.get_output_embeddings()), None)
+    saved = {id(module) for module in modules_to_save(lora, model)}
     names: list[str] = []
-    for name in lora.modules_to_save:
-        found = [m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
-        names += [name, *([head] if head is not None and _tied(model) and model.get_input_embeddings() in found else [])]
-    return names
+    for name, module in model.named_modules():
+        if id(module) in saved and name != head:
+            tied = head is not None and _tied(model) and module is model.get_input_embeddings()
+            names += [name, *([head] if tied and head is not None else [])]
+    return names + ([head] if head is not None and id(model.get_output_embeddings()) in saved and head not in names else [])
 
 
 def _tied(model: PreTrainedModel) -> bool:
@@ -101,6 +106,11 @@ def modules_to_save(lora: LoraConfig, model: PreTrainedModel) -> list[nn.Module]
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ModelError(
                 f"model.lora.modules_to_save names {wanted!r}, which is no module of {type(model).__name__} with weights{hint}"
+            )
+        if any(p.dim() > 2 for name in names for p in named[name].parameters()):
+            raise ModelError(
+                f"model.lora.modules_to_save names {wanted!r}, which has experts fused into one tensor, for which peft has no place in its "
+                "files; name other modules, or train the whole model"
             )
         for name in names:
             # A tied parameter is listed under the first of its names.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..config import ModelConfig
 from ..errors import ModelError
 from .layout import DiskLayout
-from .lora import add_adapters, peft_config, wants_adapters
+from .lora import add_adapters, modules_to_save, peft_config, wants_adapters
 from .names import hf_name
 
 
@@ -58,6 +58,11 @@ def empty_lm(
     if wants_adapters(model.lora):
         adapters = peft_config(model.lora, lm, model.path)
         add_adapters(lm, adapters, model.lora)
+        if model.head == "value" and any(m is lm.get_output_embeddings() for m in modules_to_save(model.lora, lm)):
+            raise ModelError(
+                f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.head=value, which replaces the language-model head "
+                "and is trained anyway; remove the head"
+            )
         rows = [lm.get_input_embeddings(), lm.get_output_embeddings()]
         if model.added_tokens and not all(m.weight.requires_grad for m in rows if m is not None):
             raise ModelError(

@@ -29,8 +29,8 @@ from helpers.harness import run_ranks
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
 RSLORA = {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}
-SAVED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens", "lm_head"))}
-"""Embeddings and head are trained in full beside the adapters."""
+SAVED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens", "lm_head", "norm"))}
+"""Embeddings, head and the last norm are trained in full beside the adapters; peft would take `norm` for the layers' norms too."""
 TIED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens",))}
 
 

@@ -322,6 +322,9 @@ def test_sft_refuses_a_reward_model_before_it_reads_data(task: Path, capfd: pyte
 def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "untied", "llama", tie_word_embeddings=False)
     tied = save_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    mixture = save_tiny_model(tmp_path / "mixture", "qwen3_moe")
+    with pytest.raises(ModelError, match=r"with model.head=value, which replaces the language-model head"):
+        build(folder, model={"lora": LoraConfig(rank=2, modules_to_save=("lm_head",)), "head": "value"})
     for where, lora, told in (
         (
             folder,
@@ -335,6 +338,11 @@ def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
             r"has a module with adapted layers|no adapter",
         ),
         (folder, LoraConfig(modules_to_save=("lm_head",)), r"with model.lora.rank=0, where the whole model is trained"),
+        (
+            mixture,
+            LoraConfig(rank=2, modules_to_save=("experts",)),
+            r"names 'experts', which has experts fused into one tensor",
+        ),
         (tied, LoraConfig(rank=2, modules_to_save=("lm_head",)), r"is that of the input embeddings \(tie_word_embeddings\)"),
     ):
         with pytest.raises(ModelError, match=told):

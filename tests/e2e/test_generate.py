@@ -127,6 +127,8 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
     )
     other = write(tmp_path / "other.jsonl", [{"prompt": "1+1="}, {"question": "1+1="}])
     long = write(tmp_path / "long.jsonl", [{"prompt": "1+1="}, {"prompt": "1" * 40000}])
+    sampled = write(tmp_path / "sampled.jsonl", [{"prompt": "1+1=", "sample": "mine"}])
+    half = write(tmp_path / "half.jsonl", [{"prompt": "1+1=", "note": "\ud800"}])
     out = str(tmp_path / "out.jsonl")
     before = sorted(path.name for path in tmp_path.iterdir())
     for arguments, told in (
@@ -139,6 +141,9 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
             [str(model), taken, out],
             "taken.jsonl:1 has a column response already; rename it, or give another name with --column",
         ),
+        ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 has a column sample already"),
+        ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is a column of its own"),
+        ([str(model), half, out], "half.jsonl:1 cannot be written as JSON"),
         ([str(model), answered, out], "answered.jsonl:1: the prompt ends with an answer"),
         ([str(model), other, out], "other.jsonl:2 has the columns question; it needs prompt"),
         ([str(model), long, out], "long.jsonl:2"),

@@ -1,5 +1,7 @@
 """The trainers as Python classes: rows in memory, formatting, losses, metrics and callbacks of the user's own."""
 
+import functools
+import importlib
 import json
 import re
 import subprocess
@@ -29,6 +31,7 @@ from drivetrain import (
     SFTTrainer,
     TokenOutputs,
 )
+from drivetrain.trainers.data.python_data import PythonData
 from drivetrain.trainers.loop.answer_metrics import AnswerMetrics, exact_match
 from drivetrain.trainers.loop.loop import Run, StopReason
 from drivetrain.trainers.loop.samples import Answer
@@ -280,8 +283,8 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
     assert AnswerMetrics.of([], [lambda **given: len(given)]).measure([answer]) == {"<lambda>": 3.0}
     for names, functions, told in (
         (["f1"], [], r"trainer.metrics has 'f1'; give module:function, or one of exact_match, contains"),
-        (["nowhere:f1"], [], r"cannot be imported: No module named 'nowhere'"),
-        (["json:f1"], [], r"cannot be imported: module 'json' has no attribute 'f1'"),
+        (["nowhere:f1"], [], r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        (["json:f1"], [], r"cannot be imported: AttributeError: module 'json' has no attribute 'f1'"),
         (["json:__name__"], [], r"is a str and cannot be called"),
         (["metrics.py:f1"], [], r"give module:function"),
         (["exact_match"], [exact_match], r"two metrics of an evaluation are called exact_match"),
@@ -339,3 +342,128 @@ def test_metrics_select_by_the_higher_value(task: Path) -> None:
     watch = early_stopping_of(config, trainer._method(), AnswerMetrics.of(config.trainer.metrics), "x")
     assert watch.update(1, {"exact_match": 0.25})
     assert not watch.update(2, {"exact_match": 0.125})
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+from drivetrain import Callback, DrivetrainError, SFTConfig, SFTTrainer
+
+task = Path(sys.argv[1])
+rows = [json.loads(line) for line in (task / "data" / "train.jsonl").read_text().splitlines()]
+
+
+def config(run, *more):
+    return SFTConfig.parse(
+        f"model.path={task / 'model'}", "data.batch_size=8", "engine.micro_batch.max_tokens=64", "trainer.max_steps=3",
+        f"data.cache_dir={task / 'cache'}", f"trainer.output_dir={task / run}", "trainer.export_hf=false", *more,
+    )
+
+
+class Fails(Callback):
+    def on_step_end(self, run, step, metrics):
+        if dist.get_rank() == 1:
+            raise RuntimeError("the dashboard is down")
+
+
+class Gathers(Callback):
+    def on_step_end(self, run, step, metrics):
+        dist.barrier()
+
+
+class Breaks(list):
+    def __getitem__(self, index):
+        if index == 300:
+            raise ConnectionError("the network is down")
+        return super().__getitem__(index)
+
+
+told = []
+SFTTrainer(config("first"), train_data=rows).dry_run()
+told.append(SFTTrainer(config("first"), train_data=rows).train().result.step)
+told.append(SFTTrainer(config("second"), train_data=rows).train().result.step)
+try:
+    SFTTrainer(config("failed"), train_data=rows, callbacks=[Fails(), Gathers()]).train()
+except Exception as e:
+    told.append(f"{type(e).__name__}: {e}")
+streaming = ("data.streaming=true", "data.stream_rows=8", "data.shuffle=false", "trainer.max_steps=99")
+try:
+    SFTTrainer(config("streamed", *streaming), train_data=Breaks(10 * rows)).train()
+except DrivetrainError as e:
+    told.append(str(e))
+(task / f"told-{dist.get_rank()}.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_under_torchrun_trains_again_and_ends_on_an_error_of_one_rank(task: Path) -> None:
+    (task / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py", str(task)]
+    done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, other = (json.loads((task / f"told-{rank}.json").read_text()) for rank in (0, 1))
+    assert mine[:2] == other[:2] == [3, 3]
+    assert losses(task / "first") == losses(task / "second")
+    assert mine[2] == "RemoteError: rank 1 failed: RuntimeError: the dashboard is down"
+    assert other[2] == "RuntimeError: the dashboard is down"
+    # Rows are read 256 at a time; the steps of the first are made and saved before the error is raised on both.
+    assert mine[3] == "train_data cannot be read: ConnectionError: the network is down"
+    assert mine[3] in other[3]
+    assert [path.name for path in (task / "streamed" / "checkpoints").glob("step-*")] == ["step-00000032"]
+
+
+def test_a_formatting_function_of_a_module_that_was_edited_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "my_formatting.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = set()
+    for text in ("'a'", "'b'"):
+        module.write_text(f"def helper():\n    return {text}\n\ndef formatting(row):\n    return helper()\n")
+        importlib.invalidate_caches()
+        sys.modules.pop("my_formatting", None)
+        sys.dont_write_bytecode = True
+        made = importlib.import_module("my_formatting")
+        assert PythonData.of(None, None, made.formatting).runs_anywhere
+        keys |= {
+            PythonData.of(None, None, made.formatting).key(),
+            PythonData.of(None, None, lambda row, m=made: m.helper()).key(),
+        }
+        keys.add(PythonData.of(None, None, functools.partial(made.formatting)).key())
+    assert len(keys) == 6
+    assert not PythonData.of(None, None, lambda row: row).runs_anywhere
+
+
+def test_rows_of_the_program_stay_as_they_are(task: Path) -> None:
+    def formatting(row: dict[str, Any]) -> dict[str, Any]:
+        row["messages"][0]["content"] += "9"
+        return row
+
+    rows = rows_of(task)
+    SFTTrainer(config_of(task, "run"), train_data=rows, formatting=formatting).train()
+    assert rows == rows_of(task)
+
+
+def test_a_frame_is_refused_with_the_way_out_and_metrics_need_answers(task: Path) -> None:
+    class Frame(dict[str, Any]):
+        iloc = None
+
+    with pytest.raises(ConfigError, match=r"train_data is a Frame; give train_data=frame.to_dict\('records'\)"):
+        SFTTrainer(config_of(task, "run"), train_data=Frame())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"metrics are given, which measure generated answers, but trainer.generate=0"):
+        SFTTrainer(config_of(task, "run"), train_data=rows_of(task), eval_data=rows_of(task), metrics=[length]).train()
+
+
+def test_a_dry_run_with_a_cached_reference(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", 0)
+    write_pairs(tmp_path / "data", 0)
+    config = DPOConfig.parse(
+        f"model.path={tmp_path / 'model'}", "data.batch_size=8", "engine.micro_batch.max_tokens=256", "reference.mode=cached",
+        f"trainer.output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    plan = DPOTrainer(config, train_data=rows_of(tmp_path)[:20]).dry_run()
+    assert plan.result.loss == pytest.approx(0.6931472, rel=1e-6)
+    assert not (tmp_path / "run").exists()

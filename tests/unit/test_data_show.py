@@ -30,7 +30,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
 def facts_of(tmp_path: Path, rows: list[dict[str, Any]], name: str = "a", kind: Kind = "completions") -> Facts:
     file = write(tmp_path / f"{name}.jsonl", rows)
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
-    return Facts.of(load_token_caches([file, file][:1], TOKENIZER, data, training=True, kind=kind))
+    return Facts.of(load_token_caches([file], TOKENIZER, data, training=True, kind=kind))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -41,8 +41,8 @@ def test_counts_are_those_of_the_rows(tmp_path: Path) -> None:
     assert facts.lengths.tolist() == [6] * 5
     assert (facts.tokens, facts.supervised) == (30, 10)
     assert facts.duplicates() == (2, f"{tmp_path / 'a.jsonl'}:4 equals {tmp_path / 'a.jsonl'}:1")
-    assert facts.longer_than(6) == 0
-    assert facts.longer_than(5) == 5
+    assert facts.longer_than(6, 6) == 0
+    assert facts.longer_than(5, 6) == 5
 
 
 @pytest.mark.usefixtures("process_group")
@@ -60,6 +60,9 @@ def test_a_pair_is_one_sample_and_its_equal_sides_are_counted(tmp_path: Path) ->
     facts = facts_of(tmp_path, [pair, turned, pair, {**pair, "rejected": "12"}], kind="pairs")
     assert facts.sizes == [3]
     assert len(facts.lengths) == 6
+    longest = int(facts.lengths.max())
+    assert facts.longer_than(longest, 2 * longest) == 0
+    assert facts.longer_than(longest, 2 * longest - 1) == 3
     assert facts.equal == (1, f"{tmp_path / 'a.jsonl'}:4")
     assert facts.duplicates()[0] == 1
     assert facts.overlap(facts) == (3, 0, facts.names[0])

@@ -231,3 +231,32 @@ def test_blocks_have_the_rows_in_order_and_their_fractions_add_up(counts: list[i
     fractions = [block.following.fraction for block in blocks[:-1]]
     assert fractions == sorted(fractions)
     assert np.isclose(fractions[-1] if fractions else 0.0, 1.0) or sum(counts) > len(fractions) * rows or len(counts) > 1
+
+
+def test_what_a_block_is_made_of_must_be_the_same_when_a_run_resumes() -> None:
+    loader = StreamLoader(stream_of([texts(24)], settings_of(12)), batch_size=5)
+    state = loader.state(drawn(loader, StreamCursor(), 1)[-1][1])
+    again = StreamLoader(stream_of([texts(24)], settings_of(12)), batch_size=5)
+    assert len(drawn(again, again.restore(state, epochs=False), 3)) == 3
+    for other in (
+        stream_of([texts(24, 7)], settings_of(12)),
+        stream_of([texts(24)], settings_of(12, too_long="skip", max_length=5)),
+    ):
+        changed = StreamLoader(other, batch_size=5)
+        with pytest.raises(
+            CheckpointError, match=r"rows 1 to 12 of an epoch make other samples than when the checkpoint was saved"
+        ):
+            drawn(changed, changed.restore(state, epochs=False), 1)
+
+
+def test_the_epoch_grows_within_a_block() -> None:
+    loader = StreamLoader(stream_of([texts(20)], settings_of(4096)), batch_size=5)
+    found = [loader.epoch(cursor) for _, cursor in drawn(loader, StreamCursor(), 5)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25])
+
+
+def test_what_is_left_out_is_told_when_it_first_happens(caplog: pytest.LogCaptureFixture) -> None:
+    long = [{"text": "1" * 100}]
+    rows = [*texts(4), *long, *texts(3, 4), *long, *texts(3, 7)]
+    drawn(StreamLoader(stream_of([rows], settings_of(4, too_long="skip")), batch_size=2), StreamCursor(), 5)
+    assert caplog.text.count("left out (data.too_long=skip): 1 samples") == 1

@@ -68,6 +68,11 @@ class Dataset:
             if cache.equal[0]:
                 log.log(level, "left out of %s: %d pairs with equal sides, the first is %s", name, *cache.equal)
         fitted = [_fit(cache, data, budget, level) for cache in stores]
+        self.trimmed = any(
+            bool(cache.equal[0]) or int((last - first).sum()) != int(cache.lengths.sum())
+            for cache, (_, first, last) in zip(stores, fitted, strict=True)
+        )
+        """Whether anything was left out or cut."""
         self.sizes = [len(index) for index, _, _ in fitted]
         """The number of samples in each source."""
         for size, cache, name in zip(self.sizes, stores, names, strict=True):

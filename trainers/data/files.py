@@ -102,7 +102,7 @@ def chunks_of(parts: Iterable[list[dict[str, Any]]], name: str, fraction: float)
     """
     offset = 0
     for rows in parts:
-        yield Chunk(name, [(offset + i, _without_nulls(row)) for i, row in enumerate(rows, 1)], fraction * len(rows))
+        yield Chunk(name, [(offset + i, without_nulls(row)) for i, row in enumerate(rows, 1)], fraction * len(rows))
         offset += len(rows)
 
 
@@ -242,8 +242,8 @@ def _parquet(file: Path, fraction: float, choose: Choose | None) -> Iterator[Chu
         raise DataError(f"data file {file} cannot be read: {e}") from e
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove the nulls that a table adds, also inside columns, for keys that only other rows have."""
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls that a table adds, also inside columns, for keys that only other rows have."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,17 +1,22 @@
 """What a Python program adds to the settings of the data: rows in memory, and a function that makes rows of rows."""
 
+import copy
+import inspect
 import json
 import logging
 import pickle
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
 
 from ...engine.errors import ConfigError, DataError
-from .files import CHUNK_ROWS, Chunk
+from .files import CHUNK_ROWS, Chunk, without_nulls
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ class PythonData:
         """
         rows = {name: given for name, given in ((TRAIN, train), (EVAL, held_out)) if given is not None}
         for name, given in rows.items():
+            if hasattr(given, "iloc"):
+                raise ConfigError(f"{name} is a {type(given).__name__}; give {name}=frame.to_dict('records')")
             if isinstance(given, str | bytes | Mapping) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
                 raise ConfigError(
                     f"{name} is a {type(given).__name__}; give a list of rows or a datasets.Dataset, and names of files in DataConfig"
@@ -67,7 +74,7 @@ class PythonData:
         from datasets.fingerprint import Hasher
 
         try:
-            return str(Hasher.hash(self.formatting))
+            return str(Hasher.hash([self.formatting, sources_of(self.formatting)]))
         except Exception as e:  # of many types, from objects that cannot be serialized
             log.warning(
                 "formatting=%s cannot be compared with that of earlier runs (%s): tokenizing again", self.formatting, e
@@ -80,10 +87,10 @@ class PythonData:
         if self.formatting is None:
             return True
         try:
-            pickle.dumps(self.formatting)
+            # What an object refers to by name stands in it as the name of a module.
+            return b"__main__" not in pickle.dumps(self.formatting)
         except Exception:  # of many types; the function then stays in this process
             return False
-        return getattr(self.formatting, "__module__", "__main__") != "__main__"
 
     def formatted(self, row: dict[str, Any], place: str) -> dict[str, Any]:
         """Return what the formatting function makes of a row.
@@ -98,7 +105,8 @@ class PythonData:
         if self.formatting is None:
             return row
         try:
-            result = self.formatting(row)
+            # The rows may be those of the program, which are formatted again by the next run.
+            result = self.formatting(copy.deepcopy(row))
         except Exception as e:
             raise DataError(f"{place}: formatting failed with {type(e).__name__}: {e}") from e
         if isinstance(result, str):
@@ -106,6 +114,47 @@ class PythonData:
         if not isinstance(result, Mapping):
             raise DataError(f"{place}: formatting returned a {type(result).__name__}; it must return a row (dict) or a text")
         return dict(result)
+
+
+def sources_of(function: Any) -> dict[str, str]:
+    """Return the text of the modules that a function uses, by their files, as far as its names tell; not that of installed packages.
+
+    A hash of a function has only the name of what it can import, whose text may change.
+
+    Args:
+        function: The function.
+    """
+    found: dict[str, str] = {}
+    waiting, seen = [function], set()
+    while waiting:
+        used = waiting.pop()
+        used = getattr(used, "func", None) or getattr(used, "__func__", None) or inspect.unwrap(used)
+        if id(used) in seen:
+            continue
+        seen.add(id(used))
+        module = inspect.getmodule(used)
+        file = getattr(module, "__file__", None)
+        if file is None and getattr(module, "__name__", "") != "__main__":
+            continue
+        if file is not None and ("site-packages" in file or file.startswith(sys.base_prefix + "/lib/python")):
+            continue
+        if file is not None and module is not sys.modules.get("__main__"):
+            found[file] = Path(file).read_text(errors="replace")
+        code = getattr(used, "__code__", None)
+        if code is None:
+            continue
+        held = [*(used.__defaults__ or ()), *(used.__kwdefaults__ or {}).values(), *_cells(used)]
+        for value in (*held, *(used.__globals__.get(name) for name in code.co_names)):
+            if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value):
+                waiting.append(value)
+    return found
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    """Yield what the variables of a function that it takes from around it hold."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
 
 
 def identity_of(rows: Rows) -> str:
@@ -117,9 +166,11 @@ def identity_of(rows: Rows) -> str:
     fingerprint = getattr(rows, "_fingerprint", None)
     if fingerprint is not None:
         return str(fingerprint)
+    from datasets.fingerprint import Hasher
+
     digest = xxhash.xxh3_128()
     for row in rows:
-        digest.update(json.dumps(row, default=str).encode())
+        digest.update(json.dumps(row, default=Hasher.hash).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -140,5 +191,6 @@ def chunks_of_rows(rows: Rows, name: str) -> Iterator[Chunk]:
             row = rows[number - 1]
             if not isinstance(row, Mapping):
                 raise DataError(f"{name}:{number} is a {type(row).__name__}; a row is a dict of columns")
-            numbered.append((number, {k: v for k, v in row.items() if v is not None}))
+            # A datasets.Dataset has nulls also inside columns, for keys that only other rows have.
+            numbered.append((number, without_nulls(dict(row)) if hasattr(rows, "_fingerprint") else dict(row)))
         yield Chunk(name, numbered, len(numbered) / len(rows))

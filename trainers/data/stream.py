@@ -8,14 +8,16 @@ them, depend on the data, `data.stream_rows` and `data.seed` alone, so that a cu
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from threading import Event
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from ...engine.errors import CheckpointError, DataError
+from ...engine.errors import CheckpointError, DataError, DrivetrainError
 from ..config.data import DataConfig
 from .dataset import Budget, Dataset
 from .encode import WIDTH
@@ -25,7 +27,7 @@ from .order import Cursor
 from .sources import Source
 from .token_arrays import TokenArrays
 from .token_cache import FIELDS, EncodedSamples
-from .tokenize import Encoder
+from .tokenize import SYNC_SECONDS, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +46,14 @@ class StreamCursor(Cursor):
         position: The number of samples of the block that have been used.
         rows: The number of rows of this epoch before the block.
         fraction: The fraction of the epoch's data before the block, as far as it is known.
+        progress: The fraction of the epoch's data before the next batch.
+        digest: A digest of the lengths of the block's samples; empty at its beginning.
     """
 
     rows: int = 0
     fraction: float = field(default=0.0, compare=False)
+    progress: float = field(default=0.0, compare=False)
+    digest: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,40 +159,57 @@ class Stream:
         reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
         # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
         encoder = replace(self.encoder, tokenizer=copy.deepcopy(self.encoder.tokenizer))
-        threads = ThreadPoolExecutor(2, "stream")
+        threads, stopped = ThreadPoolExecutor(2, "stream"), Event()
         quiet = False
         ready: tuple[RawBlock, Dataset] | None = None
         try:
-            _, raw = self._exchange(None, threads.submit(self._read, reader))
-            while True:
+            reading = threads.submit(self._read, reader)
+            self._wait([reading])
+            following, failure = self._outcome(reading)
+            raw: RawBlock | None = self.gather(following)[0]
+            while raw is not None:
                 # Both run in the background while the samples of the block before are trained on.
-                encoding, reading = threads.submit(self._encode, encoder, raw), threads.submit(self._read, reader)
+                encoding = threads.submit(self._encode, encoder, raw, stopped)
+                reading = threads.submit(self._read, reader)
                 if ready is not None:
                     yield ready
-                parts, following = self._exchange(encoding, reading)
-                ready = raw, self._dataset(raw, parts, quiet=quiet)
-                raw, quiet = following, True
+                self._wait([encoding, reading])
+                parts, error = self._outcome(encoding)
+                following, failure = self._outcome(reading)
+                gathered = self.gather((parts, following), error=error)
+                ready = raw, self._dataset(raw, [part for some, _ in gathered for part in some], quiet=quiet)
+                # What is left out is told once, when it first happens.
+                raw, quiet = gathered[0][1], quiet or ready[1].trimmed
+            if ready is not None:
+                yield ready
+            # The next block could not be read, which the samples before it do not suffer from.
+            self.gather(None, error=failure)
         finally:
+            stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, reader: Iterator[RawBlock]) -> RawBlock | None:
         return next(reader) if self.rank == 0 else None
 
-    def _encode(self, encoder: Encoder, raw: RawBlock) -> list[tuple[int, EncodedSamples]]:
-        return [(number, encoder.chunk(chunk)) for number, chunk in raw.part(self.rank, self.ranks)]
+    def _encode(self, encoder: Encoder, raw: RawBlock, stopped: Event) -> list[tuple[int, EncodedSamples]]:
+        # A run that has ended does not wait for the rest.
+        return [(number, encoder.chunk(chunk)) for number, chunk in raw.part(self.rank, self.ranks) if not stopped.is_set()]
 
-    def _exchange(
-        self, encoding: "Future[list[tuple[int, EncodedSamples]]] | None", reading: "Future[RawBlock | None]"
-    ) -> tuple[list[tuple[int, EncodedSamples]], RawBlock]:
-        """Return the tokens of all ranks and the first rank's next block; an error on any rank is raised on all of them."""
-        value: Any = None
-        error: Exception | None = None
+    def _wait(self, futures: Sequence["Future[Any]"]) -> None:
+        """Wait until the work of all ranks is done. Reading may take longer than they wait for each other in one exchange."""
+        while not all(self.gather(not wait(futures, SYNC_SECONDS).not_done)):
+            pass
+
+    def _outcome(self, future: "Future[Any]") -> tuple[Any, Exception | None]:
+        """Return the result of work that is done, or its error, which the exchange that follows raises on all ranks."""
         try:
-            value = (None if encoding is None else encoding.result(), reading.result())
-        except Exception as e:  # raised on all ranks by the exchange, which the others wait in
-            error = e
-        gathered = self.gather(value, error=error)
-        return [part for parts, _ in gathered for part in parts or ()], gathered[0][1]
+            return future.result(), None
+        except DrivetrainError as e:
+            return None, e
+        except Exception as e:  # of many types, such as a connection that is lost
+            error = DataError(f"{', '.join(self.names)} cannot be read: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            return None, error
 
     def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> Dataset:
         """Join the parts in the order of the rows, whichever ranks they come from; `quiet` is whether messages are left out."""
@@ -249,7 +272,15 @@ class StreamLoader(Batches):
         width = self._stream.width
         position = start.position
         waiting: list[tuple[Dataset, int]] = []
-        for raw, samples in self._samples(replace(start, position=0)):
+        for raw, samples in self._samples(replace(start, position=0, digest="")):
+            digest = xxhash.xxh3_64_hexdigest(samples.lengths.tobytes())
+            if position and start.digest != digest:
+                raise CheckpointError(
+                    f"rows {raw.cursor.rows + 1} to {raw.cursor.rows + self._stream.data.stream_rows} of an epoch make other samples than when "
+                    "the checkpoint was saved, so the next sample is unknown; use the same data, model.path and settings of data.* and "
+                    "engine.micro_batch, or start over from the exported model in another trainer.output_dir"
+                )
+            end = 1.0 if raw.ends_epoch else raw.following.fraction
             order = self._order(len(samples), raw.cursor)
             ends = raw.ends_epoch
             while position < len(order):
@@ -259,7 +290,9 @@ class StreamLoader(Batches):
                 if len(waiting) < self.batch_size and not (ends and position >= len(order)):
                     continue
                 rest = position < len(order)
-                yield batch_of(waiting, width), replace(raw.cursor, position=position) if rest else raw.following
+                progress = raw.cursor.fraction + (end - raw.cursor.fraction) * position / len(order)
+                inside = replace(raw.cursor, position=position, progress=progress, digest=digest)
+                yield batch_of(waiting, width), inside if rest else replace(raw.following, progress=raw.following.fraction)
                 waiting = []
             if ends and waiting:
                 # The last block of the epoch has no samples of its own.
@@ -274,17 +307,16 @@ class StreamLoader(Batches):
 
     def epoch(self, cursor: Cursor) -> float:
         """See `Batches.epoch`."""
-        return cursor.epoch + min(1.0, cursor.fraction if isinstance(cursor, StreamCursor) else 0.0)
+        return cursor.epoch + min(1.0, cursor.progress if isinstance(cursor, StreamCursor) else 0.0)
 
     def _described(self) -> dict[str, Any]:
         data = self._stream.data
-        return {"train": list(self._stream.names), "stream_rows": data.stream_rows, "seed": data.seed, "shuffle": data.shuffle}
+        return {"stream_rows": data.stream_rows, "seed": data.seed, "shuffle": data.shuffle}
 
     def state(self, cursor: Cursor) -> dict[str, Any]:
         """See `Batches.state`."""
         assert isinstance(cursor, StreamCursor)
-        place = {"epoch": cursor.epoch, "position": cursor.position, "rows": cursor.rows, "fraction": cursor.fraction}
-        return {"streaming": True, **place, **self._described()}
+        return {"streaming": True, **asdict(cursor), **self._described()}
 
     def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
         """See `Batches.restore`."""
@@ -300,8 +332,14 @@ class StreamLoader(Batches):
                     "settings, or start over from the exported model in another trainer.output_dir"
                 )
         try:
-            place = {name: int(state[name]) for name in ("epoch", "position", "rows")}
-            return StreamCursor(**place, fraction=float(state["fraction"]))
+            return StreamCursor(
+                epoch=int(state["epoch"]),
+                position=int(state["position"]),
+                rows=int(state["rows"]),
+                fraction=float(state["fraction"]),
+                progress=float(state["progress"]),
+                digest=str(state["digest"]),
+            )
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(
                 f"it does not say where in the data to resume ({e!r}); it was not saved by this trainer"

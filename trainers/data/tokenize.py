@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from multiprocessing.connection import wait
@@ -295,7 +295,10 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
     with ProcessPoolExecutor(workers, context, _start_worker, (sent,)) as pool:
         pending: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
-            for chunk in all_chunks:
+            with _main_hidden():
+                # All processes start with the first of these.
+                pending.append((first[0], pool.submit(_work, first[0])))
+            for chunk in islice(all_chunks, 1, None):
                 pending.append((chunk, pool.submit(_work, chunk)))
                 if len(pending) >= 4 * workers:
                     oldest, future = pending.popleft()
@@ -308,6 +311,19 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
             ) from e
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep processes that start in the block from running this program's main module, a script that may train again."""
+    main = sys.modules["__main__"].__dict__
+    kept: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main["__spec__"] = None
+    main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 def _reason(row: Any, error: Exception) -> str:

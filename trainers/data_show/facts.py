@@ -60,9 +60,15 @@ class Facts:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def longer_than(self, limit: int) -> int:
-        """Return the number of documents that have more tokens than a limit."""
-        return int((self.lengths > limit).sum())
+    def longer_than(self, limit: int, together: int) -> int:
+        """Return the number of samples with a document that has more tokens than a limit, or that have too many together.
+
+        Args:
+            limit: The largest number of tokens of a document.
+            together: The largest number of tokens of a sample.
+        """
+        lengths = self.lengths.reshape(len(self), -1)
+        return int(((lengths > limit).any(1) | (lengths.sum(1) > together)).sum())
 
     def quantiles(self) -> dict[str, int]:
         """Return the lengths at `QUANTILES`, and the extremes, by name."""

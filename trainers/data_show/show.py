@@ -37,6 +37,7 @@ def show(config: RunConfig, kind: Kind | None, *, samples: int, picture: Path | 
     configure_logging()
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"--png {picture}: the folder {picture.absolute().parent} does not exist")
+    _limit(config)
     tokenizer = load_tokenizer(config.model)
     kind = kind or kind_of(config)
     init_distributed()
@@ -93,10 +94,15 @@ def kind_of(config: RunConfig) -> Kind:
 
 
 def _limit(config: RunConfig) -> tuple[int, str]:
-    most = config.engine.micro_batch.max_tokens
-    if config.data.max_length is None:
+    most, own = config.engine.micro_batch.max_tokens, config.data.max_length
+    if own is None:
         return most, f"engine.micro_batch.max_tokens={most}"
-    return config.data.max_length, f"data.max_length={config.data.max_length}"
+    if own > most:
+        raise ConfigError(
+            f"data.max_length={own} is more than engine.micro_batch.max_tokens={most}: a sample of that length would not fit in any "
+            "micro-batch; raise the budget or lower the length"
+        )
+    return own, f"data.max_length={own}"
 
 
 def _print_samples(out: Console, tokenizer: Any, caches: Sequence[TokenCache], most: int) -> None:
@@ -130,8 +136,10 @@ def _print_facts(
     if split:
         out.print(f"chats        {split}, with each answer as a sample of its own (data.turns={config.data.turns})")
     out.print(f"lengths      {', '.join(f'{name} {value}' for name, value in facts.quantiles().items())}")
-    longer = facts.longer_than(limit)
-    out.print(f"too long     {_share(longer, len(facts.lengths))} have more than {setting} tokens")
+    most = config.engine.micro_batch.max_tokens
+    longer = facts.longer_than(limit, most)
+    both = f", or together more than {most}" if caches[0].width == 2 else ""
+    out.print(f"too long     {_share(longer, len(facts))} have more than {setting} tokens{both}")
     repeated, first = facts.duplicates()
     out.print(f"duplicates   {_share(repeated, len(facts))} equal an earlier one{f': {first}' if first else ''}", markup=False)
     if facts.equal[0]:

@@ -7,6 +7,8 @@ from importlib import import_module
 from numbers import Real
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ...engine.errors import ConfigError, DataError
 from .samples import Answer
 
@@ -97,17 +99,23 @@ def _named(name: str) -> tuple[Metric, str]:
         found: Any = import_module(module)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"trainer.metrics has {name!r}, which cannot be imported: {e}") from e
+    except Exception as e:  # a module may raise anything while it is imported
+        raise ConfigError(f"trainer.metrics has {name!r}, which cannot be imported: {type(e).__name__}: {e}") from e
     if not callable(found):
         raise ConfigError(f"trainer.metrics has {name!r}, which is a {type(found).__name__} and cannot be called")
     return found, attributes.rpartition(".")[2]
 
 
 def _check_signature(function: Metric, title: str) -> None:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as e:
+        raise ConfigError(
+            f"the metric {title} does not tell its parameters; wrap it in a function of any of {', '.join(GIVEN)}"
+        ) from e
     needed = [
         name
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
@@ -123,6 +131,6 @@ def _value(function: Metric, title: str, answer: Answer) -> float:
         value = function(**{name: text for name, text in given.items() if everything or name in parameters})
     except Exception as e:
         raise DataError(f"the metric {title} failed on the answer to {answer.name} with {type(e).__name__}: {e}") from e
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | np.bool_):
         raise DataError(f"the metric {title} returned {value!r} for the answer to {answer.name}; it must be a number")
     return float(value)

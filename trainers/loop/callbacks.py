@@ -29,7 +29,7 @@ class Callback:
         """After a checkpoint was taken; it may still be written in the background."""
 
     def on_train_end(self, run: "Run", step: int) -> None:
-        """After the last step, given its number; not after an error."""
+        """After the last step, given its number, also if a callback stopped the run; not after an error or a signal."""
 
 
 def notify(run: "Run", hook: Hook, step: int, *args: Any) -> bool:
@@ -47,10 +47,13 @@ def notify(run: "Run", hook: Hook, step: int, *args: Any) -> bool:
     """
     if not run.callbacks:
         return False
-    asked, failure = False, None
-    try:
-        for callback in run.callbacks:
-            asked |= getattr(callback, hook)(run, step, *args) is True
-    except Exception as e:  # raised on all ranks by the exchange, which the other ranks wait in
-        failure = e
-    return any(run.engine.topology.all_gather_object(asked, error=failure))
+    stop = False
+    for callback in run.callbacks:
+        asked, failure = False, None
+        try:
+            asked = getattr(callback, hook)(run, step, *args) is True
+        except Exception as e:  # raised on all ranks by the exchange
+            failure = e
+        # After each of them: the next one may wait in a collective for a rank that has failed in this one.
+        stop |= any(run.engine.topology.all_gather_object(asked, error=failure))
+    return stop

@@ -111,14 +111,15 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
     step, cursor = start.step - 1, start.cursor
     batches = run.loader.batches(cursor)
     with StopSignal() as stop:
+        notify(run, "on_train_begin", step)
+        asked = False
         if start.evaluate and run.evaluation is not None:
             metrics = evaluate(run, run.evaluation, step, stop)
             if metrics is None:
                 return TrainResult(step=step, reason=StopReason.SIGNAL, signal=stop.number)
             run.early_stopping.update(step, metrics)
+            asked = notify(run, "on_evaluate", step, metrics)
             save(run, step, cursor, start)
-        notify(run, "on_train_begin", step)
-        asked = False
         while step < run.total_steps and not run.early_stopping.stop and not asked:
             step += 1
             began = time.perf_counter()
