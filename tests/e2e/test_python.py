@@ -420,18 +420,20 @@ def test_a_formatting_function_of_a_module_that_was_edited_is_another_one(
 ) -> None:
     module = tmp_path / "my_formatting.py"
     monkeypatch.syspath_prepend(tmp_path)
+    # Two texts of one second and one length would be one file to the cache of bytecode.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     keys = set()
     for text in ("'a'", "'b'"):
         module.write_text(f"def helper():\n    return {text}\n\ndef formatting(row):\n    return helper()\n")
         importlib.invalidate_caches()
         sys.modules.pop("my_formatting", None)
-        sys.dont_write_bytecode = True
         made = importlib.import_module("my_formatting")
         assert PythonData.of(None, None, made.formatting).runs_anywhere
-        keys |= {
-            PythonData.of(None, None, made.formatting).key(),
-            PythonData.of(None, None, lambda row, m=made: m.helper()).key(),
-        }
+
+        def local(row: dict[str, Any], module: Any = made) -> str:
+            return str(module.helper())
+
+        keys |= {PythonData.of(None, None, made.formatting).key(), PythonData.of(None, None, local).key()}
         keys.add(PythonData.of(None, None, functools.partial(made.formatting)).key())
     assert len(keys) == 6
     assert not PythonData.of(None, None, lambda row: row).runs_anywhere
