@@ -61,6 +61,8 @@ def _launch(config_class: type[C], trainer: str, argv: Sequence[str] | None, usa
             made.dry_run()
         else:
             signal = made.train().signal
+        # The process ends without finalizing the interpreter, which would close them otherwise.
+        import_module("..engine.parallel.process_groups", __package__).close_if_open()
     except Exception as e:  # any error: this process must end now, or its peers would wait for it until their timeout
         return report_failure(e)
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from ..engine.errors import ConfigError
 from ..engine.export import export_hf
 from ..engine.flops import known_peak_tflops
 from ..engine.parallel.collectives import call_on_first, collective_errors
-from ..engine.parallel.process_groups import close_distributed, init_distributed
+from ..engine.parallel.process_groups import close_distributed, close_if_open, init_distributed
 from ..engine.registry import engine_class
 from .config.runs import RunConfig
 from .config.trainer import TrainerConfig
@@ -138,7 +138,7 @@ def process_group(config: RunConfig) -> Iterator[None]:
     Args:
         config: The run's settings.
     """
-    atexit.unregister(close_distributed)
+    atexit.unregister(close_if_open)
     init_distributed(datetime.timedelta(minutes=config.trainer.timeout_minutes))
     try:
         yield
@@ -151,7 +151,7 @@ def process_group(config: RunConfig) -> Iterator[None]:
     if dist.get_world_size() == 1:
         close_distributed()
     else:
-        atexit.register(close_distributed)
+        atexit.register(close_if_open)
 
 
 @contextmanager

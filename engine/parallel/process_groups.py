@@ -102,6 +102,12 @@ def close_distributed() -> None:
     dist.destroy_process_group()
 
 
+def close_if_open() -> None:
+    """Destroy all process groups if there are any."""
+    if dist.is_initialized():
+        close_distributed()
+
+
 def abort_distributed() -> None:
     """Abort all process groups before the process exits, so that peers on GPUs do not wait for it. Does not wait for them."""
     if dist.is_initialized():
