@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .trainers.config.runs import SFTConfig as SFTConfig
     from .trainers.config.trainer import TrainerConfig as TrainerConfig
     from .trainers.dry_run import DryRun as DryRun
-    from .trainers.loop.callbacks import Callback as Callback
+    from .trainers.loop.parts import Callback as Callback
     from .trainers.rl.trainer import GRPOTrainer as GRPOTrainer
     from .trainers.rl.trainer import OnlineDPOTrainer as OnlineDPOTrainer
     from .trainers.rl.trainer import PPOTrainer as PPOTrainer
@@ -70,7 +70,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("GRPOTrainer", "OnlineDPOTrainer", "PPOTrainer"), "trainers.rl.trainer"),
         **dict.fromkeys(("DPOTrainer", "RewardTrainer", "SFTTrainer"), "trainers.trainer"),
         "BaseEngine": "engine.base",
-        "Callback": "trainers.loop.callbacks",
+        "Callback": "trainers.loop.parts",
         "DataConfig": "trainers.config.data",
         "DryRun": "trainers.dry_run",
         "PackedBatch": "engine.packing.batch",

@@ -12,7 +12,8 @@ from .data.encode import mark_supervised
 from .data.load import RunData
 from .data.loader import Loader
 from .data.stream import StreamLoader
-from .loop.loop import Run, StopReason, TrainResult
+from .loop.loop import StopReason, TrainResult
+from .loop.parts import Run
 from .loop.resume import ResumePoint
 
 log = logging.getLogger(__name__)

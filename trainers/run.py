@@ -31,12 +31,12 @@ from .data.stream import StreamLoader
 from .data.tokenize import NO_PYTHON
 from .hub import push
 from .loop.answer_metrics import AnswerMetrics, Metric
-from .loop.callbacks import Callback
 from .loop.console import Lines, Summary
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import Logger, make_loggers, plot_metrics
 from .loop.logs import configure_logging
-from .loop.loop import Evaluation, Run, StopReason, TrainResult, train
+from .loop.loop import StopReason, TrainResult, train
+from .loop.parts import Callback, Evaluation, Run
 from .loop.resume import resume
 from .loop.samples import Answer, answers
 from .loop.signals import StopSignal

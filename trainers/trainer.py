@@ -11,7 +11,7 @@ from .config.runs import DPOConfig, RMConfig, RunConfig, SFTConfig
 from .data.python_data import EVAL, TRAIN, Formatting, PythonData, Rows
 from .dry_run import DryRun, dry_run
 from .loop.answer_metrics import Metric
-from .loop.callbacks import Callback
+from .loop.parts import Callback
 from .methods.base import Method
 from .methods.preference import PreferenceMethod
 from .methods.reward import RewardMethod

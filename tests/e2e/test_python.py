@@ -33,7 +33,8 @@ from drivetrain import (
 )
 from drivetrain.trainers.data.python_data import PythonData
 from drivetrain.trainers.loop.answer_metrics import AnswerMetrics, exact_match
-from drivetrain.trainers.loop.loop import Run, StopReason
+from drivetrain.trainers.loop.loop import StopReason
+from drivetrain.trainers.loop.parts import Run
 from drivetrain.trainers.loop.samples import Answer
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import write_model

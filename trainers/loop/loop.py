@@ -8,73 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ...engine.base import BaseEngine
-from ...engine.checkpoint.manager import CheckpointManager
 from ...engine.errors import DrivetrainError, disk_error
 from ...engine.loss import StepResult
 from ...engine.parallel.collectives import call_on_first
-from ..config.trainer import TrainerConfig
-from ..data.loader import Batches, Loader
 from ..data.order import Cursor
-from ..methods.base import Method
-from .answer_metrics import AnswerMetrics
-from .callbacks import Callback, notify
-from .early_stopping import EarlyStopping
 from .loggers import Logger
+from .parts import Evaluation, Run, notify
 from .resume import ResumePoint
-from .samples import Answer
 from .signals import StopSignal
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The evaluation that runs every `trainer.eval_every` steps.
-
-    Args:
-        loader: The held-out samples.
-        answers: A function of the stop signal that returns the model's answers to some of the samples; None if a signal came
-            before they were complete. Collective.
-        metrics: The metrics of the answers.
-    """
-
-    loader: Loader
-    answers: Callable[[StopSignal], Sequence[Answer] | None]
-    metrics: AnswerMetrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Everything that training needs.
-
-    Args:
-        engine: The engine, initialized or resumed.
-        method: The training method: the loss to minimize, and the preparation of batches for it.
-        loader: The training samples.
-        evaluation: The held-out samples; None without evaluations.
-        manager: The run's checkpoints.
-        config: The `trainer` settings, such as how often to evaluate and save.
-        loggers: The loggers, on the first rank; empty elsewhere.
-        early_stopping: The tracker of the best evaluation.
-        export: A function of the step that exports the current model. Collective.
-        total_steps: The number of the last step.
-        peak_flops: The peak FLOP/s of all devices together; None if it is not known.
-        callbacks: Code of the user, called on every rank.
-    """
-
-    engine: BaseEngine
-    method: Method
-    loader: Batches
-    evaluation: Evaluation | None
-    manager: CheckpointManager
-    config: TrainerConfig
-    loggers: Sequence[Logger]
-    early_stopping: EarlyStopping
-    export: Callable[[int], object]
-    total_steps: int
-    peak_flops: float | None
-    callbacks: Sequence[Callback] = ()
 
 
 class StopReason(Enum):
