@@ -183,7 +183,6 @@ def test_an_error_of_one_rank_is_everybodys(tmp_path: Path) -> None:
         ({"parallel": ParallelConfig(tp=2)}, CapabilityError, r"engine.parallel.tp=2: backend 'fsdp' supports the axes cp"),
         ({"parallel": ParallelConfig(cp=2)}, TopologyError, r"needs a multiple of 2 processes, but the world size is 1"),
         ({"parallel": ParallelConfig(dp_shard=3)}, TopologyError, r"requires 3 processes .* but the world size is 1"),
-        ({"parallel": ParallelConfig(cp=0)}, TopologyError, r"engine.parallel.cp=0"),
         ({"offload": OffloadConfig(params="disk")}, CapabilityError, r"engine.offload.params=disk"),
         ({"precision": PrecisionConfig(params="bfloat16", compute="float32")}, CapabilityError, r"precision.params=bfloat16"),
         ({"precision": PrecisionConfig(reduce="float16")}, CapabilityError, r"precision.reduce=float16"),
