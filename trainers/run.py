@@ -176,7 +176,9 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
             method.kind,
             sample_budget(config, method),
             extensions.data,
+            # The engine has a topology only once it is initialized.
             gather=lambda value, error=None: engine.topology.all_gather_object(value, error=error),
+            broadcast=lambda value, error=None: engine.topology.broadcast_object(value, error=error),
         )
         loader = _loader(config, data)
         steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0

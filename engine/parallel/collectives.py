@@ -48,8 +48,27 @@ def all_gather_object(value: Any, group: ProcessGroup | None = None, *, error: E
     raise error
 
 
+def broadcast_object(value: T, group: ProcessGroup | None = None, *, error: Exception | None = None) -> T:
+    """Return the value of the group's first rank on all ranks. Collective over the group.
+
+    Args:
+        value: A picklable object; that of the other ranks is not sent.
+        group: The ranks that take part; the default process group if None.
+        error: This rank's error, which is raised on all ranks instead of returning a value.
+
+    Raises:
+        Exception: This rank's own error.
+        RemoteError: Another rank's error.
+    """
+    # Not in one exchange: gathering pads the values of all ranks to the size of the largest, which one rank alone may have.
+    all_gather_object(None, group, error=error)
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def call_on_first(run: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Call a function on the group's first rank and return its result on all ranks, in one exchange. Collective over the group.
+    """Call a function on the group's first rank and return its result on all ranks. Collective over the group.
 
     Args:
         run: The function; its result must be picklable.
@@ -66,7 +85,7 @@ def call_on_first(run: Callable[[], T], group: ProcessGroup | None = None) -> T:
             result = run()
         except Exception as e:  # raised on all ranks by the exchange
             error = e
-    first: T = all_gather_object(result, group, error=error)[0]
+    first: T = broadcast_object(result, group, error=error)
     return first
 
 

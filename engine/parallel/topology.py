@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from torch.distributed import ProcessGroup
 
 from ..config import ParallelConfig
 from ..errors import TopologyError
-from .collectives import all_gather_object, collective_errors
+from .collectives import all_gather_object, broadcast_object, collective_errors
 from .process_groups import EngineGroups, private_group
+
+T = TypeVar("T")
 
 ALIGNMENT = {"cuda": 128}
 """The rows of a tile of CUDA's matrix kernels, by device type."""
@@ -224,6 +226,10 @@ class Topology:
     def all_gather_object(self, value: Any, *, error: Exception | None = None) -> list[Any]:
         """Gather every rank's value, in grid order; see `collectives.all_gather_object`. Collective."""
         return all_gather_object(value, self.host, error=error)
+
+    def broadcast_object(self, value: T, *, error: Exception | None = None) -> T:
+        """Return the first rank's value, in grid order; see `collectives.broadcast_object`. Collective."""
+        return broadcast_object(value, self.host, error=error)
 
     def collective_errors(self) -> AbstractContextManager[None]:
         """Raise an error of one rank on all ranks of the engine; see `collectives.collective_errors`. Collective."""

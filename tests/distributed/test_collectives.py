@@ -14,7 +14,7 @@ from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import RemoteError
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
-from drivetrain.engine.parallel.collectives import all_gather_object, call_on_first, collective_errors, known_to
+from drivetrain.engine.parallel.collectives import all_gather_object, broadcast_object, call_on_first, collective_errors, known_to
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, share, steps
@@ -132,6 +132,9 @@ def rank_first() -> None:
 
     assert call_on_first(run, groups[rank // 2]) == rank // 2 * 2
     assert calls == ([rank] if rank % 2 == 0 else [])
+    assert broadcast_object([rank], groups[rank // 2]) == [rank // 2 * 2]
+    got = outcome(lambda: broadcast_object(None, error=ValueError("planted") if rank == 2 else None))
+    assert got == ("ValueError: planted" if rank == 2 else "RemoteError: rank 2 failed: ValueError: planted")
     got = outcome(lambda: call_on_first(lambda: dict[str, int]()["planted"]))
     assert got == ("KeyError: 'planted'" if rank == 0 else "RemoteError: rank 0 failed: KeyError: 'planted'")
 

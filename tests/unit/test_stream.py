@@ -67,6 +67,7 @@ def stream_of(
         data=data,
         budget=BUDGET,
         gather=lambda value, error=None: exchange(rank, value, error),
+        broadcast=lambda value, error=None: exchange(rank, value, error)[0],
         rank=rank,
         ranks=ranks,
     )

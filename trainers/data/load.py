@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.hf.tokenizer import load_tokenizer
-from ...engine.parallel.collectives import all_gather_object, collective_errors
+from ...engine.parallel.collectives import all_gather_object, broadcast_object, collective_errors
 from ..config.runs import RunConfig
 from .dataset import Budget, Dataset
 from .encode import Kind
 from .python_data import PythonData
 from .sources import check_columns
-from .stream import Gather, Stream
+from .stream import Broadcast, Gather, Stream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 
 
@@ -43,6 +43,7 @@ def load_data(
     python: PythonData = NO_PYTHON,
     *,
     gather: Gather = all_gather_object,
+    broadcast: Broadcast = broadcast_object,
 ) -> RunData:
     """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
@@ -52,6 +53,7 @@ def load_data(
         budget: The token limit of a sample.
         python: The rows in memory and the formatting function of a Python program.
         gather: Exchanges objects and errors between all ranks while data are streamed.
+        broadcast: Passes an object of the first rank to all ranks while data are streamed.
 
     Raises:
         DrivetrainError: A file, a row or the tokenizer cannot be used; raised on all ranks.
@@ -78,6 +80,7 @@ def load_data(
             data=config.data,
             budget=budget,
             gather=gather,
+            broadcast=broadcast,
             rank=rank,
             ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )

@@ -35,6 +35,8 @@ NAME = "data.train"
 """What messages call the data if no row is to blame."""
 Gather = Callable[..., list[Any]]
 """`all_gather_object` of the run: takes this rank's value, and with `error` this rank's error; collective."""
+Broadcast = Callable[..., Any]
+"""`broadcast_object` of the run: takes the first rank's value, and with `error` this rank's error; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,7 @@ class Stream:
         data: The data settings.
         budget: The token limit of a sample.
         gather: Exchanges objects and errors between all ranks.
+        broadcast: Passes an object of the first rank to all ranks.
         rank: This process's rank.
         ranks: The number of ranks.
     """
@@ -146,6 +149,7 @@ class Stream:
     data: DataConfig
     budget: Budget
     gather: Gather
+    broadcast: Broadcast
     rank: int
     ranks: int
 
@@ -166,7 +170,7 @@ class Stream:
             reading = threads.submit(self._read, reader)
             self._wait([reading])
             following, failure = self._outcome(reading)
-            raw: RawBlock | None = self.gather(following)[0]
+            raw: RawBlock | None = self.broadcast(following)
             while raw is not None:
                 # Both run in the background while the samples of the block before are trained on.
                 encoding = threads.submit(self._encode, encoder, raw, stopped)
@@ -176,10 +180,11 @@ class Stream:
                 self._wait([encoding, reading])
                 parts, error = self._outcome(encoding)
                 following, failure = self._outcome(reading)
-                gathered = self.gather((parts, following), error=error)
-                ready = raw, self._dataset(raw, [part for some, _ in gathered for part in some], quiet=quiet)
+                gathered = self.gather(parts, error=error)
+                ready = raw, self._dataset(raw, [part for some in gathered for part in some], quiet=quiet)
                 # What is left out is told once, when it first happens.
-                raw, quiet = gathered[0][1], quiet or ready[1].trimmed
+                quiet = quiet or ready[1].trimmed
+                raw = self.broadcast(following)
             if ready is not None:
                 yield ready
             # The next block could not be read, which the samples before it do not suffer from.
