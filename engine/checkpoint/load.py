@@ -16,6 +16,10 @@ from .tensor_slices import intersect
 from .thread_pool import in_parallel
 
 READERS = 4
+SAME_MODEL = (
+    "it is a checkpoint of another model, of other trained parts or of another head; use the model.path, model.lora.* and "
+    "model.head that it was saved with"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,7 @@ def load_state(
     unknown = sorted(set(manifest.names) - model_names)
     if unknown:
         raise CheckpointError(
-            f"{store} has {len(unknown)} tensors that the model does not have, including {', '.join(unknown[:3])}; it is a "
-            "checkpoint of another model"
+            f"{store} has {len(unknown)} tensors that the model does not have, including {', '.join(unknown[:3])}; {SAME_MODEL}"
         )
     # Nothing has been changed so far; from here on, all ranks continue together.
     with topology.collective_errors():
@@ -116,8 +119,7 @@ def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
         entry = tensors.get(shard.name)
         if entry is None or shard.kind not in entry["kinds"]:
             raise CheckpointError(
-                f"{manifest.store} has no {shard.kind} of {shard.name}; it is a checkpoint of another model, of other "
-                "adapters, or of another head"
+                f"{manifest.store} has no {shard.kind} of {shard.name}; {SAME_MODEL}"
             )
         dtype = entry["kinds"][shard.kind]["dtype"]
         if dtype != DTYPES[shard.data.dtype]:
@@ -127,8 +129,7 @@ def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
             )
         if tuple(entry["shape"]) != shard.shape:
             raise CheckpointError(
-                f"{shard.name} is {list(shard.shape)} in the model and {entry['shape']} in {manifest.store}; it is a "
-                "checkpoint of another model"
+                f"{shard.name} is {list(shard.shape)} in the model and {entry['shape']} in {manifest.store}; {SAME_MODEL}"
             )
 
 
