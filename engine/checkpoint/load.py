@@ -118,9 +118,7 @@ def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
     for shard in shards:
         entry = tensors.get(shard.name)
         if entry is None or shard.kind not in entry["kinds"]:
-            raise CheckpointError(
-                f"{manifest.store} has no {shard.kind} of {shard.name}; {SAME_MODEL}"
-            )
+            raise CheckpointError(f"{manifest.store} has no {shard.kind} of {shard.name}; {SAME_MODEL}")
         dtype = entry["kinds"][shard.kind]["dtype"]
         if dtype != DTYPES[shard.data.dtype]:
             raise CheckpointError(

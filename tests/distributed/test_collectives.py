@@ -14,7 +14,13 @@ from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import RemoteError
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
-from drivetrain.engine.parallel.collectives import all_gather_object, broadcast_object, call_on_first, collective_errors, known_to
+from drivetrain.engine.parallel.collectives import (
+    all_gather_object,
+    broadcast_object,
+    call_on_first,
+    collective_errors,
+    known_to,
+)
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, share, steps

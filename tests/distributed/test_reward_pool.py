@@ -287,9 +287,10 @@ def test_functions_that_cannot_be_sent_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_calls_that_hang_lose_no_process() -> None:
+def test_hundreds_of_calls_that_hang_lose_no_process() -> None:
+    # Each ends a process, so that two hundred show a process or a place that one of them loses.
     with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=0.02)) as scorer:
-        assert scorer.score(samples_of(*["hang"] * 1000)).counts(MOODY)["timeout"] == 1000
+        assert scorer.score(samples_of(*["hang"] * 200)).counts(MOODY)["timeout"] == 200
         children = set(scorer._pool._pool._pool_manager.worker_manager.workers)
         assert len(children) <= 2
     with RewardScorer(RewardsConfig(use=(MOODY,))) as scorer:

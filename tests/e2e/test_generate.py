@@ -108,6 +108,7 @@ def test_a_killed_command_goes_on_where_it_stopped(model: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("*.partial-*"))
 
 
+@pytest.mark.slow
 def test_a_run_and_a_checkpoint_answer_alike(task: Path) -> None:
     assert sft(words(task, "trainer.max_steps=2")) == 0
     prompts = write(task / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "7+5="}])
