@@ -1,5 +1,6 @@
 """The `drivetrain` command, which dispatches to the module that does the work and imports nothing else."""
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -118,7 +119,9 @@ def _run(arguments: list[str]) -> int:
         return tool(command, rest)
     if command in MODULES:
         return _module(MODULES[command], rest)
-    print(f"error: unknown command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 

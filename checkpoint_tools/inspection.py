@@ -34,7 +34,8 @@ class Inspection:
         layout: The parallel axes with more than one rank.
         processes: The number of processes that saved the checkpoint.
         optimizer: The name of the optimizer.
-        data: The epoch of the training data, and the position in it.
+        data: The epoch of the training data, and the position in it; of streamed data the rows before those that were in use,
+            and the position in these.
         also: The other checkpoints of the same run, each with `complete` or the reason why it is incomplete.
     """
 
@@ -75,10 +76,16 @@ class Inspection:
                 for kind, counts in self.dtypes.items()
             },
             "optimizer": self.optimizer,
-            "data": None if not self.data else ", ".join(f"{k} {v}" for k, v in self.data.items()),
+            "data": self._position(),
         }
         lines = [self.where, *(f"  {name:12} {value}" for name, value in rows.items() if value is not None)]
         return [*lines, *(f"  {'also present':12} {name}: {status}" for name, status in (self.also or {}).items())]
+
+    def _position(self) -> str | None:
+        data = self.data or {}
+        where = [f"{name} {number}" for name, number in data.items() if name != "rows"]
+        after = [f"of the samples after row {data['rows']}"] if "rows" in data else []
+        return " ".join([", ".join(where), *after]) or None
 
 
 def inspect(where: Path | str) -> Inspection:
@@ -123,7 +130,7 @@ def _checkpoint(manifest: Manifest, others: Mapping[str, str] | None) -> Inspect
         layout=layout,
         processes=data["world_size"],
         optimizer=None if data["optim"] is None else data["optim"]["name"],
-        data={k: loader[k] for k in ("epoch", "position") if k in loader} if isinstance(loader, dict) else {},
+        data={k: loader[k] for k in ("epoch", "rows", "position") if k in loader} if isinstance(loader, dict) else {},
         also=others,
     )
 

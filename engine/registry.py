@@ -104,7 +104,11 @@ def spec_of(name: str) -> BackendSpec:
     known = _known()
     if name not in known:
         near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "install the package that provides it."
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else "a backend of your own comes with the package that provides it; sharding is engine.parallel.*, offloading engine.offload.*"
+        )
         raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(known))}; {hint}")
     return known[name]
 

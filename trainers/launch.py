@@ -55,6 +55,8 @@ def _launch(config_class: type[C], trainer: str, argv: Sequence[str] | None, usa
     signal: int | None = None
     try:
         config = parse(config_class, [word for word in words if word != DRY_RUN], (usage or "").strip())
+        # Before torch is imported, which takes seconds; the trainer checks them again, with what it knows of the model.
+        config.check()
         module, _, name = trainer.partition(":")
         made = getattr(import_module(module, __package__), name)(config)
         if DRY_RUN in words:

@@ -58,13 +58,14 @@ def resolve_parallel(parallel: ParallelConfig, world_size: int) -> ParallelConfi
         if product != world_size:
             raise TopologyError(
                 f"engine.parallel requires {product} processes ({shown}), but the world size is {world_size}; start "
-                f"{product}, or leave dp_shard unset to have it inferred"
+                f"{product}, for example with --nproc {product}, or leave dp_shard unset to have it inferred"
             )
         return parallel
     if world_size % product:
         raise TopologyError(
             f"engine.parallel ({shown}) needs a multiple of {product} processes, but the world size is {world_size}; start "
-            "a multiple (torchrun --nproc-per-node, --nproc, or the pool of a worker group), or make the layout smaller"
+            f"a multiple, for example with --nproc {product} (torchrun: --nproc-per-node {product}; a worker group: its pool), or make the "
+            "layout smaller"
         )
     return replace(parallel, dp_shard=world_size // product)
 

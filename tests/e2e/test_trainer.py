@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.checkpoint_tools.inspection import inspect
 from drivetrain.engine.checkpoint.retention import steps
 from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.trainers.config import DataConfig
@@ -486,6 +487,7 @@ def test_a_bad_row_of_a_stream_saves_what_was_learned_before(task: Path, capsys:
     assert f"{file}:31: messages" in capsys.readouterr().err
     # Blocks of 12 rows: 24 rows are three steps.
     assert steps(LocalStore(task / "run" / "checkpoints")) == ["step-00000003"]
+    assert "epoch 0, position 0 of the samples after row 24" in "\n".join(inspect(task / "run" / "checkpoints").lines())
     file.write_text("".join(rows))
     assert main(line) == 0
     assert main(streamed(task, "whole", "data.shuffle=false")) == 0

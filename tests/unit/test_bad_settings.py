@@ -35,7 +35,7 @@ REFUSED = r"""
 sft optim.lr=nan  =>  optim.lr=nan; it must be from 0 to inf
 sft optim.lr=inf  =>  optim.lr=inf; it must be finite
 sft optim.lr=-1  =>  optim.lr=-1.0; it must be from 0 to inf
-sft optim.lr=abc  =>  optim.lr: Value 'abc' of type 'str' could not be converted to Float
+sft optim.lr=abc  =>  optim.lr=abc; it must be a number
 sft optim.lr=  =>  optim.lr has no value; it must be a number
 sft optim.betas=[0.9]  =>  optim.betas=[0.9]; it must be a list of 2 values
 sft optim.betas=[0.9,1.0]  =>  optim.betas=[0.9, 1.0]; both must be below 1, at which a moment would never change
@@ -50,12 +50,12 @@ sft optim.warmup_ratio=2  =>  optim.warmup_ratio=2.0; it must be from 0 to 1
 sft optim.warmup_ratio=-0.1  =>  optim.warmup_ratio=-0.1; it must be from 0 to 1
 sft optim.warmup_steps=-1  =>  optim.warmup_steps=-1; it must be at least 0
 sft optim.min_lr_ratio=2  =>  optim.min_lr_ratio=2.0; it must be from 0 to 1
-sft optim.schedule=polynomial  =>  optim.schedule: Invalid value 'polynomial', expected one of ['constant', 'linear', 'cosine', 'invers
-sft optim.name=adam  =>  optim.name: Invalid value 'adam', expected one of ['adamw', 'sgd']
+sft optim.schedule=polynomial  =>  optim.schedule=polynomial; it must be one of constant, linear, cosine, invers
+sft optim.name=adam  =>  optim.name=adam; it must be one of adamw, sgd
 sft data.batch_size=0  =>  data.batch_size=0; it must be at least 1
-sft data.batch_size=1.5  =>  data.batch_size: Value '1.5' of type 'float' could not be converted to Integer
-sft data.batch_size=true  =>  data.batch_size: Value 'True' of type 'bool' could not be converted to Integer
-sft data.batch_size=1e3  =>  data.batch_size: Value '1000.0' of type 'float' could not be converted to Integer
+sft data.batch_size=1.5  =>  data.batch_size=1.5; it must be a whole number
+sft data.batch_size=true  =>  data.batch_size=True; it must be a whole number
+sft data.batch_size=1e3  =>  data.batch_size=1000.0; it must be a whole number
 sft data.max_length=-5  =>  data.max_length=-5; it must be at least 1
 sft data.max_length=99999  =>  data.max_length=99999 is more than engine.micro_batch.max_tokens=8192: a sample of that length would
 sft data.train=[]  =>  data.train is not set; give files, folders or Hub names, for example data.train=[train.jsonl]
@@ -65,17 +65,17 @@ sft data.weights=[0]  =>  data.weights=[0.0]; weights must be more than 0: to le
 sft data.weights=[nan]  =>  data.weights=[nan]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.weights=[-1]  =>  data.weights=[-1.0]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.seed=-1  =>  data.seed=-1; it must be at least 0
-sft data.learn=prompt  =>  data.learn: Invalid value 'prompt', expected one of ['answers', 'last_answer', 'all']
-sft data.format=chatml  =>  data.format: Invalid value 'chatml', expected one of ['auto', 'messages', 'prompt_completion', 'shar
-sft data.turns=none  =>  data.turns: Invalid value 'none', expected one of ['auto', 'single', 'per_turn']
-sft data.too_long=truncate  =>  data.too_long: Invalid value 'truncate', expected one of ['error', 'skip', 'truncate_left', 'truncat
+sft data.learn=prompt  =>  data.learn=prompt; it must be one of answers, last_answer, all
+sft data.format=chatml  =>  data.format=chatml; it must be one of auto, messages, prompt_completion, shar
+sft data.turns=none  =>  data.turns=none; it must be one of auto, single, per_turn
+sft data.too_long=truncate  =>  data.too_long=truncate; it must be one of error, skip, truncate_left, truncat
 sft data.columns=prompt  =>  data.columns=prompt; it must be a mapping, as in data.columns={name: value}
 sft data.columns=[prompt]  =>  data.columns=['prompt']; it must be a mapping, as in data.columns={name: value}
 sft data.workers=-1  =>  data.workers=-1; it must be at least 0
 sft data.streaming=yes  =>  data.streaming=true without trainer.max_steps: the number of samples of an epoch is not known before
 sft data.streaming=maybe  =>  data.streaming: Value 'maybe' is not a valid bool (type str)
 sft trainer.epochs=0  =>  trainer.epochs=0; it must be at least 1
-sft trainer.epochs=0.5  =>  trainer.epochs: Value '0.5' of type 'float' could not be converted to Integer
+sft trainer.epochs=0.5  =>  trainer.epochs=0.5; it must be a whole number
 sft trainer.max_steps=0  =>  trainer.max_steps=0; it must be at least 1
 sft trainer.max_steps=-1  =>  trainer.max_steps=-1; it must be at least 1
 sft trainer.save_every=0  =>  trainer.save_every=0; it must be at least 1
@@ -98,21 +98,21 @@ sft trainer.peak_tflops=0  =>  trainer.peak_tflops=0.0; it must be more than 0
 sft trainer.checkpoint_dir=s3x://a/b  =>  trainer.checkpoint_dir: s3x://a/b cannot be opened: Protocol not known: s3x
 sft trainer.log_every=0  =>  trainer.log_every=0; it must be at least 1
 sft model.path=  =>  model.path has no value; it must be a text
-sft model.head=lm_head  =>  model.head: Invalid value 'lm_head', expected one of ['lm', 'value']
+sft model.head=lm_head  =>  model.head=lm_head; it must be one of lm, value
 sft model.head=value  =>  model.head=value: SFT trains a language-model head; set model.head=lm
-sft model.init=scratch  =>  model.init: Invalid value 'scratch', expected one of ['weights', 'random']
+sft model.init=scratch  =>  model.init=scratch; it must be one of weights, random
 sft model.lora.rank=-1  =>  model.lora.rank=-1; it must be a positive rank, or 0 for no adapters
-sft model.lora.rank=1.5  =>  model.lora.rank: Value '1.5' of type 'float' could not be converted to Integer
+sft model.lora.rank=1.5  =>  model.lora.rank=1.5; it must be a whole number
 sft model.lora.rank=8 model.lora.alpha=-1  =>  model.lora.alpha=-1.0; it must be a finite number above 0
 sft model.lora.rank=8 model.lora.alpha=nan  =>  model.lora.alpha=nan; it must be a finite number above 0
 sft model.lora.rank=8 model.lora.dropout=1  =>  model.lora.dropout=1.0; it must be a probability below 1
 sft model.lora.rank=8 model.lora.targets=[]  =>  model.lora.targets=[] with model.lora.rank=8; name layers, or all-linear
 sft model.lora.modules_to_save=[lm_head]  =>  model.lora.modules_to_save=['lm_head'] with model.lora.rank=0, where the whole model is trained; uns
-sft model.quantization=4bit  =>  model.quantization: Invalid value '4bit', expected one of ['none', 'int8', 'nf4']
+sft model.quantization=4bit  =>  model.quantization=4bit; it must be one of none, int8, nf4
 sft model.quantization=nf4  =>  model.quantization=nf4: QLoRA is not supported by backend 'fsdp', which supports none; use adapters 
 sft model.overrides=5  =>  model.overrides=5; it must be a mapping, as in model.overrides={name: value}
 sft model.overrides.nope=5  =>  model.overrides.nope=5: the config of MODEL has no such setting
-sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; install the package that provides it.
+sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; a backend of your own comes with the package that provides it; sharding is engine.parallel.*
 sft engine.parallel.dp_shard=0  =>  engine.parallel.dp_shard=0; it must be at least 1
 sft engine.parallel.cp=0  =>  engine.parallel.cp=0; it must be at least 1
 sft engine.parallel.cp=3  =>  engine.parallel.cp=3 does not divide the 4 attention heads of qwen3 (num_attention_heads=4); use one
@@ -121,16 +121,16 @@ sft engine.parallel.pp=2  =>  engine.parallel.pp=2: backend 'fsdp' supports the 
 sft engine.micro_batch.max_tokens=0  =>  engine.micro_batch.max_tokens=0; it must be at least 1
 sft engine.micro_batch.max_tokens=-1  =>  engine.micro_batch.max_tokens=-1; it must be at least 1
 sft engine.micro_batch.infer_max_tokens=0  =>  engine.micro_batch.infer_max_tokens=0; it must be at least 1
-sft engine.precision.params=fp16  =>  engine.precision.params: Invalid value 'fp16', expected one of ['float32', 'bfloat16', 'float16', 'f
-sft engine.precision.compute=float8  =>  engine.precision.compute: Invalid value 'float8', expected one of ['auto', 'float32', 'bfloat16', 'f
-sft engine.recompute=true  =>  engine.recompute: Invalid value 'True', expected one of ['auto', 'none', 'full', 'selective']
+sft engine.precision.params=fp16  =>  engine.precision.params=fp16; it must be one of float32, bfloat16, float16, f
+sft engine.precision.compute=float8  =>  engine.precision.compute=float8; it must be one of auto, float32, bfloat16, f
+sft engine.recompute=true  =>  engine.recompute=True; it must be one of auto, none, full, selective
 sft engine.compile=maybe  =>  engine.compile: Value 'maybe' of type 'str'; use auto, true or false
-sft engine.offload.params=cpu  =>  engine.offload.params: Invalid value 'cpu', expected one of ['none', 'host', 'disk']
-sft engine.non_finite=ignore  =>  engine.non_finite: Invalid value 'ignore', expected one of ['raise', 'skip']
+sft engine.offload.params=cpu  =>  engine.offload.params=cpu; it must be one of none, host, disk
+sft engine.non_finite=ignore  =>  engine.non_finite=ignore; it must be one of raise, skip
 sft engine.options.nope=1  =>  unknown setting 'engine.options.nope'; this backend's engine.options are allow_unverified_family, re
 sft engine.options.fused_adam=true  =>  unknown setting 'engine.options.fused_adam'; this backend's engine.options are allow_unverified_fami
 sft engine.seed=-1  =>  engine.seed=-1; it must be at least 0
-sft engine.share_prefixes=maybe  =>  engine.share_prefixes: Invalid value 'maybe', expected one of ['auto', 'on', 'off']
+sft engine.share_prefixes=maybe  =>  engine.share_prefixes=maybe; it must be one of auto, on, off
 sft lr=1e-4  =>  unknown setting 'lr'; did you mean 'optim.lr'? (--help lists all settings)
 sft learning_rate=1e-4  =>  unknown setting 'learning_rate'; did you mean 'optim.lr'? (--help lists all settings)
 sft per_device_train_batch_size=4  =>  unknown setting 'per_device_train_batch_size'; did you mean 'data.batch_size'? (--help lists all set
@@ -147,18 +147,18 @@ sft recipe=/nope.yaml  =>  recipe=/nope.yaml does not exist; the built-in recipe
 dpo dpo.beta=0  =>  dpo.beta=0.0; it must be more than 0
 dpo dpo.beta=nan  =>  dpo.beta=nan; it must be more than 0
 dpo dpo.beta=-0.1  =>  dpo.beta=-0.1; it must be more than 0
-dpo dpo.loss=dpo  =>  dpo.loss: Invalid value 'dpo', expected one of ['sigmoid', 'ipo', 'hinge', 'exo_pair', 'robust', 'nc
+dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of sigmoid, ipo, hinge, exo_pair, robust, nc
 dpo dpo.label_smoothing=0.5  =>  dpo.label_smoothing=0.5; it is a fraction of flipped labels, at least 0 and below 0.5
 dpo dpo.loss=simpo dpo.gamma=-1  =>  dpo.gamma=-1.0; it is a margin and must be 0 or more
 dpo dpo.loss=simpo reference.path=/x  =>  reference.* is set with dpo.loss=simpo, which has no reference; unset it
 dpo reference.path=/nope  =>  the reference cannot be built (reference.path=/nope): model.path=/nope is not a folder; use a folder
 dpo reference.mode=base  =>  reference.mode=base needs adapters to disable (model.lora.rank); use model or cached
-dpo reference.mode=none  =>  reference.mode: Invalid value 'none', expected one of ['auto', 'model', 'base', 'cached']
+dpo reference.mode=none  =>  reference.mode=none; it must be one of auto, model, base, cached
 dpo reference.backend=nope  =>  the reference cannot be built (it is model.path; reference.path is unset): engine.backend='nope' is 
 dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each answer with another one in the batch; use at least 2
 dpo dpo.loss_weights={sigmoid: 0}  =>  dpo.loss_weights.sigmoid=0.0; it must be a number above 0
 dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of sigmoid, ipo, hinge, exo_pair, robust, nca_pair, bco_pair, s
-dpo dpo.divergence=kl  =>  dpo.divergence: Invalid value 'kl', expected one of ['reverse_kl', 'forward_kl', 'js_divergence', 'a
+dpo dpo.divergence=kl  =>  dpo.divergence=kl; it must be one of reverse_kl, forward_kl, js_divergence, a
 dpo data.learn=all  =>  data.learn=all: DPO compares entire answers; unset it
 dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or b
 rm model.head=lm  =>  model.head=lm: reward modeling trains a value head, which gives one number per text; set model.head=
@@ -168,7 +168,7 @@ rm rm.centering=nan  =>  rm.centering=nan; it must be 0 or more
 grpo rewards.use=[]  =>  rewards.use is not set, so nothing says which answers are good; give names, such as rewards.use=[ans
 grpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the answers to one prompt; use at least 2, or
 grpo rewards.use=[answer] rl.group_size=0  =>  rl.group_size=0; it must be at least 1
-grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm: Invalid value 'grop', expected one of ['grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sa
+grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of grpo, dr_grpo, dapo, gspo, cispo, sa
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1
@@ -182,12 +182,12 @@ grpo rewards.use=[answer] rl.loss.clip_low=-1  =>  rl.loss.clip_low=-1.0; it mus
 grpo rewards.use=[answer] rl.loss.clip_low=nan  =>  rl.loss.clip_low=nan; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.kl_coef=-1  =>  rl.loss.kl_coef=-1.0; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.kl_coef=nan  =>  rl.loss.kl_coef=nan; it must be 0 or more (rl.algorithm=grpo)
-grpo rewards.use=[answer] rl.loss.aggregation=mean  =>  rl.loss.aggregation: Invalid value 'mean', expected one of ['token-mean', 'seq-mean-token-sum', 'seq
-grpo rewards.use=[answer] rl.importance=maybe  =>  rl.importance: Invalid value 'maybe', expected one of ['none', 'truncate', 'mask']
+grpo rewards.use=[answer] rl.loss.aggregation=mean  =>  rl.loss.aggregation=mean; it must be one of token-mean, seq-mean-token-sum, seq
+grpo rewards.use=[answer] rl.importance=maybe  =>  rl.importance=maybe; it must be one of none, truncate, mask
 grpo rewards.use=[answer] rl.kl_target=0  =>  rl.kl_target=0.0; it must be more than 0, or null
 grpo rewards.use=[answer] rl.dynamic_sampling=true rl.max_resamples=0  =>  rl.max_resamples=0; it must be at least 1
 grpo rewards.use=[answer] group.nproc=0  =>  group.nproc=0; it must be at least 1
-grpo rewards.use=[answer] group.kind=slurm  =>  group.kind: Invalid value 'slurm', expected one of ['process', 'ray', 'local']
+grpo rewards.use=[answer] group.kind=slurm  =>  group.kind=slurm; it must be one of process, ray, local
 grpo rewards.use=[answer] group.pools={actor: 1}  =>  group.pools.actor=1: roles that can have processes of their own are critic, reference, reward, rollo
 grpo rewards.use=[answer] group.pools={rollot: 1}  =>  group.pools.rollot=1: roles that can have processes of their own are critic, reference, reward, roll
 grpo rewards.use=[answer] data.too_long=split  =>  data.too_long=split: a prompt cannot be split; use skip, truncate_left or truncate_right

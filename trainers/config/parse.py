@@ -20,6 +20,7 @@ from ...engine.errors import ConfigError
 from ...engine.parallel.process import discard_output
 from ...engine.registry import backends, options_class
 from .unknown import hint_for
+from .value_errors import value_error
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def parse(cls: type[Config], argv: Sequence[str], usage: str = "") -> Config:
         except BrokenPipeError:
             discard_output()
         raise SystemExit(0)
-    layers = [_words([w for w in argv if not w.startswith("recipe=")])]
+    layers = [_words(cls, [w for w in argv if not w.startswith("recipe=")])]
     names = [word.partition("=")[0] for word in argv]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "recipe"):
         if os.environ.get("RANK", "0") == "0":
@@ -218,48 +219,9 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             _inherit(merged, name, parent, layers)
         result = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as e:
-        raise ConfigError(_merge_error(e, layers, {key.name: key for key in keys(cls)})) from e
+        raise ConfigError(value_error(e, layers, {key.name: key.type for key in keys(cls)})) from e
     assert isinstance(result, cls)
     return result
-
-
-_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-
-
-def _merge_error(error: Exception, layers: Sequence[DictConfig], known: Mapping[str, Key]) -> str:
-    """Return what is wrong with a value, in the words of the settings."""
-    sections = {name.rpartition(".")[0] for name in known}
-    for layer in layers:
-        # Without resolving what a value refers to, which may be what is wrong.
-        for name, value in _values(OmegaConf.to_container(layer, resolve=False)):
-            key = known.get(name)
-            if key is None and name in sections:
-                example = next(other for other in known if other.startswith(f"{name}."))
-                return f"{name}={value}: {name} has settings of its own, such as {example}; set one of them"
-            if key is None:
-                continue
-            if value is None and "None" not in key.type:
-                kind = "a list" if key.type.startswith("tuple[") else _KINDS.get(key.type, key.type)
-                return f"{name} has no value; it must be {kind}"
-            if key.type.startswith("dict["):
-                return f"{name}={value}; it must be a mapping, as in {name}={{name: value}}"
-            if key.type.startswith("tuple[") and "..." not in key.type and len(value) != key.type.count(",") + 1:
-                return f"{name}={value}; it must be a list of {key.type.count(',') + 1} values"
-    where = f"{full}: " if (full := getattr(error, "full_key", None)) else ""
-    hint = (
-        "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(error) else ""
-    )
-    told = str(error).splitlines()[0].partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
-    return f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}"
-
-
-def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name of each value in plain data, and the value; of an empty mapping nothing."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _values(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str]) -> Config:
@@ -273,7 +235,7 @@ def parse_over(cls: type[Config], saved: Mapping[str, Any], argv: Sequence[str])
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type.
     """
-    return _merged(cls, [OmegaConf.create(_escaped(dict(saved))), _words(argv)])
+    return _merged(cls, [OmegaConf.create(_escaped(dict(saved))), _words(cls, argv)])
 
 
 def _escaped(value: Any) -> Any:
@@ -310,14 +272,18 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
             raise ConfigError(f"{holder}.{e}") from e
 
 
-def _words(words: Sequence[str]) -> DictConfig:
+def _words(cls: type, words: Sequence[str]) -> DictConfig:
     for word in words:
         if "=" not in word or word.startswith("-"):
             if word.startswith("--") and "=" in word:
                 raise ConfigError(f"{word!r} is not a setting; write {word.lstrip('-')}")
-            raise ConfigError(
-                f"{word!r} is not a setting; write key=value, for example engine.parallel.cp=2 (--help lists all settings)"
-            )
+            name, known = word.lstrip("-").replace("-", "_"), [key.name for key in keys(cls)]
+            hint = "write key=value, for example engine.parallel.cp=2 (--help lists all settings)"
+            if name == "recipe" or name in known:
+                hint = f"write {name}=VALUE"
+            elif (found := hint_for(name, known)).startswith((";", ":")):
+                hint = found.lstrip(";: ")
+            raise ConfigError(f"{word!r} is not a setting; {hint}")
     try:
         # YAML reads a value that starts with * as an alias; here it is a pattern, so it is quoted.
         return OmegaConf.from_dotlist([re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word) for word in words])

@@ -133,12 +133,14 @@ def open_source(
     if any(c in name for c in "*?"):
         files = tuple(Path(f) for f in sorted(glob.glob(name, recursive=True)) if ending_of(Path(f)) and Path(f).is_file())
         if not files:
-            raise DataError(f"data.train or data.eval has {name}, which matches no {_KINDS}")
+            raise DataError(f"{'data.train' if training else 'data.eval'} has {name}, which matches no {_KINDS}")
         return Source(name, files, **options)
     match = _HUB_NAME.fullmatch(name)
     if match is None or ending_of(path):
         hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'" if "," in name else ""
-        raise DataError(f"data file {name} does not exist{hint}")
+        raise DataError(
+            f"data file {name} does not exist{hint or '; data.train and data.eval take files, folders, patterns and Hub names'}"
+        )
     table = _load_hub(name, match["name"], match["config"], match["split"], training, streaming=streaming)
     return Source(name, table=table, **options)
 
@@ -199,7 +201,8 @@ def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str
     for ours, theirs in columns.items():
         if theirs not in row:
             raise DataError(
-                f"{place} has no column {theirs!r}, which data.columns.{ours} names; it has {', '.join(row) or 'none'}"
+                f"{place} has no column {theirs!r}, which data.columns.{ours} names; it has {', '.join(row) or 'none'}; data.columns applies "
+                "to all data, so rename the columns of files that differ, or give a formatting function (see docs/python.md)"
             )
     taken = set(columns.values())
     return {**{name: value for name, value in row.items() if name not in taken}, **{o: row[t] for o, t in columns.items()}}

@@ -1,0 +1,63 @@
+"""Messages for values that do not fit their settings. This module does not import torch."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_KINDS = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+_CONVERTED = {"Integer": _KINDS["int"], "Float": _KINDS["float"], "Boolean": _KINDS["bool"]}
+"""By the names that OmegaConf gives to types."""
+
+
+def value_error(error: Exception, layers: Sequence[DictConfig], types: Mapping[str, str]) -> str:
+    """Return what is wrong with a value, in the words of the settings.
+
+    Args:
+        error: OmegaConf's error.
+        layers: The settings that were merged.
+        types: The type of every setting, by its dotted name.
+    """
+    sections = {name.rpartition(".")[0] for name in types}
+    for layer in layers:
+        # Without resolving what a value refers to, which may be what is wrong.
+        for name, value in _values(OmegaConf.to_container(layer, resolve=False)):
+            kind = types.get(name)
+            if kind is None and name in sections:
+                example = next(other for other in types if other.startswith(f"{name}."))
+                return f"{name}={value}: {name} has settings of its own, such as {example}; set one of them"
+            if kind is None:
+                continue
+            if value is None and "None" not in kind:
+                wanted = "a list" if kind.startswith("tuple[") else _KINDS.get(kind, kind)
+                return f"{name} has no value; it must be {wanted}"
+            if kind.startswith("dict["):
+                return f"{name}={value}; it must be a mapping, as in {name}={{name: value}}"
+            if kind.startswith("tuple[") and "..." not in kind and len(value) != kind.count(",") + 1:
+                return f"{name}={value}; it must be a list of {kind.count(',') + 1} values"
+    where = f"{full}: " if (full := getattr(error, "full_key", None)) else ""
+    hint = (
+        "; ${...} refers to another setting; write an environment variable as $NAME" if "Interpolation" in str(error) else ""
+    )
+    message = str(error).splitlines()[0]
+    if where and (
+        found := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float|Boolean)", message)
+    ):
+        return f"{full}={found[1]}; it must be {_CONVERTED[found[2]]}"
+    if where and (found := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", message)):
+        names = [name.strip("'") for name in found[2].split(", ")]
+        near = difflib.get_close_matches(found[1], names, n=1)
+        return f"{full}={found[1]}; it must be one of {', '.join(names)}{f'; did you mean {near[0]!r}?' if near else ''}"
+    told = message.partition(" is incompatible with type hint 'Union[bool, Literal[auto]]'")
+    return f"{where}{told[0]}{'; use auto, true or false' if told[1] else ''}{hint}"
+
+
+def _values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name of each value in plain data, and the value; of an empty mapping nothing."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
