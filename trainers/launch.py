@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TypeVar
 
+from ..engine.hf.model_path import check_model_path
 from ..engine.parallel.process import report_failure
 from .config.parse import parse
 from .config.rl import RLConfig
@@ -57,6 +58,9 @@ def _launch(config_class: type[C], trainer: str, argv: Sequence[str] | None, usa
         config = parse(config_class, [word for word in words if word != DRY_RUN], (usage or "").strip())
         # Before torch is imported, which takes seconds; the trainer checks them again, with what it knows of the model.
         config.check()
+        if not config.model.path:
+            # A folder is looked for later: one that a single machine lacks is everybody's error.
+            check_model_path(config.model.path)
         module, _, name = trainer.partition(":")
         made = getattr(import_module(module, __package__), name)(config)
         if DRY_RUN in words:
