@@ -69,11 +69,14 @@ def test_five_steps_with_shared_prompts_equal_plain_float64(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["process", "ray"])
 @pytest.mark.parametrize(
-    ("backend", "parallel"),
-    [("fsdp", {}), ("fsdp", {"cp": 2}), ("mcore", {}), ("mcore", {"tp": 2})],
-    ids=["fsdp-dp2", "fsdp-cp2", "mcore-dp2", "mcore-tp2"],
+    ("backend", "parallel", "kind"),
+    [
+        pytest.param("fsdp", {}, "process", id="fsdp-dp2-process"),
+        pytest.param("fsdp", {"cp": 2}, "ray", id="fsdp-cp2-ray"),
+        pytest.param("mcore", {}, "ray", id="mcore-dp2-ray"),
+        pytest.param("mcore", {"tp": 2}, "process", id="mcore-tp2-process"),
+    ],
 )
 def test_a_controllers_steps_are_the_same(
     models: Path, float64: dict[str, Any], kind: Any, backend: str, parallel: dict[str, Any]

@@ -70,7 +70,7 @@ def nothing(task: Path) -> None:
 
 BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("unknown key", nothing, ["trainer.max_step=3"], "unknown setting 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
-    ("wrong type", nothing, ["optim.lr=fast"], "optim.lr: Value 'fast'"),
+    ("wrong type", nothing, ["optim.lr=fast"], "optim.lr=fast; it must be a number"),
     ("no model", nothing, ["model.path=/nowhere"], "model.path=/nowhere is not a folder"),
     ("no config", remove("model/config.json"), [], "has no config.json"),
     ("no tokenizer", no_tokenizer, [], "has no tokenizer"),
@@ -193,7 +193,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("gradient checkpointing", nothing, ["gradient_checkpointing=true"], "did you mean 'engine.recompute'?"),
     ("epochs elsewhere", nothing, ["num_train_epochs=3"], "did you mean 'trainer.epochs'?"),
     ("lora elsewhere", nothing, ["lora_r=8"], "did you mean 'model.lora.rank'?"),
-    ("learn", nothing, ["data.learn=everything"], "data.learn: Invalid value 'everything'"),
+    ("learn", nothing, ["data.learn=everything"], "data.learn=everything; it must be one of answers, last_answer, all"),
     (
         "last answer of each",
         nothing,
