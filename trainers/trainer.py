@@ -59,11 +59,8 @@ class Trainer(Generic[C]):
             raise ConfigError(
                 f"config is a {type(config).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks has {callback!r}, which is no Callback; derive its class from drivetrain.Callback"
-                )
+        _check_callbacks(callbacks)
+        _check_loss(loss)
         self._extensions = Extensions(
             data=PythonData.of(train_data, eval_data, formatting), metrics=tuple(metrics), callbacks=tuple(callbacks)
         )
@@ -93,6 +90,30 @@ class Trainer(Generic[C]):
         return self.method_class(self.config, self._loss)
 
 
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks has {callback!r}, which is no Callback; derive its class from drivetrain.Callback")
+        # A method that nothing calls would be taken for one that does nothing.
+        unknown = sorted(name for name in dir(callback) if name.startswith("on_") and name not in hooks)
+        if unknown:
+            raise ConfigError(
+                f"{type(callback).__name__} has the method {unknown[0]}, which nothing calls; a Callback has {', '.join(hooks)}"
+            )
+
+
+def _check_loss(loss: Loss | None) -> None:
+    if loss is None:
+        return
+    missing = [name for name in ("request", "linear", "tokens", "weights", "__call__") if not hasattr(loss, name)]
+    if missing or isinstance(loss, type):
+        what = (
+            "a class; give an object of it" if isinstance(loss, type) else f"without {', '.join(missing)}; see docs/python.md"
+        )
+        raise ConfigError(f"loss is {loss!r}, {what}")
+
+
 def _data_of(data: DataConfig, python: PythonData) -> DataConfig:
     """Return the settings with the names of the rows in memory."""
     given: dict[str, Any] = {}
@@ -102,6 +123,8 @@ def _data_of(data: DataConfig, python: PythonData) -> DataConfig:
         if named := getattr(data, setting):
             raise ConfigError(f"{name} is given, and data.{setting}={list(named)} too; give one of them")
         given[setting] = (name,)
+    if EVAL in python.rows and not (data.train or TRAIN in python.rows):
+        raise ConfigError(f"{EVAL} is given, but neither {TRAIN} nor data.train; give the rows or the files to train on")
     return replace(data, **given)
 
 

@@ -144,6 +144,12 @@ def test_a_formatting_function_that_fails_names_the_row(task: Path) -> None:
             SFTTrainer(config_of(task, "run"), train_data=rows_of(task), formatting=formatting).train()
 
 
+class Misnamed(Callback):
+    """One of whose methods is none of a callback."""
+
+    def on_step(self, run: Any, step: int) -> None: ...
+
+
 def test_arguments_of_other_types_are_refused_at_once(task: Path) -> None:
     config, rows = config_of(task, "run"), rows_of(task)
     refused: list[tuple[dict[str, Any], str]] = [
@@ -153,6 +159,16 @@ def test_arguments_of_other_types_are_refused_at_once(task: Path) -> None:
         ({"train_data": []}, r"train_data has no rows"),
         ({"train_data": rows, "formatting": "text"}, r"formatting is a str; give a function of a row"),
         ({"train_data": rows, "callbacks": [print]}, r"which is no Callback; derive its class from drivetrain.Callback"),
+        (
+            {"train_data": rows, "callbacks": [Misnamed()]},
+            r"Misnamed has the method on_step, .*; a Callback has on_evaluate, on_save, on_s",
+        ),
+        (
+            {"train_data": rows, "loss": "focal"},
+            r"loss is 'focal', without request, linear, tokens, weights, __call__; see docs/python.md",
+        ),
+        ({"train_data": rows, "loss": SFTLoss}, r"loss is <class '.*SFTLoss'>, a class; give an object of it"),
+        ({"eval_data": rows}, r"eval_data is given, but neither train_data nor data.train"),
     ]
     for arguments, told in refused:
         with pytest.raises(ConfigError, match=told):
