@@ -1,0 +1,169 @@
+"""Training that ends where a goal is reached, and the demonstrations, which give up at a bound."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from drivetrain.engine.errors import ConfigError
+from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.trainer import TrainerConfig
+from drivetrain.trainers.demo import reinforcement
+from drivetrain.trainers.loop import loop, signals
+from drivetrain.trainers.loop.early_stopping import EarlyStopping
+from drivetrain.trainers.loop.loop import StopReason
+from drivetrain.trainers.loop.resume import ResumePoint
+
+
+class Forever:
+    """A loader without an end."""
+
+    def batches(self, cursor: Any) -> Iterator[tuple[list[Any], Any]]:
+        while True:
+            yield [], cursor
+
+    def epoch(self, cursor: Any) -> float:
+        return 0.0
+
+
+def run_of(accuracies: list[float], **settings: Any) -> tuple[Any, list[int]]:
+    """A run whose stand-in engine learns nothing and whose n-th evaluation measures the n-th accuracy; and what it saves."""
+    saved: list[int] = []
+    result = SimpleNamespace(
+        **dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "shared_tokens", "sequences", "micro_batches", "flops"), 1.0),
+        weights={},
+        terms={},
+        metrics={},
+        skipped=False,
+        peak_gib=None,
+    )
+    config = TrainerConfig(**{"best_metric": "accuracy", "eval_every": 2, **settings})
+    early_stopping = EarlyStopping("accuracy", config.patience, "", {"accuracy": False}, config.stopping_threshold)
+    run = SimpleNamespace(
+        engine=SimpleNamespace(
+            topology=SimpleNamespace(all_gather_object=lambda value, error=None: [value]),
+            train_batch=lambda batch, loss: result,
+        ),
+        method=SimpleNamespace(batch=lambda *_, **__: None, loss=None),
+        loader=Forever(),
+        evaluation=iter(accuracies),
+        manager=SimpleNamespace(failure=lambda: None),
+        config=config,
+        loggers=(),
+        early_stopping=early_stopping,
+        total_steps=config.max_steps,
+        peak_flops=None,
+        callbacks=(),
+    )
+    return run, saved
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "reason"),
+    [
+        ({"stopping_threshold": 0.6}, 6, StopReason.THRESHOLD),
+        ({"stopping_threshold": 0.9}, 12, StopReason.DONE),
+        ({"stopping_threshold": 0.9, "patience": 2}, 10, StopReason.PATIENCE),
+        ({"stopping_threshold": 0.9, "max_minutes": 0.05}, 3, StopReason.TIME),
+        ({"stopping_threshold": 0.2, "max_minutes": 0.05}, 2, StopReason.THRESHOLD),
+    ],
+)
+def test_training_ends_at_its_goal_or_at_a_bound(
+    settings: dict[str, Any], steps: int, reason: StopReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = run_of([0.2, 0.3, 0.7, 0.5, 0.6, 0.8], max_steps=12, **settings)
+    monkeypatch.setattr(loop, "evaluate", lambda run, evaluation, step, stop: {"accuracy": next(evaluation)})
+    monkeypatch.setattr(loop, "save", lambda run, step, *_, **__: saved.append(step))
+    # A second passes between two looks at the clock, of which one is at the beginning.
+    seconds = iter(range(1000))
+    monkeypatch.setattr(signals.time, "monotonic", lambda: float(next(seconds)))
+    outcome = loop.train(run, ResumePoint(step=1, cursor=None, run_metadata={}))  # type: ignore[arg-type]
+    assert (outcome.step, outcome.reason) == (steps, reason)
+    assert saved[-1] == steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stopping_threshold": 0.5}, "the only one is at the end; set trainer.eval_every"),
+        ({"stopping_threshold": float("nan")}, "trainer.stopping_threshold=nan; it must be a finite number"),
+        ({"max_minutes": 0.0}, "trainer.max_minutes=0.0; it must be more than 0"),
+    ],
+)
+def test_bounds_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainerConfig(**settings).check()
+
+
+def test_threshold_follows_the_direction_of_its_metric() -> None:
+    def reached(metric: str, threshold: float, *values: float) -> bool:
+        stopping = EarlyStopping(metric, None, "", {"loss": True, "accuracy": False}, threshold)
+        for step, value in enumerate(values):
+            stopping.update(step, {metric: value})
+        return stopping.reached and stopping.stop
+
+    assert reached("accuracy", 0.9, 0.5, 0.9)
+    assert not reached("accuracy", 0.9, 0.5, 0.89, float("nan"))
+    assert reached("loss", 0.1, 0.2, 0.1)
+    assert not reached("loss", 0.1, 0.2, 0.11)
+    assert not reached("loss", 0.1)
+    with pytest.raises(ConfigError, match=r"trainer.stopping_threshold=0.5 needs trainer.best_metric"):
+        EarlyStopping(None, None, "", {"loss": True}, 0.5)
+
+
+@pytest.mark.parametrize(("after", "shuffled", "code"), [(0.95, False, 0), (0.85, False, 1), (0.95, True, 1), (0.31, True, 0)])
+def test_demo_of_rewards_trains_towards_goals_within_bounds(
+    after: float, shuffled: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in trainer, which learns as much as the case says."""
+    commands: list[tuple[str, ...]] = []
+    accuracies = iter((0.3, after))
+
+    def stand_in(*words: str) -> None:
+        commands.append(words)
+        if "drivetrain.trainers.grpo" in words:
+            (tmp_path / "run").mkdir()
+            lines = [json.dumps({"step": step, "reward": 0.1 * step}) for step in range(1, 8)]
+            (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    def measured(*words: str) -> float:
+        commands.append(words)
+        return 2.0 if "processes" in words else next(accuracies)
+
+    monkeypatch.setattr(reinforcement, "python", stand_in)
+    monkeypatch.setattr(reinforcement, "measured", measured)
+    options: dict[str, Any] = {"nproc": None, "steps": None, "shuffled": shuffled, "seed": 3}
+    assert reinforcement.run_rl_demo(tmp_path, "grpo", "fsdp", **options) == code
+    said = capfd.readouterr()
+    assert ("was expected" in said.err) == bool(code)
+    assert f"{after:.3f} after 7 steps" in said.out
+    start = next(words for words in commands if "drivetrain.trainers.sft" in words)
+    config = parse(SFTConfig, list(start[start.index("recipe=sft_demo") :]), "").trainer
+    assert (config.best_metric, config.stopping_threshold) == ("exact_match", reinforcement.START_GOAL)
+    assert (config.max_steps, config.max_minutes) == (reinforcement.START_STEPS, reinforcement.START_MINUTES)
+    # What decides when to stop is not what is reported.
+    asked = [words[words.index("answer") + 2] for words in commands if "answer" in words]
+    assert asked == [str(tmp_path / "data" / "test.jsonl")] * 2
+    assert not any("test.jsonl" in word for words in commands if "answer" not in words for word in words)
+    rewarded = next(words for words in commands if "drivetrain.trainers.grpo" in words)
+    assert ("trainer.stopping_threshold=null" in rewarded) == shuffled
+
+
+@pytest.mark.parametrize("recipe", ["sft_demo", "dpo_demo", "rm_demo", "grpo_demo", "ppo_demo"])
+def test_recipes_of_demos_have_a_goal_and_bounds(recipe: str) -> None:
+    import yaml
+
+    from drivetrain.trainers import recipes
+
+    folder = Path(recipes.__file__).parent
+    fields = yaml.safe_load((folder / f"{recipe}.yaml").read_text())
+    settings = {
+        **yaml.safe_load((folder / f"{fields.get('recipe', recipe)}.yaml").read_text())["trainer"],
+        **fields["trainer"],
+    }
+    assert {"best_metric", "stopping_threshold", "max_steps", "max_minutes", "eval_every"} <= settings.keys()
