@@ -17,6 +17,7 @@ from ....engine.hf.weights import WeightFolder
 from ..options import RolloutConfig
 from ..placement import Placement
 from ..token_stream import Limits, TokenStream
+from .draws import KEY
 
 SUPPORTED = ((0, 32), (0, 33))
 """The first version of vLLM that this works with, and the first one that it was not tried with."""
@@ -25,6 +26,8 @@ _BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 32
 """The number of tokens of a block of the cache, which is what prompts share."""
 _TIED_HEAD = "lm_head.weight"
 _PACKAGE = __name__.rpartition(".")[0]
+SAMPLER = f"{_PACKAGE}.sampler:DrivetrainSampler"
+"""Our logits processor, by the name under which vLLM loads it."""
 
 
 class VLLMModel:
@@ -100,7 +103,7 @@ class VLLMModel:
             "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "tensor_parallel_size": tp,
-            "logits_processors": [f"{_PACKAGE}.sampler:DrivetrainSampler"],
+            "logits_processors": [SAMPLER],
             "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
             # Of the one token that the sampler leaves: its log-probability.
             "logprobs_mode": "processed_logits",
@@ -153,12 +156,13 @@ def sampling_settings(stream: TokenStream) -> dict[str, Any]:
         "logprobs": 0,
         "detokenize": False,
         "extra_args": {
-            "drivetrain": {
+            KEY: {
                 "temperature": float(options.temperature),
                 "top_p": float(options.top_p),
                 "top_k": options.top_k,
                 "seed": stream.seed,
                 "begun": len(stream.tokens),
+                "prompt": stream.length,
             }
         },
     }
