@@ -101,4 +101,7 @@ def build_generator(config: "RolloutConfig") -> "BaseGenerator":
         ConfigError: There is no such generator, or a setting is invalid.
         ModelError: Its model cannot be loaded.
     """
-    return generator_class(config.generator)(config)
+    # It reads the model's config.
+    from .memory import with_cache_size
+
+    return generator_class(config.generator)(with_cache_size(config))

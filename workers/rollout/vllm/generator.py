@@ -78,7 +78,7 @@ class VLLMGenerator(BaseGenerator):
     def _build(self) -> Any:
         import vllm
 
-        arguments = self._model.engine_arguments(self._tp)
+        arguments = self._model.engine_arguments(self._tp, joined=self._joined)
         if self._joined:
             # It makes a model of each `tp` neighboring ranks of the process group, also where there are several models.
             arguments["distributed_executor_backend"] = "external_launcher"

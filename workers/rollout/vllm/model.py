@@ -14,6 +14,7 @@ from ....engine.errors import ConfigError, ModelError
 from ....engine.hf.model_path import resolve_folder
 from ....engine.hf.shape import context_of
 from ....engine.hf.weights import WeightFolder
+from ..memory import GpuMemory, MemoryNeeds, gpu_memory, memory_needs, utilization
 from ..options import RolloutConfig
 from ..placement import Placement
 from ..token_stream import Limits, TokenStream
@@ -71,27 +72,30 @@ class VLLMModel:
             end_tokens=frozenset([ends] if isinstance(ends, int) else ends or ()),
         )
 
-    def engine_arguments(self, tp: int) -> dict[str, Any]:
-        """Return the arguments of vLLM's engine.
+    def engine_arguments(self, tp: int, *, joined: bool = False) -> dict[str, Any]:
+        """Return the arguments of vLLM's engine, which is built next: they depend on the memory that is free.
 
         Args:
             tp: The number of devices of the model.
+            joined: Whether each device belongs to a process of its own, which run the model together.
+
+        Raises:
+            ConfigError: Parameters and cache do not fit on the GPU.
         """
         config = self._config
-        if torch.cuda.is_available():
-            own: dict[str, Any] = {
-                "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
-                "block_size": _BLOCK_TOKENS,
-                # Without it, sleep frees nothing.
-                "enable_sleep_mode": True,
-            }
-        else:
+        gpu = gpu_memory(range(tp) if tp > 1 and not joined else ())
+        if gpu is None:
             # In GiB; the cache of vLLM on a CPU has no size in tokens.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if tp > 1:
                 # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+            own: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+        else:
+            own = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
+            if own.get("disable_custom_all_reduce"):
+                # Its rendezvous takes GPUs that have the same index in different processes for one GPU.
+                os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         return {
             "model": str(self.folder),
             "skip_tokenizer_init": True,
@@ -107,7 +111,8 @@ class VLLMModel:
             "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
             # Of the one token that the sampler leaves: its log-probability.
             "logprobs_mode": "processed_logits",
-            # The sampler reads the tokens of a request before it draws the next one.
+            # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
+            # be under way when new weights come.
             "async_scheduling": False,
             **own,
             **{name: value for name, value in config.options.items() if name not in _OWN},
@@ -143,6 +148,36 @@ class VLLMModel:
                 f"the weights are not those of {path}: {len(missing)} parameters have no tensor "
                 f"({', '.join(list(missing)[:3])})"
             )
+
+
+def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
+    """Return those arguments of vLLM's engine that depend on its GPUs.
+
+    Args:
+        config: The configuration of the generator.
+        gpu: The memory of the GPU before the engine is built.
+        needs: What the engine needs there.
+        tp: The number of devices of the model.
+        joined: Whether each device belongs to a process of its own.
+
+    Raises:
+        ConfigError: Parameters and cache do not fit on the GPU.
+    """
+    arguments: dict[str, Any] = {
+        "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
+        "block_size": _BLOCK_TOKENS,
+        # Without it, sleep frees nothing.
+        "enable_sleep_mode": True,
+    }
+    if "gpu_memory_utilization" not in config.options:
+        # vLLM refuses to start unless this share is free, although the size of its cache is given. Its default is for a GPU of its own.
+        arguments["gpu_memory_utilization"] = utilization(
+            gpu, needs, config.max_batch_total_tokens, f"generator={config.generator} of {config.model.path}"
+        )
+    if joined and gpu.visible < tp:
+        # It looks for the other ranks' GPUs among those that this process sees.
+        arguments["disable_custom_all_reduce"] = True
+    return arguments
 
 
 def sampling_settings(stream: TokenStream) -> dict[str, Any]:
