@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,9 +181,13 @@ def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> No
         generator.close()
 
 
+def _cut(complete: Any, stream: Any) -> Any:
+    return ((name, tensor[:3] if name.endswith("q_proj.weight") else tensor) for name, tensor in complete(stream))
+
+
 @needs_vllm
 @pytest.mark.parametrize("name", ["vllm", "vllm_server"])
-def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str) -> None:
+def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, options = [5, 6, 7], SamplingOptions(max_tokens=12, temperature=0.0)
     plain = build_generator(RolloutConfig(model=ModelConfig(path=str(folder.parent / "other")), **SETTINGS))
     ((expected,),) = plain.generate([prompt], options)
@@ -190,15 +195,13 @@ def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str)
     generator: Any = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=name, **SETTINGS))
     try:
         # It is right until it has been checked.
-        checked = generator._model.checked
-        generator._model.checked = lambda stream: (
-            (name, tensor[:3] if name.endswith("q_proj.weight") else tensor) for name, tensor in checked(stream)
-        )
+        for way in ("checked", "completed"):
+            monkeypatch.setattr(generator._model, way, partial(_cut, getattr(generator._model, way)))
         with pytest.raises((ModelError, RuntimeError, AssertionError)):
             generator.load_weights(weights.items())
         with pytest.raises(ModelError):
             generator.generate([prompt], options)
-        generator._model.checked = checked
+        monkeypatch.undo()
         generator.load_weights(weights.items())
         ((answer,),) = generator.generate([prompt], options)
         assert answer.response == expected.response

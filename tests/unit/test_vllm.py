@@ -1,4 +1,4 @@
-"""What the generator on vLLM decides, without vLLM: how tokens are drawn in its batch."""
+"""What the generator on vLLM decides, without vLLM: how tokens are drawn in its batch, and which weights it takes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from drivetrain.workers.rollout.options import SamplingOptions
 from drivetrain.workers.rollout.sampling import Draw, UniformNumbers, sample_tokens
 from drivetrain.workers.rollout.vllm.draws import KEY, RequestDraws
+from drivetrain.workers.rollout.vllm.model import CompletedWeights, all_finite
 
 V = 50
 
@@ -91,3 +92,41 @@ def test_the_rows_of_vllm_at_the_edges() -> None:
     draws.end([0, 1, 7])
     assert draws.choose(logits, [0, 1]) is logits
     assert draws.choose(torch.empty(0, V), []).shape == (0, V)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert all_finite(values)
+    assert all_finite(torch.full((2,), torch.finfo(dtype).max, dtype=dtype))
+    assert all_finite(values[:0])
+    assert all_finite(torch.arange(3))
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        for place in (0, 1234, -1):
+            damaged = values.clone().view(-1)
+            damaged[place] = wrong
+            assert not all_finite(damaged.view(3, 1000))
+    assert not all_finite(torch.tensor(torch.nan, dtype=dtype))
+
+
+def test_a_stream_that_fails_is_completed_for_vllm() -> None:
+    """Whose engine could not continue after a part of a set, and would have to be built anew on all ranks."""
+    weights = {name: torch.ones(2) for name in "abc"}
+    missing = {**dict.fromkeys("abc", (2,)), "head": (5, 2)}
+
+    def stream(fails_after: int) -> Any:
+        for number, (name, tensor) in enumerate(weights.items()):
+            if number == fails_after:
+                raise ConnectionError("it ended")
+            del missing[name]
+            yield name, tensor
+
+    completed = CompletedWeights(stream(1), missing, "head")
+    loaded = dict(completed)
+    assert list(loaded) == ["a", "b", "c"]
+    assert [bool(tensor.any()) for tensor in loaded.values()] == [True, False, False]
+    assert isinstance(completed.error, ConnectionError)
+    missing = {**dict.fromkeys("abc", (2,)), "head": (5, 2)}
+    whole = CompletedWeights(stream(3), missing)
+    assert list(dict(whole)) == ["a", "b", "c"]
+    assert whole.error is None

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,10 +124,19 @@ class VLLMModel:
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
         """
-        path = self._config.model.path
+        yield from self._checked(weights, dict(self._stored))
+
+    def completed(self, weights: Iterable[tuple[str, Tensor]]) -> "CompletedWeights":
+        """Return weights that end with an error only after vLLM has had a complete set; see `CompletedWeights`."""
         missing = dict(self._stored)
+        return CompletedWeights(self._checked(weights, missing), missing, _TIED_HEAD if self._tied else None)
+
+    def _checked(
+        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        path = self._config.model.path
         for name, tensor in weights:
-            shape = missing.pop(name, None)
+            shape = missing.get(name)
             if shape is None:
                 if name == _TIED_HEAD and self._tied:
                     continue
@@ -136,18 +145,52 @@ class VLLMModel:
                 raise ModelError(
                     f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
                 )
-            if not bool(torch.isfinite(tensor).all()):
+            if not all_finite(tensor):
                 raise ModelError(
                     f"{name} has values that are not finite (NaN or infinity); the weights that were sent are damaged"
                 )
+            del missing[name]
             yield name, tensor
-        if self._tied:
-            missing.pop(_TIED_HEAD, None)
-        if missing:
+        absent = [name for name in missing if not (self._tied and name == _TIED_HEAD)]
+        if absent:
             raise ModelError(
-                f"the weights are not those of {path}: {len(missing)} parameters have no tensor "
-                f"({', '.join(list(missing)[:3])})"
+                f"the weights are not those of {path}: {len(absent)} parameters have no tensor ({', '.join(absent[:3])})"
             )
+
+
+class CompletedWeights:
+    """Weights for vLLM, which cannot continue after a part of a set: what is missing when their stream fails comes as zeros.
+
+    Nothing must be generated with them then. The engine stays as it is, and takes the next set.
+
+    Args:
+        weights: The weights.
+        missing: The shapes of the parameters that have not come, which the stream removes as they come.
+        optional: The name of a parameter that need not come.
+    """
+
+    def __init__(
+        self, weights: Iterator[tuple[str, Tensor]], missing: Mapping[str, tuple[int, ...]], optional: str | None = None
+    ) -> None:
+        self._weights, self._missing, self._optional = weights, missing, optional
+        self.error: Exception | None = None
+        """Why the stream failed."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self._weights
+        except Exception as e:  # raised by the caller, when vLLM has loaded all
+            self.error = e
+            for name, shape in self._missing.items():
+                if name != self._optional:
+                    yield name, torch.zeros(shape)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has no NaN and no infinity. Its extremes tell, which are found much faster than each value is looked at."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
