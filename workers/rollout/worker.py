@@ -153,6 +153,11 @@ class RolloutWorker:
         return TokenGenerationScheduler(self.generator, settings)
 
     @register("all")
+    def number_format(self) -> dict[str, str]:
+        """Return the `dtype` of the weights, and the type of the `device` that computes with them."""
+        return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+
+    @register("all")
     def state_bytes(self) -> dict[str, int]:
         """Return the size of the parameters and of the full cache in this process, as estimated from the model's config."""
         return estimated_bytes(self.config)
