@@ -10,7 +10,8 @@ from torch import Tensor
 from drivetrain.workers.rollout.options import SamplingOptions
 from drivetrain.workers.rollout.sampling import Draw, UniformNumbers, sample_tokens
 from drivetrain.workers.rollout.vllm.draws import KEY, RequestDraws
-from drivetrain.workers.rollout.vllm.model import CompletedWeights, all_finite
+from drivetrain.workers.rollout.vllm.model import CompletedWeights
+from drivetrain.workers.rollout.weight_values import all_finite, common_dtype
 
 V = 50
 
@@ -107,6 +108,9 @@ def test_what_is_not_finite_is_found(dtype: torch.dtype) -> None:
             damaged[place] = wrong
             assert not all_finite(damaged.view(3, 1000))
     assert not all_finite(torch.tensor(torch.nan, dtype=dtype))
+    # Weights are sent as this only if all have it.
+    assert common_dtype([values, values]) == str(dtype).removeprefix("torch.")
+    assert common_dtype([values, values.double()]) == common_dtype([]) == ""
 
 
 def test_a_stream_that_fails_is_completed_for_vllm() -> None:

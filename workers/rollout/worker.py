@@ -84,6 +84,11 @@ class RolloutWorker:
         """How many processes hold a model together; see `BaseGenerator.ranks_per_model`."""
         return self.generator.ranks_per_model
 
+    @property
+    def weight_dtype(self) -> str:
+        """The data type of all parameters; see `BaseGenerator.weight_dtype`."""
+        return self.generator.weight_dtype
+
     @register("dp", returns="objects")
     def generate(
         self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions, *, version: int | None = None

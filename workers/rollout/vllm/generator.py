@@ -94,6 +94,11 @@ class VLLMGenerator(BaseGenerator):
         """Return what this generator can take."""
         return self._limits
 
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return self._model.common_dtype(self._engine.collective_rpc("drivetrain_weight_dtype"))
+
     def run_step(self) -> None:
         """Pass on the requests that wait, which vLLM begins in this order, and run a step of its engine."""
         for stream in list(self.waiting.values()):

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..memory import GpuMemory, MemoryNeeds, gpu_memory, memory_needs, utilizati
 from ..options import RolloutConfig
 from ..placement import Placement
 from ..token_stream import Limits, TokenStream
+from ..weight_values import all_finite
 from .draws import KEY
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -118,6 +119,10 @@ class VLLMModel:
             **{name: value for name, value in config.options.items() if name not in _OWN},
         }
 
+    def common_dtype(self, dtypes: Sequence[str]) -> str:
+        """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""
+        return self._config.dtype if set(dtypes) == {self._config.dtype} else ""
+
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield weights, and raise an error if they are not a complete set.
 
@@ -184,13 +189,6 @@ class CompletedWeights:
             for name, shape in self._missing.items():
                 if name != self._optional:
                     yield name, torch.zeros(shape)
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN and no infinity. Its extremes tell, which are found much faster than each value is looked at."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
