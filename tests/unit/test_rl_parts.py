@@ -64,15 +64,12 @@ class WithGenerator:
     ("words", "dtype", "device", "expected", "reason"),
     [
         ([], "float32", "cpu", "none", "computes the same numbers as the actor"),
-        (["rollout.generator=continuous"], "float32", "cpu", "none", "the same numbers"),
         (["engine.precision.compute=float32"], "float32", "cuda", "none", "the same numbers"),
         ([], "bfloat16", "cuda", "truncate", "the generator computes in bfloat16"),
-        ([], "bfloat16", "cpu", "truncate", "the generator computes in bfloat16"),
         # The actor's `auto` is bfloat16 there.
         ([], "float32", "cuda", "truncate", "the actor computes in bfloat16, and the generator in float32"),
         (["rollout.generator=vllm"], "float32", "cpu", "truncate", "rollout.generator=vllm computes by other kernels"),
         (["rollout.generator=mine:Class"], "float32", "cpu", "truncate", "rollout.generator=mine:Class computes by"),
-        (["rollout.generator=tensor_parallel"], "float32", "cpu", "none", "the same numbers"),
         (
             ["rollout.generator=tensor_parallel", "rollout.options.quant=int8"],
             "float32",
