@@ -292,8 +292,9 @@ def test_weights_in_flight_through_a_worker(folder: Path) -> None:
 
 
 def forget_shared_memory() -> None:
-    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind.
-    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind; an
+    # engine that is built anew has the next number.
+    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
         left.unlink()
 
 
@@ -312,6 +313,7 @@ def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
         text=True,
         timeout=280,
     )
+    forget_shared_memory()
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....engine.errors import ConfigError, ModelError
 from ....engine.offload import free_memory
+from ....engine.parallel.collectives import all_gather_object
 from ....engine.parallel.process_groups import fixed_segments
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
@@ -182,11 +183,7 @@ class VLLMGenerator(BaseGenerator):
 
     def _on_any_rank(self, value: bool) -> bool:
         """Return whether a value is true on any rank of the process group: its ranks build their engines together."""
-        if not self._joined:
-            return value
-        values = torch.tensor([int(value)])
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return bool(values.item())
+        return any(all_gather_object(value)) if self._joined else value
 
     def _rebuild(self) -> None:
         """Build the engine anew, after it has failed. The old one goes before the new one comes: they may not fit both.
