@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,12 +258,19 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
         assert other.response == plain(folder, [5, 6, 8])
         assert generator.stats().prefill_tokens - before == 1
         ranks: Any = generator._ranks
+        # As in a kernel of NCCL, which waits for a rank that has ended until its communicator is aborted.
+        aborted, execute = threading.Event(), ranks.local.execute
+        ranks._abort = aborted.set
+        ranks.local.execute = lambda request: execute(request) if aborted.wait(60) else None
         os.kill(ranks._processes[0].pid, signal.SIGKILL)
         running, waiting = generator.submit([5, 6, 7], GREEDY), generator.submit([5, 6, 7], GREEDY)
         with pytest.raises((WorkerLostError, WorkerError), match="tp-rank-1 was killed by SIGKILL"):
             list(running)
+        assert aborted.is_set()
         # The next one starts the ranks anew, and so do new weights while the model is on the host.
         assert [token.token for token in waiting] == expected
+        aborted.clear()
+        generator._ranks._abort = aborted.set  # type: ignore[union-attr]
         generator.to("host")
         assert not generator._ranks.local.models  # type: ignore[union-attr]
         generator.load_weights(stored_weights(str(folder)))
@@ -274,8 +282,9 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
         generator.close()
     with pytest.raises(ConfigError, match="this generator was closed"):
         list(generator.submit([5], GREEDY))
-    # Nothing is left of it, nor of one that cannot be built.
-    assert "RANK" not in os.environ
+    # Nothing is left of it, nor of one that cannot be built. Ranks that end because they are asked to are not aborted.
+    assert not aborted.is_set()
+    assert not {"RANK", "TORCH_NCCL_ASYNC_ERROR_HANDLING"} & set(os.environ)
     assert not dist.is_initialized()
     config = json.loads((folder / "config.json").read_text())
     shutil.copytree(folder, tmp_path / "other")

@@ -252,9 +252,9 @@ def test_a_generator_that_does_not_exist_is_named(folder: Path, name: str, messa
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
 def test_sizes_that_are_no_numbers_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}; it must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match=f"{name}={value}; it must be an integer of at least "):
         RolloutConfig(model=ModelConfig(), **{name: value})
 
 

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.registry import build_generator
 from drivetrain.workers.rollout.scheduler import GenerationRequest
 from drivetrain.workers.rollout.vllm.generator import VLLMGenerator
-from drivetrain.workers.rollout.vllm.model import check_version
+from drivetrain.workers.rollout.vllm.model import SAMPLER, check_version
 from drivetrain.workers.rollout.worker import RolloutWorker
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -64,6 +66,67 @@ def test_without_vllm_the_extra_is_named(folder: Path) -> None:
         ConfigError, match=r"generator=vllm needs vllm, which is not installed: pip install 'drivetrain\[vllm\]'"
     ):
         build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator="vllm"))
+
+
+@needs_vllm
+def test_both_runners_of_vllm_load_the_sampler_and_draw_alike() -> None:
+    """By vLLM's own loaders. A CPU only runs the first runner, so what the second one does each step is repeated here."""
+    import numpy as np
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+    from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
+    from vllm.v1.worker.gpu.sample.logits_processor import (
+        LogitsContext,
+        build_custom_logits_processors,
+        build_custom_logits_processors_params_validator,
+    )
+
+    none: Any = None
+    engine: Any = SimpleNamespace(speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=4))
+    names = ("device", "max_num_reqs", "vocab_size", "all_token_ids", "prompt_len", "prefill_len", "total_len")
+    states: Any = SimpleNamespace(**dict.fromkeys(names))
+    validate = build_custom_logits_processors_params_validator([SAMPLER])
+    settings = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3, "begun": 2, "prompt": 7}
+    params = SamplingParams(temperature=0.0, extra_args={"drivetrain": settings})
+    validate(params)
+    with pytest.raises(Exception, match="must have temperature 0"):
+        validate(SamplingParams(temperature=1.0, extra_args={"drivetrain": settings}))
+    (new,) = build_custom_logits_processors(engine, states, False, [SAMPLER])
+    with pytest.raises(ValueError, match="speculative_config is set"):
+        build_custom_logits_processors(SimpleNamespace(speculative_config=1), states, False, [SAMPLER])  # type: ignore[arg-type]
+    old = list(build_logitsprocs(engine, torch.device("cpu"), False, False, [SAMPLER]).all)[-1]
+    assert type(new) is type(old)
+
+    output: list[int] = []
+    update = BatchUpdateBuilder()
+    update.added.append((0, params, None, output))
+    old.update_state(update.get_and_reset(1))
+    # Slot 2 had another request before, and slot 1 is not one of ours.
+    assert new.add_request(2, SamplingParams(temperature=0.0, extra_args={"drivetrain": {**settings, "seed": 9}}))
+    assert new.add_request(2, params)
+    assert not new.add_request(1, SamplingParams(temperature=0.0))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(70):
+        logits = torch.randn(1, 50, generator=generator)
+        other = torch.randn(1, 50, generator=generator)
+        slots = np.array([1, 2] if step % 2 else [2, 1])
+        context = LogitsContext(
+            expanded_idx_mapping=torch.from_numpy(slots),
+            idx_mapping=torch.from_numpy(slots),
+            idx_mapping_np=slots,
+            expanded_local_pos=none,
+            input_ids=none,
+            pos=none,
+            # Of the rows, and of those that only pad the batch.
+            seq_lens_upper_bound_np=np.array([7 + step if slot == 2 else 30 for slot in slots] + [0, 0], dtype=np.int32),
+        )
+        rows = torch.cat([logits if slot == 2 else other for slot in slots])
+        first, second = old.apply(logits.clone()), new.apply(rows, context)
+        assert torch.equal(second[list(slots).index(2)], first[0])
+        assert torch.equal(second[list(slots).index(1)], other[0])
+        output.append(int(first.argmax()))
+    assert len(set(output)) > 10
 
 
 @needs_vllm
@@ -118,9 +181,13 @@ def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> No
         generator.close()
 
 
+def _cut(complete: Any, stream: Any) -> Any:
+    return ((name, tensor[:3] if name.endswith("q_proj.weight") else tensor) for name, tensor in complete(stream))
+
+
 @needs_vllm
 @pytest.mark.parametrize("name", ["vllm", "vllm_server"])
-def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str) -> None:
+def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, options = [5, 6, 7], SamplingOptions(max_tokens=12, temperature=0.0)
     plain = build_generator(RolloutConfig(model=ModelConfig(path=str(folder.parent / "other")), **SETTINGS))
     ((expected,),) = plain.generate([prompt], options)
@@ -128,15 +195,13 @@ def test_a_load_that_fails_inside_vllm_can_be_made_good(folder: Path, name: str)
     generator: Any = build_generator(RolloutConfig(model=ModelConfig(path=str(folder)), generator=name, **SETTINGS))
     try:
         # It is right until it has been checked.
-        checked = generator._model.checked
-        generator._model.checked = lambda stream: (
-            (name, tensor[:3] if name.endswith("q_proj.weight") else tensor) for name, tensor in checked(stream)
-        )
+        for way in ("checked", "completed"):
+            monkeypatch.setattr(generator._model, way, partial(_cut, getattr(generator._model, way)))
         with pytest.raises((ModelError, RuntimeError, AssertionError)):
             generator.load_weights(weights.items())
         with pytest.raises(ModelError):
             generator.generate([prompt], options)
-        generator._model.checked = checked
+        monkeypatch.undo()
         generator.load_weights(weights.items())
         ((answer,),) = generator.generate([prompt], options)
         assert answer.response == expected.response
@@ -227,8 +292,9 @@ def test_weights_in_flight_through_a_worker(folder: Path) -> None:
 
 
 def forget_shared_memory() -> None:
-    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind.
-    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+    # On a CPU ranks share memory whose name is the same in all runs of an external launcher, and which a killed run leaves behind; an
+    # engine that is built anew has the next number.
+    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
         left.unlink()
 
 
@@ -247,6 +313,7 @@ def test_over_the_ranks_of_torchrun(folder: Path, tmp_path: Path) -> None:
         text=True,
         timeout=280,
     )
+    forget_shared_memory()
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1]

@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import WorkerError, WorkerLostError
+from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.workers.groups import base
 from drivetrain.workers.groups.base import WorkerGroup
@@ -71,23 +72,32 @@ def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monke
         group.sync_weights("source", "rollout", version=10)
     with pytest.raises(WorkerError, match=r"are not the same in all processes \(rollout/1 has something else\)"):
         answers(group)
-
-
-@pytest.mark.parametrize("sources", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_weights_on_a_device_go_to_another_pool(folder: Path, sources: int) -> None:
-    # The digest of what is sent and of what arrives is of one kind, however many processes gather the weights.
-    roles = {
-        "source": RoleSpec(worker=FolderSource, config=Folder(path=str(folder)), pool="source"),
-        "rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=ModelConfig(path=str(folder))), pool="rollout"),
-    }
-    with ProcessWorkerGroup(roles, pools={"source": sources, "rollout": 1}, grace_s=2.0) as group:
-        group["source"].set_damage("device")
-        assert group.sync_weights("source", "rollout", version=1).tensors == 24
-
-
-def test_a_source_that_dies_half_way_leaves_no_mixture(group: WorkerGroup) -> None:
+    monkeypatch.undo()
+    # A source that dies half-way leaves no mixture.
     group["source"].set_damage("dies")
     with pytest.raises(WorkerLostError):
         group.sync_weights("source", "rollout", version=1)
     with pytest.raises(WorkerError):
         answers(group)
+
+
+@pytest.mark.parametrize("sources", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_on_a_device_go_to_another_pool(folder: Path, sources: int) -> None:
+    # The digest of what is sent and of what arrives is of one kind, however many processes gather the weights.
+    config = RolloutConfig(model=ModelConfig(path=str(folder)), dtype="bfloat16")
+    roles = {
+        "source": RoleSpec(worker=FolderSource, config=Folder(path=str(folder)), pool="source"),
+        "rollout": RoleSpec(worker=RolloutWorker, config=config, pool="rollout"),
+    }
+    with ProcessWorkerGroup(roles, pools={"source": sources, "rollout": 1}, grace_s=2.0) as group:
+        group["source"].set_damage("device")
+        assert group.sync_weights("source", "rollout", version=1).tensors == 24
+        # They were rounded before they left, to what the generator makes of them.
+        group["source"].set_damage("0.5")
+        sizes = [tensor.numel() for _, tensor in stored_weights(str(folder))]
+        assert group.sync_weights("source", "rollout", version=2).bytes == 2 * sum(sizes)
+        found = answers(group, 2)
+        alone = RolloutWorker(config).initialize()
+        alone.load_weights((name, tensor * 0.5) for name, tensor in stored_weights(str(folder)))
+        expected = alone.generate(PROMPTS, GREEDY)
+        assert [g.log_probs for some in found for g in some] == [g.log_probs for some in expected for g in some]

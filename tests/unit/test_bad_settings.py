@@ -183,7 +183,7 @@ grpo rewards.use=[answer] rl.loss.clip_low=nan  =>  rl.loss.clip_low=nan; it mus
 grpo rewards.use=[answer] rl.loss.kl_coef=-1  =>  rl.loss.kl_coef=-1.0; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.kl_coef=nan  =>  rl.loss.kl_coef=nan; it must be 0 or more (rl.algorithm=grpo)
 grpo rewards.use=[answer] rl.loss.aggregation=mean  =>  rl.loss.aggregation=mean; it must be one of token-mean, seq-mean-token-sum, seq
-grpo rewards.use=[answer] rl.importance=maybe  =>  rl.importance=maybe; it must be one of none, truncate, mask
+grpo rewards.use=[answer] rl.importance=maybe  =>  rl.importance=maybe; it must be one of auto, none, truncate, mask
 grpo rewards.use=[answer] rl.kl_target=0  =>  rl.kl_target=0.0; it must be more than 0, or null
 grpo rewards.use=[answer] rl.dynamic_sampling=true rl.max_resamples=0  =>  rl.max_resamples=0; it must be at least 1
 grpo rewards.use=[answer] group.nproc=0  =>  group.nproc=0; it must be at least 1

@@ -14,6 +14,7 @@ from drivetrain.workers.data_plane import blocks
 from drivetrain.workers.data_plane.blocks import BlockPool, BlockReader, SharedBlock
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
+from drivetrain.workers.data_plane.staging import copy_in_pieces
 from drivetrain.workers.data_plane.store import DataStore
 from drivetrain.workers.groups.receipts import agreed_receipt
 from drivetrain.workers.model_worker import buckets, param_sync
@@ -343,3 +344,31 @@ def test_processes_that_disagree_are_named() -> None:
     assert agreed_receipt({"main/0": same, "main/1": same, "main/2": None}).version == 3
     with pytest.raises(WorkerError, match=r"main/0, main/2: 2 tensors, version 3, .*; main/1: 1 tensors, version 3"):
         agreed_receipt({"main/0": same, "main/1": {**same, "tensors": 1}, "main/2": same})
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 43])
+def test_bytes_go_through_two_pieces(size: int) -> None:
+    """Pieces of 8 bytes that are filled as late as a stream may do it: when they are waited for."""
+    source = torch.arange(1, size + 1, dtype=torch.uint8)
+    target, pieces = torch.zeros(size + 3, dtype=torch.uint8), [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    begun: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    most = 0
+
+    def fill(number: int, piece: torch.Tensor, part: torch.Tensor) -> None:
+        nonlocal most
+        assert number not in begun
+        # What was in it has been read.
+        piece.fill_(255)
+        begun[number] = (piece, part)
+        most = max(most, len(begun))
+
+    def wait(number: int) -> None:
+        piece, part = begun.pop(number)
+        piece.copy_(part)
+
+    copy_in_pieces(target[:size], source, pieces, fill, wait)
+    assert torch.equal(target[:size], source)
+    assert not target[size:].any()
+    assert not begun
+    # One is filled while the other one is emptied.
+    assert most == (2 if size > 8 else 1)

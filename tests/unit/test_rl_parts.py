@@ -1,6 +1,7 @@
 """The pure parts of reinforcement learning: algorithms, what a run adapts, numbers of answers."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from drivetrain.trainers.demo.reinforcement import curve
 from drivetrain.trainers.rl.adaptive import Adaptive
 from drivetrain.trainers.rl.algorithms import ALGORITHMS, resolve
 from drivetrain.trainers.rl.answers import Answer, equal_groups
+from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import answer_metrics, staleness
 from drivetrain.trainers.rl.roles import rollout_config
@@ -39,6 +41,62 @@ def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True,
         rewards=rewards,
         reward=reward,
     )
+
+
+# ---- what depends on the numbers of generator and actor -------------------------------------------------------------------
+
+
+class WithGenerator:
+    """As much of a group as says which numbers the generator computes."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        self.roles = {"rollout": None}
+        self._numbers = {"dtype": dtype, "device": device}
+
+    def __getitem__(self, role: str) -> Any:
+        return self
+
+    def number_format(self) -> dict[str, str]:
+        return self._numbers
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "device", "expected", "reason"),
+    [
+        ([], "float32", "cpu", "none", "computes the same numbers as the actor"),
+        (["engine.precision.compute=float32"], "float32", "cuda", "none", "the same numbers"),
+        ([], "bfloat16", "cuda", "truncate", "the generator computes in bfloat16"),
+        # The actor's `auto` is bfloat16 there.
+        ([], "float32", "cuda", "truncate", "the actor computes in bfloat16, and the generator in float32"),
+        (["rollout.generator=vllm"], "float32", "cpu", "truncate", "rollout.generator=vllm computes by other kernels"),
+        (["rollout.generator=mine:Class"], "float32", "cpu", "truncate", "rollout.generator=mine:Class computes by"),
+        (
+            ["rollout.generator=tensor_parallel", "rollout.options.quant=int8"],
+            "float32",
+            "cpu",
+            "truncate",
+            r"quantized \(int8\)",
+        ),
+        (["model.lora.rank=4", "model.quantization=int8"], "float32", "cpu", "truncate", r"quantized \(int8\)"),
+        (["rl.old_log_probs=rollout"], "bfloat16", "cuda", "none", None),
+        (["rl.importance=none"], "bfloat16", "cuda", "none", None),
+        (["rl.importance=mask"], "float32", "cpu", "mask", None),
+    ],
+)
+def test_other_numbers_of_the_generator_are_corrected_for(
+    words: list[str], dtype: str, device: str, expected: Any, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group: Any = WithGenerator(dtype, device)
+    before = config(*words)
+    before.rl.check()
+    found = resolve_importance(before, group)
+    assert found == replace(before, rl=replace(before.rl, importance=expected))
+    # Also where a bundle is read again.
+    found.rl.check()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (reason is not None)
+    assert re.search(f"importance correction: {expected}, since .*{reason}", "".join(lines)) or reason is None
 
 
 # ---- algorithms ----------------------------------------------------------------------------------------------------------

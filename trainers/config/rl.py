@@ -55,9 +55,9 @@ class RLSettings(Settings):
         "actor",
         "log-probabilities that ratios compare with; actor: computed again by the actor; rollout: those of the generator",
     )
-    importance: Literal["none", "truncate", "mask"] = setting(
-        "none",
-        "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds",
+    importance: Literal["auto", "none", "truncate", "mask"] = setting(
+        "auto",
+        "correction of the difference between actor and generator; truncate: weights of at most the upper bound; mask: nothing is learned where the weight is out of bounds; auto: truncate if the generator computes other numbers than the actor (bfloat16, vLLM, quantized weights), otherwise none",
     )
     importance_level: Level = setting("token", "whether a weight belongs to a token or to an answer")
     importance_bounds: tuple[float, float] = setting((0.5, 2.0), "bounds of the weights; truncate uses the upper one")
@@ -111,8 +111,9 @@ class RLSettings(Settings):
                 f"rl.importance_bounds={[low, high]}; the lower bound must be from 0 to below 1, the upper one above 1 and finite"
             )
         defaults = RLSettings()
+        corrects = self.importance in ("truncate", "mask") or (self.importance == "auto" and self.old_log_probs == "actor")
         for names, other, is_used in (
-            (("importance_level", "importance_bounds"), "importance", self.importance != "none"),
+            (("importance_level", "importance_bounds"), "importance", corrects),
             (("kl_horizon",), "kl_target", self.kl_target is not None),
         ):
             for name in names:
@@ -120,7 +121,7 @@ class RLSettings(Settings):
                     raise ConfigError(
                         f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
                     )
-        given: list[tuple[str, Any]] = [("importance", self.importance)] if self.importance != "none" else []
+        given: list[tuple[str, Any]] = [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
         given += [("rejection", self.rejection)] if self.rejection else []
         for name, value in given:
             if self.old_log_probs == "rollout":
@@ -150,7 +151,10 @@ class RolloutSettings(Settings):
         "number format of the generator's weights; null: bfloat16 if engine.precision.compute is or comes to be, otherwise float32",
     )
     max_batch_size: int = setting(256, "number of answers that a process generates at the same time")
-    max_batch_total_tokens: int = setting(32768, "number of tokens of these answers and their prompts, which bounds the cache")
+    max_batch_total_tokens: int | None = setting(
+        None,
+        "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768",
+    )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
     options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")
 
@@ -296,7 +300,8 @@ class RLConfig(CommandConfig):
         unused: list[str] = []
         if rl.algorithm == "online_dpo":
             unused += ["rl.loss"] * (rl.loss != defaults.loss) + ["rl.advantage"] * (rl.advantage != defaults.advantage)
-            names = ("importance", "rejection", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
+            names = ("rejection", "old_log_probs", "reward_clip", "reward_norm", "kl_target", "dynamic_sampling")
+            unused += ["rl.importance"] * (rl.importance in ("truncate", "mask"))
             unused += [f"rl.{name}" for name in names if getattr(rl, name) != getattr(defaults, name)]
         elif self.dpo != PreferenceConfig():
             unused.append("dpo")

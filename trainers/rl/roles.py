@@ -17,6 +17,7 @@ from ...workers.roles.base import WorkerConfig
 from ...workers.roles.critic import CriticConfig, CriticWorker
 from ...workers.roles.reference import ReferenceConfig, ReferenceWorker
 from ...workers.roles.reward import RewardWorker
+from ...workers.rollout.memory import TOKENS_WITHOUT_GPU
 from ...workers.rollout.options import RolloutConfig
 from ...workers.rollout.registry import generator_class
 from ...workers.rollout.worker import RolloutWorker
@@ -65,7 +66,6 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
                 loss=algorithm.loss,
             ),
         ),
-        "rollout": RoleSpec(worker=RolloutWorker, config=rollout_config(config), pool=_pool(config, "rollout")),
         "advantage": RoleSpec(worker=AdvantageWorker, config=algorithm.advantage or AdvantageConfig()),
     }
     own = is_own_reference(config)
@@ -96,6 +96,8 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
         scored = replace(_model(config, config.reward), head="value", lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
         reward = WorkerConfig(model=scored, engine=_frozen_engine(config, config.reward))
         specs["reward"] = RoleSpec(worker=RewardWorker, config=reward, pool=_pool(config, "reward"))
+    # After the others, since the size of its cache may depend on the memory that they leave.
+    specs["rollout"] = RoleSpec(worker=RolloutWorker, config=rollout_config(config), pool=_pool(config, "rollout"))
     for name in config.group.pools:
         if name not in specs:
             raise ConfigError(
@@ -154,6 +156,8 @@ def rollout_config(config: RLConfig) -> RolloutConfig:
     # Only with float32 parameters `auto` depends on the device, which is the generator's to know.
     compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
+    # Otherwise a cache of all that is free would leave nothing for the activations of the roles that train.
+    is_alone = "rollout" in config.group.pools or config.group.offload != "none"
     return RolloutConfig(
         model=ModelConfig(
             path=model.path,
@@ -164,7 +168,7 @@ def rollout_config(config: RLConfig) -> RolloutConfig:
         generator=rollout.generator,
         dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else compute if compute == "auto" else "float32"),
         max_batch_size=rollout.max_batch_size,
-        max_batch_total_tokens=rollout.max_batch_total_tokens,
+        max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else TOKENS_WITHOUT_GPU),
         target_tokens_per_batch=rollout.target_tokens_per_batch,
         options=rollout.options,
     )

@@ -15,6 +15,7 @@ from ..data.prompts import PromptSet
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .controllers import Controllers
+from .correction import resolve_importance
 from .lane import RewardLane
 from .ledger import MemoryLedger, describe
 from .phases import Phases
@@ -61,6 +62,7 @@ def open_phases(
             opened.callback(lane.close)
             lane.check(prompts)
         group = opened.enter_context(start_group(config, roles))
+        config = resolve_importance(config, group)
         ledger = MemoryLedger(
             holdings_of(group, config),
             away=config.group.offload,

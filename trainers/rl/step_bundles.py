@@ -44,7 +44,7 @@ class StepBundles:
         batch, adaptive = group.get_batch(answers.ref), self._phases.adaptive.state()
         metrics = train(self._phases, answers, step)
         bundle = bundle_of(
-            self._config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints, expected=metrics
+            self._phases.config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints, expected=metrics
         )
         self._controllers.once(lambda: bundle.write(self._folder / f"{name}.safetensors"))
         return metrics

@@ -161,7 +161,7 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
             f"the log-probabilities of actor and generator differ by {gap:.3g} nats per token on average "
             f"({numbers.get('log_prob_gap_max', math.nan):.3g} at most), more than rl.max_log_prob_gap={most}: the answers were not "
             "sampled from the policy that learns from them. Compare rollout.dtype with engine.precision.compute, try another "
-            "rollout.generator, correct for it with rl.importance=truncate, or raise the limit"
+            "rollout.generator, or raise the limit, with rl.importance=truncate as a correction"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import WorkerLostError
+from .staging import PinnedStaging
 
 IN_FLIGHT = 3
 """Number of blocks that may be on their way, and that are kept for the next transfer."""
@@ -108,6 +109,13 @@ class BlockPool:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
+        self._staging: dict[torch.device, PinnedStaging] = {}
+
+    def staging(self, device: torch.device) -> PinnedStaging:
+        """Return what copies from a GPU to blocks that are not pinned."""
+        if device not in self._staging:
+            self._staging[device] = PinnedStaging(device)
+        return self._staging[device]
 
     def take(self, size: int, *, pinned: bool, shared: bool, patience_s: float) -> Block:
         """Return a block whose memory may change.

@@ -1,7 +1,7 @@
 """Plans the hooks that concern the state of roles: who takes part, and what each is sent."""
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ...engine.errors import ConfigError
 from ..model_worker import hooks as wire
@@ -54,9 +54,17 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             title=f"{group.next_id()}/{hook.source} to {hook.target}",
             eta=hook.eta,
             version=hook.version,
+            dtype=_weight_dtype(group, hook),
         )
         places = tuple(dict.fromkeys((*sources, *targets)))
         return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))
     raise ConfigError(
         f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
     )
+
+
+def _weight_dtype(group: "WorkerGroup", hook: h.SyncParams) -> wire.WeightDType:
+    """Return the data type that weights are sent in; empty if they are sent as they are."""
+    # A moving average adds to what the target has.
+    dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
+    return next((dtype for dtype in get_args(wire.WeightDType) if dtypes == {dtype}), "")

@@ -201,7 +201,11 @@ class Packer:
             waited_s = time.monotonic() - started
             self._patience_s = self._patience_s - waited_s if self._block.is_new else PATIENCE_S
         copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor.detach())
+        if tensor.is_cuda and not self._block.pinned:
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            self._blocks.staging(tensor.device).copy(self._block.data[begin:end], source)
+        else:
+            copy.copy_(tensor.detach())
         self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))
         self._size = end
 

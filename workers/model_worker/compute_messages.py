@@ -70,6 +70,8 @@ class InitializeOk(ComputeReply, kw_only=True):
         answers: Whether the rank is the output rank of its shard.
         ratio: The relative cost of attention, for balancing the shards.
         shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
+        weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
+            are.
     """
 
     dp_rank: Count
@@ -77,6 +79,7 @@ class InitializeOk(ComputeReply, kw_only=True):
     answers: bool
     ratio: float
     shares: bool = False
+    weight_dtype: str = ""
 
 
 class Call(ComputeRequest, kw_only=True):

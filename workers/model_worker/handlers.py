@@ -135,7 +135,12 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
         request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
     )
     return c.InitializeOk(
-        dp_rank=info.dp_rank, dp_size=info.dp_size, answers=info.answers, ratio=info.ratio, shares=info.shares
+        dp_rank=info.dp_rank,
+        dp_size=info.dp_size,
+        answers=info.answers,
+        ratio=info.ratio,
+        shares=info.shares,
+        weight_dtype=info.weight_dtype,
     )
 
 

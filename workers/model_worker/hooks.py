@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from ..data_plane.plan import Column, Round
 
+WeightDType = Literal["", "float32", "bfloat16", "float16"]
 HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
 
 
@@ -68,6 +69,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
         title: The name of the transfer, the same on all processes.
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
         version: The version that the target's weights then have, if it counts versions; null is one more than before.
+        dtype: The data type in which weights of more bytes are sent to other processes; empty if all are sent as they are.
     """
 
     source: str
@@ -77,6 +79,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     title: str
     eta: Annotated[float, Meta(ge=0, le=1)] = 1.0
     version: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    dtype: WeightDType = ""
 
 
 class Save(HookStruct, tag="save", kw_only=True):

@@ -2,8 +2,9 @@
 
 The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles hands them on by
 itself. The others get them from the source's first process in buckets: within the pool by a broadcast, and in another pool by a
-connection to the target's first process, which broadcasts them there. A digest of each tensor travels with it, and one of all of them at
-the end; a target that received anything else refuses it.
+connection to the target's first process, which broadcasts them there. What travels is rounded at the source to the data type of the
+target, if all of its weights have the same: the target would round it likewise, and fewer bytes travel. A digest of each tensor travels
+with it, and one of all of them at the end; a target that received anything else refuses it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from ...engine.errors import ConfigError, ModelError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.blocks import BlockPool
 from ..data_plane.plan import pool_of, rank_of
+from ..data_plane.store import DTYPES
 from .buckets import BroadcastChannel, Bucket, Channel, LinkChannel, Packer
 from .digests import Tally
 from .hooks import SyncParams
@@ -45,6 +47,8 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
     is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
     # One kind of digest in a transfer: what travels is in host memory.
     tally = Tally(in_host=not set(hook.targets) <= set(hook.sources))
+    # And one kind of values, also in processes that hand on weights to themselves.
+    dtype = "" if set(hook.targets) <= set(hook.sources) else hook.dtype
     groups = EngineGroups(None)
     try:
         outgoing, incoming = _channels(worker, hook, groups)
@@ -57,7 +61,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
                     for _ in stream:
                         progress.advance()
                     return None
-                pairs = _sent(stream, outgoing, tally, worker.data.blocks)
+                pairs = _sent(_rounded(stream, dtype), outgoing, tally, worker.data.blocks)
                 if is_target:
                     _load(worker, hook, pairs)
                 else:
@@ -121,6 +125,14 @@ def _load(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
             f"load_weights of {hook.target!r} returned before it had read all weights ({left} tensors were left); read the stream "
             "to its end"
         )
+
+
+def _rounded(stream: Pairs, dtype: str) -> Pairs:
+    """Yield a stream with floating-point tensors of more bytes per element in a data type; as it is if that is empty."""
+    to = DTYPES[dtype] if dtype else None
+    for name, tensor in stream:
+        narrows = to is not None and tensor.is_floating_point() and tensor.itemsize > to.itemsize
+        yield name, tensor.detach().to(to) if narrows else tensor
 
 
 def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: BlockPool) -> Pairs:

@@ -128,6 +128,8 @@ class RankInfo:
         answers: Whether the process is the output rank of its shard.
         ratio: The relative cost of attention, for balancing the shards.
         shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
+        weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
+            are.
     """
 
     dp_rank: int
@@ -135,12 +137,18 @@ class RankInfo:
     answers: bool
     ratio: float
     shares: bool = False
+    weight_dtype: str = ""
 
 
 def info_of(reply: InitializeOk) -> RankInfo:
     """Return what a worker has replied to `initialize`."""
     return RankInfo(
-        dp_rank=reply.dp_rank, dp_size=reply.dp_size, answers=reply.answers, ratio=reply.ratio, shares=reply.shares
+        dp_rank=reply.dp_rank,
+        dp_size=reply.dp_size,
+        answers=reply.answers,
+        ratio=reply.ratio,
+        shares=reply.shares,
+        weight_dtype=reply.weight_dtype,
     )
 
 
@@ -359,7 +367,13 @@ def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
     if engine is None:
         # Without an engine, every process has a shard of its own, or those that generate with one model.
         each, position = getattr(worker, "ranks_per_model", 1), ranks.index(rank)
-        return RankInfo(dp_rank=position // each, dp_size=len(ranks) // each, answers=position % each == 0, ratio=0.0)
+        return RankInfo(
+            dp_rank=position // each,
+            dp_size=len(ranks) // each,
+            answers=position % each == 0,
+            ratio=0.0,
+            weight_dtype=getattr(worker, "weight_dtype", ""),
+        )
     topology = engine.topology
     return RankInfo(
         dp_rank=topology.dp_rank,

@@ -20,6 +20,7 @@ from ...engine.offload import free_memory
 from .options import RolloutConfig
 from .placement import Place
 from .token_stream import Limits
+from .weight_values import largest
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +104,9 @@ class CausalLM:
                 target = parameter[segment.box.within((0,) * parameter.dim())]
                 targets_by_name.setdefault(segment.name, []).append((target, tuple(segment.shape)))
         unknown, tied = [], set(self.model.all_tied_weights_keys)
-        sums: list[tuple[str, Tensor]] = []
+        values: list[tuple[str, Tensor]] = []
         for name, tensor in weights:
-            sums.append((name, _sum(tensor)))
+            values.append((name, largest(tensor)))
             targets = targets_by_name.pop(name, None)
             if targets is None:
                 if name not in tied:
@@ -123,7 +124,7 @@ class CausalLM:
                 f"({', '.join(unknown[:3]) or 'none'}), {len(targets_by_name)} parameters have no tensor "
                 f"({', '.join(list(targets_by_name)[:3]) or 'none'})"
             )
-        if bad_names := [name for name, total in sums if not math.isfinite(float(total))]:
+        if bad_names := [name for name, value in values if not math.isfinite(float(value))]:
             raise ModelError(
                 f"{_named(bad_names)} values that are not finite (NaN or infinity); the weights that were sent are damaged"
             )
@@ -170,14 +171,9 @@ def _ids(tokens: int | list[int] | None) -> list[int]:
     return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """Return a sum that is NaN or infinite if any value is. It stays on the tensor's device, so that nothing waits for it."""
-    return tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
-
-
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    sums = [(name, _sum(tensor.detach())) for name, tensor in tensors]
-    return [name for name, total in sums if not math.isfinite(float(total))]
+    values = [(name, largest(tensor)) for name, tensor in tensors]
+    return [name for name, value in values if not math.isfinite(float(value))]
 
 
 def _named(names: Sequence[str]) -> str:

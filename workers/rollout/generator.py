@@ -366,6 +366,13 @@ class BaseGenerator(ABC):
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
     @property
+    def weight_dtype(self) -> str:
+        """The data type that all parameters have, in which new weights can be sent to it, such as `bfloat16`; empty if weights are sent as
+        they are.
+        """
+        return ""
+
+    @property
     def complete(self) -> bool:
         """Whether the last weights were loaded completely."""
         return self._readiness.complete

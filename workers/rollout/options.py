@@ -113,7 +113,7 @@ class RolloutConfig:
         dtype: The data type of the weights: float32 or bfloat16, or, for a role, auto: bfloat16 on CUDA and float32 elsewhere.
         max_batch_size: The number of responses that are generated at the same time.
         max_batch_total_tokens: The number of tokens of these responses and their prompts together, which bounds the memory of the
-            cache.
+            cache. 0: as many as fit in the memory that is free on the GPU before the generator is built, or 32,768 without one.
         target_tokens_per_batch: The number of tokens in a forward pass. Prompts are added until it is reached.
         enable_chunked_prefill: Whether a prompt that exceeds what is left of `target_tokens_per_batch` is processed in several
             forward passes, so that running responses do not wait for it. Only the generator `continuous` can do this.
@@ -132,7 +132,7 @@ class RolloutConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_batch_total_tokens", "target_tokens_per_batch"):
+        for name, least in (("max_batch_size", 1), ("max_batch_total_tokens", 0), ("target_tokens_per_batch", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}; it must be an integer of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r}; it must be an integer of at least {least}")

@@ -101,4 +101,6 @@ def build_generator(config: "RolloutConfig") -> "BaseGenerator":
         ConfigError: There is no such generator, or a setting is invalid.
         ModelError: Its model cannot be loaded.
     """
-    return generator_class(config.generator)(config)
+    # It reads the model's config, for which it needs torch.
+    with_cache_size = import_module(f"{_PACKAGE}.memory").with_cache_size
+    return generator_class(config.generator)(with_cache_size(config))

@@ -16,6 +16,7 @@ from .options import RolloutConfig
 from .placement import Placement
 from .sampling import sample_tokens
 from .token_stream import Limits, TokenStream
+from .weight_values import common_dtype
 
 DROP_SHARE = 0.25
 """Rows that have ended are dropped from a batch when they are this share of it. Dropping them copies the cache."""
@@ -41,6 +42,11 @@ class StaticGenerator(BaseGenerator):
     def limits(self) -> Limits:
         """Return what this generator can take."""
         return self._lm.limits
+
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return common_dtype(self._lm.model.parameters())
 
     def run_step(self) -> None:
         """Begin a batch, or generate the next token of its rows."""

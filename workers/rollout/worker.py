@@ -5,17 +5,20 @@ from dataclasses import replace
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.weights import stored_weights
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import to_lists
+from ...engine.parallel.collectives import all_gather_object
+from ...engine.parallel.process_groups import EngineGroups
 from ..dispatch import register
 from ..scheduler import SchedulerSettings
 from .generation import Generation
 from .generator import BaseGenerator, GeneratorStats
-from .memory import estimated_bytes
+from .memory import estimated_bytes, with_cache_size
 from .options import RolloutConfig, SamplingOptions, check_prompts
 from .registry import build_generator, generator_class
 from .scheduler import TokenGenerationScheduler
@@ -43,10 +46,10 @@ class RolloutWorker:
         self._generator: BaseGenerator | None = None
 
     def initialize(self) -> Self:
-        """Load the model.
+        """Load the model. Collective over the ranks of the role if the size of the cache depends on their memory.
 
         Raises:
-            ConfigError: There is no such generator, or a setting is invalid.
+            ConfigError: There is no such generator, or a setting is invalid, or no cache fits.
             ModelError: Its model cannot be loaded.
         """
         if self._ranks and generator_class(self.config.generator).joins_process_group:
@@ -54,13 +57,37 @@ class RolloutWorker:
                 f"ranks={list(self._ranks)} with generator={self.config.generator}, in whose process group all processes of the pool "
                 "have to be; give the role a pool of its own"
             )
+        if not self.config.max_batch_total_tokens:
+            self.config = self._with_cache_size()
         self._generator = build_generator(self.config)
         return self
+
+    def _with_cache_size(self) -> RolloutConfig:
+        """Return the configuration with the size of the cache, which all ranks have to have: each refuses prompts by it."""
+        if not dist.is_initialized():
+            return with_cache_size(self.config)
+        groups = EngineGroups(None)
+        try:
+            group = groups.get(self._ranks, "gloo") if self._ranks else None
+            config, error = self.config, None
+            try:
+                config = with_cache_size(self.config)
+            except (ConfigError, ModelError) as e:
+                error = e
+            tokens = min(all_gather_object(config.max_batch_total_tokens, group, error=error))
+        finally:
+            groups.close()
+        return replace(config, max_batch_total_tokens=tokens)
 
     @property
     def ranks_per_model(self) -> int:
         """How many processes hold a model together; see `BaseGenerator.ranks_per_model`."""
         return self.generator.ranks_per_model
+
+    @property
+    def weight_dtype(self) -> str:
+        """The data type of all parameters; see `BaseGenerator.weight_dtype`."""
+        return self.generator.weight_dtype
 
     @register("dp", returns="objects")
     def generate(
@@ -129,6 +156,11 @@ class RolloutWorker:
     def scheduler(self, settings: SchedulerSettings) -> TokenGenerationScheduler:
         """Return a scheduler by which a model worker serves single requests."""
         return TokenGenerationScheduler(self.generator, settings)
+
+    @register("all")
+    def number_format(self) -> dict[str, str]:
+        """Return the `dtype` of the weights, and the type of the `device` that computes with them."""
+        return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
     @register("all")
     def state_bytes(self) -> dict[str, int]:

@@ -2,15 +2,17 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...engine.errors import ConfigError, WorkerLostError
-from ...engine.parallel.process_groups import close_distributed
+from ...engine.parallel.process_groups import abort_distributed, close_distributed
 from ..model_worker import comm_id
 from ..model_worker import messages as m
 from ..model_worker.controller import Channel, Controller
@@ -22,6 +24,17 @@ from ..model_worker.worker import MAX_SECONDS, ModelWorker, WorkerSettings, erro
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"
+"""torch's watchdog aborts the communicator after an error or a timeout, and does not end the process."""
+
+
+def abort_on_gpus() -> None:
+    """Abort the process groups if their ranks are on GPUs, so that this process does not wait in a kernel of NCCL for a rank that has
+    ended. On gloo it is told by its connection.
+    """
+    if torch.cuda.is_available() and dist.is_initialized():
+        abort_distributed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,9 @@ class Ranks:
         self._processes: list[ChildProcess] = []
         self._controller: Controller | None = None
         # Meeting the others sets them, as torchrun would; what comes after this group must not find them.
-        self._environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        self._environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", _NCCL_ERRORS)}
+        self._abort: Callable[[], None] = abort_on_gpus
+        self._ending, self._lock = False, threading.Lock()
         self.lost = False
         """Whether the ranks cannot go on together."""
         run, listener = comm_id.mint()
@@ -91,6 +106,8 @@ class Ranks:
             for rank in range(1, settings.size):
                 self._start(rank, self._controller)
             self._wait_for_processes()
+            # Of this process only: the others may end.
+            os.environ.setdefault(_NCCL_ERRORS, _CLEAN_UP_ONLY)
             self.ask(lambda: m.Init(comm_id=run.hex()))
         except BaseException:
             self.close()
@@ -131,6 +148,11 @@ class Ranks:
     def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
         self.lost = True
         channel.fail(WorkerLostError(f"{process.name} {process.describe_end()}"))
+        # This thread is the one of the rank that has ended. Once, and not beside the end of the group.
+        with self._lock:
+            if not self._ending:
+                self._ending = True
+                self._abort()
 
     def ask(self, make: Callable[[], m.Request]) -> m.Reply:
         """Send a request to all ranks, run it as rank 0, and return this rank's reply when all have replied.
@@ -181,6 +203,8 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks."""
+        with self._lock:
+            self._ending = True
         polite = [] if self.lost else [channel.ask(m.Shutdown()) for channel in self._channels]
         for process in self._processes:
             if not (polite and process.wait(_GRACE_S)):

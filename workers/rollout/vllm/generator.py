@@ -1,5 +1,6 @@
 """Generation by vLLM's engine, in this process or, with several GPUs, in processes that it starts."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ....engine.errors import ConfigError, ModelError
 from ....engine.offload import free_memory
+from ....engine.parallel.collectives import all_gather_object
 from ....engine.parallel.process_groups import fixed_segments
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
@@ -54,6 +56,7 @@ class VLLMGenerator(BaseGenerator):
         self._remote = tp > 1 and not joined
         self._tp, self._joined = tp, joined
         self.ranks_per_model = tp if joined else 1
+        self._shares_process_group = dist.is_initialized()
         self._engine: Any = self._build()
         self._broken = False
         self._limits = self._model.limits(self._engine.model_config.max_model_len)
@@ -78,7 +81,7 @@ class VLLMGenerator(BaseGenerator):
     def _build(self) -> Any:
         import vllm
 
-        arguments = self._model.engine_arguments(self._tp)
+        arguments = self._model.engine_arguments(self._tp, joined=self._joined)
         if self._joined:
             # It makes a model of each `tp` neighboring ranks of the process group, also where there are several models.
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -91,6 +94,11 @@ class VLLMGenerator(BaseGenerator):
     def limits(self) -> Limits:
         """Return what this generator can take."""
         return self._limits
+
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return self._model.common_dtype(self._engine.collective_rpc("drivetrain_weight_dtype"))
 
     def run_step(self) -> None:
         """Pass on the requests that wait, which vLLM begins in this order, and run a step of its engine."""
@@ -138,38 +146,61 @@ class VLLMGenerator(BaseGenerator):
             raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights into the engine.
+        """Load new weights into the engine. Collective over the ranks of a process group.
 
         Raises:
-            ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite; or vLLM failed before and cannot be built anew.
         """
-        if self._broken:
-            # vLLM cannot go on after half of a set. The old engine goes before the new one comes: they may not fit both.
-            self._release()
-            self._engine = self._build()
-            self._sleep(Placement(), self.placement)
+        if self._on_any_rank(self._broken):
+            self._rebuild()
         back, loading = self.placement, replace(self.placement, parameters="device")
         # It writes to the device.
         self._sleep(back, loading)
         try:
-            self._broken = True
-            self._load(self._model.checked(weights))
-            self._broken = False
+            self._load(weights)
             self.drop_caches()
         finally:
             self._sleep(loading, back)
 
-    def _load(self, checked: Iterable[tuple[str, Tensor]]) -> None:
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load weights. What fails before vLLM has them, such as their transfer, leaves the engine as it is."""
         if self._remote:
             folder = Path(tempfile.mkdtemp(prefix="drivetrain-weights-"))
             try:
-                write_weights(folder, checked)
+                write_weights(folder, self._model.checked(weights))
+                self._broken = True
                 self._engine.collective_rpc("load_drivetrain_weights", args=(str(folder),))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         else:
+            completed = self._model.completed(weights)
             worker = self._engine.model_executor.driver_worker
-            reload_weights(getattr(worker, "worker", worker).model_runner, weights_iterator=checked)
+            self._broken = True
+            reload_weights(getattr(worker, "worker", worker).model_runner, weights_iterator=completed)
+        self._broken = False
+        if not self._remote and completed.error is not None:
+            raise completed.error
+
+    def _on_any_rank(self, value: bool) -> bool:
+        """Return whether a value is true on any rank of the process group: its ranks build their engines together."""
+        return any(all_gather_object(value)) if self._joined else value
+
+    def _rebuild(self) -> None:
+        """Build the engine anew, after it has failed. The old one goes before the new one comes: they may not fit both.
+
+        Raises:
+            ModelError: Memory of the old engine is still in use, for which vLLM has no room in the same process.
+        """
+        self._release()
+        held = _held_bytes()
+        if self._on_any_rank(held > 0):
+            raise ModelError(
+                f"vLLM failed while it loaded weights, and {held / 2**30:.1f} GiB of its former engine are still in use, so it cannot be "
+                "built anew in this process; start the workers again"
+            )
+        self._engine = self._build()
+        self._broken = False
+        self._sleep(Placement(), self.placement)
 
     def move(self, target: Placement) -> None:
         """Let the engine sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
@@ -187,6 +218,33 @@ class VLLMGenerator(BaseGenerator):
 
     def _release(self) -> None:
         if self._engine is not None:
-            self._engine.engine_core.shutdown()
+            if self._shares_process_group:
+                _end_engine(self._engine)
+            else:
+                self._engine.engine_core.shutdown()
             self._engine = None
         free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _end_engine(engine: Any) -> None:
+    """Do what vLLM's `EngineCore.shutdown` does, but keep torch's process groups: it would destroy those of all roles."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    client = engine.engine_core
+    # It would call `EngineCore.shutdown` when the client is collected.
+    client._finalizer.detach()
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    destroy_model_parallel()
+
+
+def _held_bytes() -> int:
+    """Return how much memory vLLM's own allocator has in this process, in bytes. It starts a second engine only at 0."""
+    if not torch.cuda.is_available():
+        return 0
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    return int(get_mem_allocator_instance().get_current_usage())

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from ....engine.errors import ConfigError, ModelError
 from ....engine.hf.model_path import resolve_folder
 from ....engine.hf.shape import context_of
 from ....engine.hf.weights import WeightFolder
+from ..memory import GpuMemory, MemoryNeeds, gpu_memory, memory_needs, utilization
 from ..options import RolloutConfig
 from ..placement import Placement
 from ..token_stream import Limits, TokenStream
+from ..weight_values import all_finite
+from .draws import KEY
 
 SUPPORTED = ((0, 32), (0, 33))
 """The first version of vLLM that this works with, and the first one that it was not tried with."""
@@ -25,6 +28,8 @@ _BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 32
 """The number of tokens of a block of the cache, which is what prompts share."""
 _TIED_HEAD = "lm_head.weight"
 _PACKAGE = __name__.rpartition(".")[0]
+SAMPLER = f"{_PACKAGE}.sampler:DrivetrainSampler"
+"""Our logits processor, by the name under which vLLM loads it."""
 
 
 class VLLMModel:
@@ -68,27 +73,30 @@ class VLLMModel:
             end_tokens=frozenset([ends] if isinstance(ends, int) else ends or ()),
         )
 
-    def engine_arguments(self, tp: int) -> dict[str, Any]:
-        """Return the arguments of vLLM's engine.
+    def engine_arguments(self, tp: int, *, joined: bool = False) -> dict[str, Any]:
+        """Return the arguments of vLLM's engine, which is built next: they depend on the memory that is free.
 
         Args:
             tp: The number of devices of the model.
+            joined: Whether each device belongs to a process of its own, which run the model together.
+
+        Raises:
+            ConfigError: Parameters and cache do not fit on the GPU.
         """
         config = self._config
-        if torch.cuda.is_available():
-            own: dict[str, Any] = {
-                "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
-                "block_size": _BLOCK_TOKENS,
-                # Without it, sleep frees nothing.
-                "enable_sleep_mode": True,
-            }
-        else:
+        gpu = gpu_memory(range(tp) if tp > 1 and not joined else ())
+        if gpu is None:
             # In GiB; the cache of vLLM on a CPU has no size in tokens.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if tp > 1:
                 # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            own = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+            own: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+        else:
+            own = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
+            if own.get("disable_custom_all_reduce"):
+                # Its rendezvous takes GPUs that have the same index in different processes for one GPU.
+                os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         return {
             "model": str(self.folder),
             "skip_tokenizer_init": True,
@@ -100,15 +108,20 @@ class VLLMModel:
             "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "tensor_parallel_size": tp,
-            "logits_processors": [f"{_PACKAGE}.sampler:DrivetrainSampler"],
+            "logits_processors": [SAMPLER],
             "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
             # Of the one token that the sampler leaves: its log-probability.
             "logprobs_mode": "processed_logits",
-            # The sampler reads the tokens of a request before it draws the next one.
+            # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
+            # be under way when new weights come.
             "async_scheduling": False,
             **own,
             **{name: value for name, value in config.options.items() if name not in _OWN},
         }
+
+    def common_dtype(self, dtypes: Sequence[str]) -> str:
+        """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""
+        return self._config.dtype if set(dtypes) == {self._config.dtype} else ""
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield weights, and raise an error if they are not a complete set.
@@ -116,10 +129,19 @@ class VLLMModel:
         Raises:
             ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
         """
-        path = self._config.model.path
+        yield from self._checked(weights, dict(self._stored))
+
+    def completed(self, weights: Iterable[tuple[str, Tensor]]) -> "CompletedWeights":
+        """Return weights that end with an error only after vLLM has had a complete set; see `CompletedWeights`."""
         missing = dict(self._stored)
+        return CompletedWeights(self._checked(weights, missing), missing, _TIED_HEAD if self._tied else None)
+
+    def _checked(
+        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        path = self._config.model.path
         for name, tensor in weights:
-            shape = missing.pop(name, None)
+            shape = missing.get(name)
             if shape is None:
                 if name == _TIED_HEAD and self._tied:
                     continue
@@ -128,18 +150,75 @@ class VLLMModel:
                 raise ModelError(
                     f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
                 )
-            if not bool(torch.isfinite(tensor).all()):
+            if not all_finite(tensor):
                 raise ModelError(
                     f"{name} has values that are not finite (NaN or infinity); the weights that were sent are damaged"
                 )
+            del missing[name]
             yield name, tensor
-        if self._tied:
-            missing.pop(_TIED_HEAD, None)
-        if missing:
+        absent = [name for name in missing if not (self._tied and name == _TIED_HEAD)]
+        if absent:
             raise ModelError(
-                f"the weights are not those of {path}: {len(missing)} parameters have no tensor "
-                f"({', '.join(list(missing)[:3])})"
+                f"the weights are not those of {path}: {len(absent)} parameters have no tensor ({', '.join(absent[:3])})"
             )
+
+
+class CompletedWeights:
+    """Weights for vLLM, which cannot continue after a part of a set: what is missing when their stream fails comes as zeros.
+
+    Nothing must be generated with them then. The engine stays as it is, and takes the next set.
+
+    Args:
+        weights: The weights.
+        missing: The shapes of the parameters that have not come, which the stream removes as they come.
+        optional: The name of a parameter that need not come.
+    """
+
+    def __init__(
+        self, weights: Iterator[tuple[str, Tensor]], missing: Mapping[str, tuple[int, ...]], optional: str | None = None
+    ) -> None:
+        self._weights, self._missing, self._optional = weights, missing, optional
+        self.error: Exception | None = None
+        """Why the stream failed."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self._weights
+        except Exception as e:  # raised by the caller, when vLLM has loaded all
+            self.error = e
+            for name, shape in self._missing.items():
+                if name != self._optional:
+                    yield name, torch.zeros(shape)
+
+
+def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
+    """Return those arguments of vLLM's engine that depend on its GPUs.
+
+    Args:
+        config: The configuration of the generator.
+        gpu: The memory of the GPU before the engine is built.
+        needs: What the engine needs there.
+        tp: The number of devices of the model.
+        joined: Whether each device belongs to a process of its own.
+
+    Raises:
+        ConfigError: Parameters and cache do not fit on the GPU.
+    """
+    arguments: dict[str, Any] = {
+        "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
+        "block_size": _BLOCK_TOKENS,
+        # Without it, sleep frees nothing.
+        "enable_sleep_mode": True,
+    }
+    if "gpu_memory_utilization" not in config.options:
+        # vLLM refuses to start unless this share is free, although the size of its cache is given. Its default is for a GPU of its own.
+        arguments["gpu_memory_utilization"] = utilization(
+            gpu, needs, config.max_batch_total_tokens, f"generator={config.generator} of {config.model.path}"
+        )
+    if joined and gpu.visible < tp:
+        # It looks for the other ranks' GPUs among those that this process sees.
+        arguments["disable_custom_all_reduce"] = True
+    return arguments
 
 
 def sampling_settings(stream: TokenStream) -> dict[str, Any]:
@@ -153,12 +232,13 @@ def sampling_settings(stream: TokenStream) -> dict[str, Any]:
         "logprobs": 0,
         "detokenize": False,
         "extra_args": {
-            "drivetrain": {
+            KEY: {
                 "temperature": float(options.temperature),
                 "top_p": float(options.top_p),
                 "top_k": options.top_k,
                 "seed": stream.seed,
                 "begun": len(stream.tokens),
+                "prompt": stream.length,
             }
         },
     }

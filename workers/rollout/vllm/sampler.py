@@ -6,30 +6,34 @@ temperature before top_p and top_k, which vLLM itself cannot report: its process
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from ..options import SamplingOptions
-from ..sampling import Draw, UniformNumbers, choose
-
-KEY = "drivetrain"
-"""The name of a request's settings among the additional arguments of its sampling parameters."""
-
-
-class _Row:
-    def __init__(self, settings: dict[str, Any], output: list[int]) -> None:
-        self._options = SamplingOptions(temperature=settings["temperature"], top_p=settings["top_p"], top_k=settings["top_k"])
-        self._uniform, self._begun, self._output = UniformNumbers(settings["seed"]), settings["begun"], output
-
-    def draw(self) -> Draw:
-        position = self._begun + len(self._output)
-        return Draw(self._options, self._uniform[position] if self._options.temperature else 0.0)
+from .draws import KEY, RequestDraws
 
 
-class DrivetrainSampler(LogitsProcessor):
-    """Chooses the tokens of requests that carry settings; see `VLLMGenerator`. Others are left alone."""
+class DrivetrainSampler(V1LogitsProcessor, V2LogitsProcessor):
+    """Chooses the tokens of requests that carry settings; see `VLLMGenerator`. Others are left alone.
+
+    One class has the interfaces of both of vLLM's model runners, because which one runs is vLLM's decision: the first one on a CPU,
+    and the second one where Triton is installed, unless a setting needs the first one. Each loads only a subclass of its own interface.
+
+    Args:
+        vllm_config: The configuration of vLLM's engine.
+        states: What a runner hands to its processors. It is not used.
+
+    Raises:
+        ValueError: Several tokens of a request are drawn in one step (speculative decoding).
+    """
+
+    def __init__(self, vllm_config: Any, *states: Any) -> None:
+        if getattr(vllm_config, "speculative_config", None) is not None:
+            raise ValueError("speculative_config is set, but tokens are drawn one at a time; remove it from the options")
+        self._draws = RequestDraws()
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -37,38 +41,33 @@ class DrivetrainSampler(LogitsProcessor):
         if KEY in (sampling_params.extra_args or {}) and sampling_params.temperature:
             raise ValueError(f"a request with settings of {KEY} must have temperature 0")
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _Row] = {}
-
     def is_argmax_invariant(self) -> bool:
-        """Return that the most likely token changes."""
+        """Return that the most likely token changes. Asked by the first runner."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests that come, go and move."""
+        """Follow requests that come, go and move, as the first runner reports them before each step."""
         if batch_update is None:
             return
-        for index in batch_update.removed:
-            self._rows.pop(index, None)
-        for index, params, _, output in batch_update.added:
-            settings = (params.extra_args or {}).get(KEY)
-            if settings is None:
-                self._rows.pop(index, None)
-            else:
-                self._rows[index] = _Row(settings, output)
+        self._draws.end(batch_update.removed)
+        for slot, params, _, output in batch_update.added:
+            self._draws.begin(slot, params.extra_args, output)
         for source, target, direction in batch_update.moved:
-            first, second = self._rows.pop(source, None), self._rows.pop(target, None)
-            if first is not None:
-                self._rows[target] = first
-            if direction == MoveDirectionality.SWAP and second is not None:
-                self._rows[source] = second
+            self._draws.move(source, target, swap=direction == MoveDirectionality.SWAP)
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Leave one token to choose from in the rows `[B, V]` of requests that carry settings."""
-        indices = [index for index in sorted(self._rows) if index < len(logits)]
-        if not indices:
-            return logits
-        rows = torch.tensor(indices, device=logits.device)
-        chosen, log_probs = choose(logits[rows], [self._rows[index].draw() for index in indices])
-        only = torch.full_like(logits[rows], -torch.inf).scatter_(1, chosen[:, None], log_probs[:, None].to(logits.dtype))
-        return logits.index_copy_(0, rows, only)
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Follow a request that comes, as the second runner reports it; its slot stays the same, and is used again after its end."""
+        return self._draws.begin(req_idx, sampling_params.extra_args)
+
+    def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
+        """Leave one token to choose from in the rows of requests that carry settings.
+
+        Args:
+            logits: The logits `[B, V]`, which are changed.
+            ctx: The slots of the rows and the lengths of their requests, from the second runner. The rows of the first one are its
+                slots.
+        """
+        if ctx is None:
+            return self._draws.choose(logits, range(len(logits)))
+        # The lengths are padded. They are exact without speculative decoding.
+        return self._draws.choose(logits, ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist())

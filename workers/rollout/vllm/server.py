@@ -84,6 +84,12 @@ class VLLMServerGenerator(BaseGenerator):
         return self._limits
 
     @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        answer = self.server.post("/collective_rpc", {"method": "drivetrain_weight_dtype"})
+        return self._model.common_dtype(answer["results"])
+
+    @property
     def server(self) -> ServerProcess:
         """The server. If it has ended, it is started again, with the last weights.
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..weight_values import common_dtype
+
 
 class WorkerExtension:
     """Methods that are called in every one of vLLM's workers."""
@@ -14,6 +16,10 @@ class WorkerExtension:
     def load_drivetrain_weights(self, folder: str) -> None:
         """Load new weights from a folder, in Hugging Face format."""
         reload_weights(self.model_runner, weights_path=folder)
+
+    def drivetrain_weight_dtype(self) -> str:
+        """Return the data type that all parameters have; empty if they differ, such as those of quantized layers."""
+        return common_dtype(self.model_runner.get_model().parameters())
 
 
 def reload_weights(

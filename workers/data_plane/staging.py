@@ -1,0 +1,66 @@
+"""Copies from a GPU to host memory that is not pinned, such as memory that processes share, through two small pinned pieces."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 4 * 2**20
+
+
+class PinnedStaging:
+    """Two pinned pieces of host memory, and a stream that fills one of them while the other one is emptied.
+
+    Without them the driver copies to memory that is not pinned through a small piece of its own, and the device waits for the host.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pieces = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._filled = [torch.cuda.Event() for _ in range(2)]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes; both tensors `[bytes]` may change when this returns.
+
+        Args:
+            target: The memory of the host, uint8.
+            source: The memory of the GPU, uint8.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        copy_in_pieces(target, source, self._pieces, self._fill, lambda number: self._filled[number].synchronize())
+
+    def _fill(self, number: int, piece: Tensor, part: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            piece.copy_(part, non_blocking=True)
+            self._filled[number].record()
+
+
+def copy_in_pieces(
+    target: Tensor,
+    source: Tensor,
+    pieces: Sequence[Tensor],
+    fill: Callable[[int, Tensor, Tensor], None],
+    wait: Callable[[int], None],
+) -> None:
+    """Copy bytes through two pieces, of which one is filled while the other one is emptied.
+
+    Args:
+        target: Where to, `[bytes]` uint8.
+        source: Where from, `[bytes]` uint8.
+        pieces: The two pieces, each `[bytes]` uint8 of one size.
+        fill: Begins to copy a part of the source to a piece with this number.
+        wait: Waits until the piece with this number is filled.
+    """
+    size = pieces[0].numel()
+    sources, targets = source.split(size), target.split(size)
+    for number in range(len(sources) + 1):
+        if number < len(sources):
+            part = sources[number]
+            fill(number % 2, pieces[number % 2][: part.numel()], part)
+        if number:
+            former, emptied = (number - 1) % 2, targets[number - 1]
+            wait(former)
+            emptied.copy_(pieces[former][: emptied.numel()])
