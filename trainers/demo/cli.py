@@ -107,9 +107,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
         losses[backend] = [r["loss"] for r in records if r.get("split") != "eval"]
-        print("     checking that merging the last checkpoint reproduces the exported model", flush=True)
+        print("     checking that merging the best checkpoint reproduces the exported model", flush=True)
         tool = ("-m", "drivetrain.cli")
-        python(*tool, "merge", str(run_folder), str(run_folder / "merged"))
+        evaluations = [r for r in records if r.get("split") == "eval"]
+        best = max(evaluations, key=lambda evaluation: evaluation["accuracy"])["step"]
+        python(*tool, "merge", str(run_folder / "checkpoints" / f"step-{best:08d}"), str(run_folder / "merged"))
         python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
         print("     asking the merged model held-out questions in plain transformers", flush=True)
         after[backend] = measured(*run, "answer", str(run_folder / "merged"), str(test), "4")

@@ -1,7 +1,7 @@
 """The steps of the demos that need torch, each of which runs in a fresh process.
 
-They are `processes`, `make ROOT SEED`, `make-prompts ROOT SEED`, `make-shuffled-prompts ROOT SEED`, `make-pairs ROOT SEED`,
-`answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and `judge-rm MODEL DATA SHOWN`.
+They are `processes`, `make ROOT [SEED]`, `make-prompts ROOT [SEED]`, `make-shuffled-prompts ROOT [SEED]`,
+`make-pairs ROOT [SEED]`, `answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and `judge-rm MODEL DATA SHOWN`.
 """
 
 import sys
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> None:
 
     logging.disable_progress_bar()
     if argv[0].startswith("make"):
-        root, seed = Path(argv[1]), int(argv[2])
+        root, seed = Path(argv[1]), int(argv[2]) if len(argv) > 2 else 0
         if argv[0] == "make-pairs":
             write_pairs(root / "data", seed)
         else:
