@@ -85,11 +85,11 @@ class Offloader:
         return sum(tensor.numel() * tensor.itemsize for tensor in map(_local, self._tensors(part)))
 
     def to(self, location: str, parts: tuple[Part, ...]) -> None:
-        """Move parts to a location.
+        """Move parts to a location. Parameters come first and leave last, because the other parts belong to them.
 
         Args:
             location: The location: `device`, `host` or `disk`.
-            parts: The parts to move.
+            parts: The parts to move, in the order of `PARTS`.
 
         Raises:
             ConfigError: The location is unknown, or the disk is full; the part that did not fit is then on the device.
@@ -97,7 +97,7 @@ class Offloader:
         target = next((p for p in LOCATIONS if p == location), None)
         if target is None:
             raise ConfigError(f"to({location!r}): state can be moved to {', '.join(map(repr, LOCATIONS))}")
-        for part in parts:
+        for part in parts if target == "device" else reversed(parts):
             if self._location[part] != target:
                 self._reload(part)
                 if target != "device":

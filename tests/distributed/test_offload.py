@@ -123,6 +123,11 @@ def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytes
         engine.to("disk")
     assert engine._offloader.location_of("params") == "device"
     assert steps(engine, 1) == steps(meta_model, 1)
+    with pytest.raises(ConfigError, match=r"to\('moon'\)"):
+        engine.to("moon")
+    engine.to("host")
+    assert steps(engine, 1) == steps(meta_model, 1)
+    assert engine._offloader.location_of("params") == "host"
     engine.close()
 
 
