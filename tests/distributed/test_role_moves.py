@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.engine.config import ModelConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.offload import PARTS, Offloader
+from drivetrain.engine.offload import PARTS, Offloader, Part
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.model_worker.role_host import RoleHost, RoleSpec
 from drivetrain.workers.roles.moves import HalfMove, plan_moves
@@ -75,7 +75,12 @@ def test_the_parameters_of_an_engine_leave_last_and_come_first(monkeypatch: pyte
     moved: list[str] = []
     monkeypatch.setattr(Offloader, "_offload", lambda self, part, location: moved.append(f"{part} to {location}"))
     reload = Offloader._reload
-    monkeypatch.setattr(Offloader, "_reload", lambda self, part: (moved.append(part), reload(self, part)))
+
+    def noted(self: Offloader, part: Part) -> None:
+        moved.append(part)
+        reload(self, part)
+
+    monkeypatch.setattr(Offloader, "_reload", noted)
     offloader = Offloader(lambda part: [])
     offloader.to("disk", PARTS)
     assert moved[1::2] == ["optimizer to disk", "grads to disk", "params to disk"]
