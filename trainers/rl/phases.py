@@ -19,7 +19,7 @@ from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
 from .lane import RewardLane
-from .ledger import MemoryLedger
+from .ledger import MemoryLedger, scoring_phase
 from .roles import Roles
 
 
@@ -246,7 +246,7 @@ class Phases:
         answers = self.ask_model(answers)
         batch = answers.ref
         if self.algorithm.needs_reference or self.algorithm.needs_critic:
-            self.ledger.enter("score")
+            self.ledger.enter(scoring_phase(own_reference=self.roles.has_own_reference, critic=self.algorithm.needs_critic))
         if self.algorithm.needs_reference:
             with self.timed("reference", batch.num_tokens):
                 if self.roles.has_own_reference:
