@@ -179,6 +179,9 @@ class Phases:
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
     def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Answer]:
+        """Read answers back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
+        tokenizer and send no texts.
+        """
         with self.timed("read"):
             found = self.group.get(ref, ["input_ids", "versions", "finished"])
             ids, versions = (found[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
@@ -193,7 +196,8 @@ class Phases:
                     tokens=answer,
                     text=decoded(self.tokenizer, answer),
                     finished=bool(found["finished"][i]),
-                    versions=tuple(sorted({*made_by.tolist()} - {-1})),
+                    # Runs of equal versions, of which there are few, before Python sees them.
+                    versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
                 )
             )
         return rows
