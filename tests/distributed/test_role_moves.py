@@ -13,8 +13,8 @@ from drivetrain.engine.config import ModelConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.offload import PARTS, Offloader, Part
 from drivetrain.workers.groups.local import LocalWorkerGroup
+from drivetrain.workers.model_worker.moves import HalfMove, plan_moves
 from drivetrain.workers.model_worker.role_host import RoleHost, RoleSpec
-from drivetrain.workers.roles.moves import HalfMove, plan_moves
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.placement import Placement
 from drivetrain.workers.rollout.worker import RolloutWorker

@@ -16,11 +16,11 @@ from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.dataset import DatasetSpec, ShardedDataset
 from ..dispatch import Dispatch, dispatch_of
 from ..roles.base import to_host
-from ..roles.moves import plan_moves
 from ..rollout.options import RolloutConfig
 from ..rollout.worker import RolloutWorker
 from ..scheduler import Scheduler, SchedulerSettings
 from .compute_messages import Initialize, InitializeOk
+from .moves import plan_moves
 
 
 @dataclass(frozen=True, kw_only=True)
