@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
+from drivetrain.workers.processes.orphans import adopting_orphans
 from drivetrain.workers.rewards import sandbox
 from drivetrain.workers.rewards.config import RewardsConfig
-from drivetrain.workers.rewards.orphans import adopting_orphans
 from drivetrain.workers.rewards.programs import check_program, find_program
 from drivetrain.workers.rewards.sample import RewardSample
 from drivetrain.workers.rewards.sandbox import Run, SandboxLimits, check_sandbox, run_program

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...engine.errors import ConfigError
-from .orphans import adopting_orphans
+from ..processes.orphans import adopting_orphans
 from .seccomp import seccomp_filter
 
 RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]

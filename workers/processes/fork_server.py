@@ -5,6 +5,7 @@ complains when a program or a part of it was killed; here is nothing that could 
 processes leave when they are killed, and kills all of them when the program ends, however that ends.
 """
 
+import math
 import os
 import pickle
 import selectors
@@ -56,14 +57,16 @@ class ForkServer:
 
     Args:
         module: The name of the module that has the function `serve_one`, which each process runs with its end of a `Messages`.
+        preload: The name of another module that the server imports, so that processes have it.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, preload: str) -> None:
         self._lock, self._silent = threading.Lock(), False
         self._socket, theirs = socket.socketpair()
         # As with multiprocessing, a child finds the modules that its parent finds.
         search = [os.path.abspath(path) for path in sys.path]
-        words = f"import sys; sys.path[:] = {search!r}; from {__name__} import main; main({theirs.fileno()}, {module!r}, {os.getpid()})"
+        call = f"main({theirs.fileno()}, {module!r}, {preload!r}, {os.getpid()})"
+        words = f"import sys; sys.path[:] = {search!r}; from {__name__} import main; {call}"
         # A signal to all processes of a run is for the run, which saves and then ends these.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
@@ -164,19 +167,20 @@ class ForkedProcess:
             self.kill()
             raise
 
-    def receive(self, timeout_s: float) -> Any:
-        """Wait for a value from the process, and return it.
+    def receive(self, timeout_s: float | None) -> Any:
+        """Wait for a value from the process, without limit if None, and return it.
 
         Raises:
             ProcessEndedError: The process has ended.
             TimeoutError: No value has come in time; the process was killed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             while True:
-                state = self._status_of(max(0.0, deadline - time.monotonic()), self._messages.fileno())
+                left = None if timeout_s is None else max(0.0, deadline - time.monotonic())
+                state = self._status_of(left, self._messages.fileno())
                 if state == "message":
-                    return self._messages.receive(max(0.01, deadline - time.monotonic()))
+                    return self._messages.receive(None if left is None else max(0.01, deadline - time.monotonic()))
                 if state == "ended":
                     raise EOFError
                 if time.monotonic() >= deadline:
@@ -202,7 +206,7 @@ class ForkedProcess:
         self._status = -1
         return code
 
-    def _status_of(self, timeout_s: float, *more: int) -> str:
+    def _status_of(self, timeout_s: float | None, *more: int) -> str:
         """Wait for a message or a report of the server; return `message`, `ended`, or `nothing`."""
         ready = _readable(timeout_s, self._status, *more)
         if any(number in ready for number in more):
@@ -243,7 +247,14 @@ class Messages:
         Raises:
             TimeoutError: Nobody reads it.
         """
-        data = pickle.dumps(value)
+        self.send_bytes(pickle.dumps(value), timeout_s)
+
+    def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
+        """Send a value that is pickled already.
+
+        Raises:
+            TimeoutError: Nobody reads it.
+        """
         self._socket.settimeout(timeout_s)
         self._socket.sendall(_SIZE.pack(len(data)))
         self._socket.sendall(data)
@@ -289,14 +300,16 @@ class Messages:
 # ---- in the server ------------------------------------------------------------------------------------------------------
 
 
-def main(number: int, module: str, parent: int) -> None:
+def main(number: int, module: str, preload: str, parent: int) -> None:
     """Run the server.
 
     Args:
         number: The number of the socket on which requests come.
         module: The name of the module that has `serve_one`.
+        preload: The name of another module to import.
         parent: The process id of the program.
     """
+    import_module(preload)
     run: Callable[[Messages], None] = import_module(module).serve_one
     with _Server(socket.socket(fileno=number), run, parent) as server:
         server.serve()
@@ -417,7 +430,7 @@ class _Server:
             os.write(report, _NUMBER.pack(number))
 
 
-def _readable(timeout_s: float, *numbers: int) -> set[int]:
+def _readable(timeout_s: float | None, *numbers: int) -> set[int]:
     with selectors.DefaultSelector() as selector:
         for number in numbers:
             selector.register(number, selectors.EVENT_READ)
