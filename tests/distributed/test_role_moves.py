@@ -1,5 +1,6 @@
 """The state of roles of every kind leaves the device and comes back: engines, generators, and roles that have both."""
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -130,6 +131,8 @@ def storage_bytes(group: Any, role: str) -> int:
 
 def rank_moves(models: str, root: str, backend: str, parallel: dict[str, Any]) -> None:
     engines = ("actor", "critic", "reference", "reward")
+    # Each move collects garbage, and would look at everything that was imported.
+    gc.freeze()
     with LocalWorkerGroup(roles_of(Path(models), backend, parallel)) as group:
         data = EXAMPLE.read_rollouts(EXAMPLES / "rollouts.json")
         old = group["actor"].compute_log_probs(data)["log_probs"]
