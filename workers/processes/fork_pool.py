@@ -185,12 +185,13 @@ class _Worker:
         """Make a call and return its value; see `ForkPool.submit` for what it raises."""
         for _ in range(_TRIES):
             process = self._ready()
-            # One that ended while it had no call is not the fault of this one.
+            # One that ends before it says that it begins is not the fault of this call.
             with suppress(ProcessEndedError):
                 process.send(call.message, _SEND_S)
+                process.receive(_SEND_S)
                 break
         else:
-            raise StartError("they end before they are given a call")
+            raise StartError("they end before they begin a call")
         kind, value, trace = process.receive(call.timeout_s)
         if not kind:
             return value
@@ -237,7 +238,9 @@ def serve_one(messages: Messages) -> None:
     messages.send("")
     with suppress(EOFError):
         while True:
-            messages.send_bytes(_answer(messages.receive()))
+            message = messages.receive()
+            messages.send("begins")
+            messages.send_bytes(_answer(message))
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
