@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -148,6 +148,10 @@ class Backend(ABC):
 
     def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing to add
         """Finish building once model and optimizer exist. An error on one rank is raised on all ranks. No-op by default."""
+
+    def _step_threads(self) -> AbstractContextManager[None]:
+        """Return a context for `_reduce_and_clip` and `_optimizer_step`, which may compute on the CPU. Without effect by default."""
+        return nullcontext()
 
     @abstractmethod
     def _reduce_and_clip(self, max_norm: float | None) -> float:

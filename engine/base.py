@@ -379,7 +379,7 @@ class BaseEngine(CheckpointableEngine):
         """
         optim = self._require_optimizer()
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
-        with self._offloader.on_device(PARTS):
+        with self._offloader.on_device(PARTS), self._step_threads():
             norm = self._reduce_and_clip(optim.clip_grad_norm)
             lr = learning_rate(self.step, optim, self.total_steps)
             # Both numbers are global, so all ranks make the same decision.

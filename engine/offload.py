@@ -55,6 +55,34 @@ def free_bytes(device: torch.device, processes: int) -> float:
     return min(limits) / processes
 
 
+def host_cores(processes: int) -> int:
+    """Return the number of cores that a process may keep busy, at least 1.
+
+    Args:
+        processes: The number of processes that share the cores which this one may run on.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = float(len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
+    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    return max(1, int(cores) // processes)
+
+
+@contextmanager
+def host_threads(count: int) -> Iterator[None]:
+    """Compute on the CPU with `count` threads in a block, unless a number other than the launcher's 1 was chosen (OMP_NUM_THREADS)."""
+    before = torch.get_num_threads()
+    if before > 1 or count == 1:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Offloaded:
     """An offloaded storage and its copy."""
@@ -85,11 +113,11 @@ class Offloader:
         return sum(tensor.numel() * tensor.itemsize for tensor in map(_local, self._tensors(part)))
 
     def to(self, location: str, parts: tuple[Part, ...]) -> None:
-        """Move parts to a location.
+        """Move parts to a location. Parameters come first and leave last, because the other parts belong to them.
 
         Args:
             location: The location: `device`, `host` or `disk`.
-            parts: The parts to move.
+            parts: The parts to move, in the order of `PARTS`.
 
         Raises:
             ConfigError: The location is unknown, or the disk is full; the part that did not fit is then on the device.
@@ -97,7 +125,7 @@ class Offloader:
         target = next((p for p in LOCATIONS if p == location), None)
         if target is None:
             raise ConfigError(f"to({location!r}): state can be moved to {', '.join(map(repr, LOCATIONS))}")
-        for part in parts:
+        for part in parts if target == "device" else reversed(parts):
             if self._location[part] != target:
                 self._reload(part)
                 if target != "device":

@@ -1,5 +1,6 @@
 """FSDPEngine: FSDP2 and Ulysses for any decoder of transformers."""
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from ..flops import ModelShape
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.weights import seed_ranks
-from ..offload import Part
+from ..offload import Part, host_cores, host_threads
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
 from ..resolve import MemoryNeeds, choose
@@ -70,6 +71,7 @@ class FSDPEngine(BaseEngine):
     _model: Built | None = None
     _optimizer: ShardOptimizer | None = None
     _meta: Described | None = None
+    _cores = 1
 
     @property
     def _built(self) -> Built:
@@ -139,6 +141,15 @@ class FSDPEngine(BaseEngine):
     def _build_optimizer(self, optim: OptimConfig) -> None:
         on_host = self.config.offload.optimizer == "host"
         self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
+
+    def _finish_build(self) -> None:
+        # The norm and AdamW's step then run on the host, where launchers give each process one thread.
+        if self.config.offload.params == "host" and self.topology.device.type == "cuda":
+            machine = socket.gethostname()
+            self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
+
+    def _step_threads(self) -> AbstractContextManager[None]:
+        return host_threads(self._cores)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 

@@ -330,25 +330,6 @@ def test_a_skipped_step_leaves_no_gradient_behind(tmp_path: Path, process_group:
     engine.close()
 
 
-def test_residency_moves_and_modes_bring_back(tmp_path: Path, process_group: None) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3")
-    engine, meta_model = build(folder), build(folder)
-    engine.to("host")
-    assert engine._offloader.location_of("params") == "host"
-    with engine.train_mode():
-        assert engine._offloader.location_of("params") == "device"
-    assert engine._offloader.location_of("params") == "host"
-    assert steps(engine) == steps(meta_model)
-    engine.to("device")
-    with pytest.raises(ConfigError, match="to\\('moon'\\)"):
-        engine.to("moon")
-    resting = build(folder, offload=OffloadConfig(params="host"))
-    resting.to("host")
-    assert steps(resting, 1) == steps(build(folder), 1)
-    for _ in range(2):
-        resting.close()
-
-
 @pytest.mark.slow
 def test_peak_memory_of_a_load_is_a_shard(tmp_path: Path) -> None:
     """A model is never whole in one process: four ranks load it, each growing by far less than its size."""

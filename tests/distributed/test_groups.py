@@ -570,10 +570,8 @@ def test_a_generator_follows_every_change_of_its_role(models: Path, tmp_path: Pa
         assert agrees()
         group["actor"].load_checkpoint(folder)
         assert answers() == before
-        # It rests with the engine.
-        group["actor"].to("host")
-        with pytest.raises(WorkerError, match=r"the rollout's model is on the host; call to\('device'\) first"):
-            answers()
+        # It leaves the device with the engine; test_role_moves.py has the rest.
+        group["actor"].to("disk")
         group["actor"].to("device")
         assert answers() == before
 
@@ -692,7 +690,10 @@ def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monk
             ProcessWorkerGroup({"actor": actor_role(models)}, pools={"main": 2}, gpus=1)
         with pytest.raises(ConfigError, match="grace_s=0"):
             ProcessWorkerGroup({"actor": actor_role(models)}, grace_s=0)
-    with ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*") as group:
+    # As if there were GPUs, which gpus=0 hides.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*", gpus=0) as group:
+        assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{process_ids(group)[0]}/environ").read_bytes().split(b"\0")
         for value, message in (
             (lambda: 1, r"args\[0\]: a lambda cannot be sent"),
             (EXAMPLE.Path, r"args\[0\]: pathlib:Path is not on the list of names"),

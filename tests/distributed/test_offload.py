@@ -1,6 +1,7 @@
 """State that rests on disk: on either engine, with everything that needs it while it does."""
 
 import gc
+import os
 import sys
 import tempfile
 import weakref
@@ -14,8 +15,11 @@ import torch
 from drivetrain.engine.config import LoraConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.fsdp import engine as fsdp_engine
+from drivetrain.engine.fsdp.engine import FSDPEngine
+from drivetrain.engine.fsdp.optimizer import ShardOptimizer
 from drivetrain.engine.loss import OutputRequest
-from drivetrain.engine.offload import Offloader, _trim, free_memory
+from drivetrain.engine.offload import Offloader, _trim, free_memory, host_cores
 from helpers.engines import build, share, steps, weights
 from helpers.harness import run_ranks
 
@@ -123,7 +127,71 @@ def test_a_full_disk_leaves_all_on_the_device(tmp_path: Path, monkeypatch: pytes
         engine.to("disk")
     assert engine._offloader.location_of("params") == "device"
     assert steps(engine, 1) == steps(meta_model, 1)
+    with pytest.raises(ConfigError, match=r"to\('moon'\)"):
+        engine.to("moon")
+    engine.to("host")
+    assert steps(engine, 1) == steps(meta_model, 1)
+    assert engine._offloader.location_of("params") == "host"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores", "processes", "expected"),
+    [
+        (None, 192, 8, 24),
+        ("max 100000", 192, 8, 24),
+        ("3200000 100000", 192, 8, 4),
+        ("50000 100000", 4, 1, 1),
+        (None, 2, 8, 1),
+    ],
+)
+def test_processes_share_the_cores_of_their_machine(
+    quota: str | None, cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit(path: Path) -> str:
+        assert path == Path("/sys/fs/cgroup/cpu.max")
+        if quota is None:
+            raise FileNotFoundError(path)
+        return quota
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(Path, "read_text", limit)
+    assert host_cores(processes) == expected
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_step_on_the_host_has_threads_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model", "qwen3")
+    seen: list[int] = []
+    update, finish = ShardOptimizer.step, FSDPEngine._finish_build
+
+    def noted(self: ShardOptimizer, lr: float) -> None:
+        seen.append(torch.get_num_threads())
+        update(self, lr)
+
+    monkeypatch.setattr(ShardOptimizer, "step", noted)
+    monkeypatch.setattr(fsdp_engine, "host_cores", lambda processes: 3 * processes)
+
+    def as_on_a_gpu(engine: Any) -> None:
+        with monkeypatch.context() as patch:
+            topology = SimpleNamespace(device=torch.device("cuda"), all_gather_object=engine.topology.all_gather_object)
+            patch.setattr(type(engine), "topology", topology)
+            finish(engine)
+
+    assert torch.get_num_threads() == 1
+    steps(build(folder, offload=OffloadConfig(params="host")), 1)
+    monkeypatch.setattr(FSDPEngine, "_finish_build", as_on_a_gpu)
+    steps(build(folder), 1)
+    engine = build(folder, offload=OffloadConfig(params="host"))
+    steps(engine, 1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    try:
+        # A number that was chosen stays.
+        steps(engine, 1)
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1, 3, 2]
 
 
 def rank_closes(folder: str, backend: str, parallel: dict[str, Any], model: dict[str, Any], collected: bool) -> list[int]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -135,55 +134,116 @@ def test_judging_goes_on_beside_the_program() -> None:
         assert time.monotonic() - began < 5.5
 
 
-def test_processes_that_are_lost_together_are_replaced() -> None:
+def lose(pool: RewardPool, *, server: bool) -> None:
+    """Kill all processes, as when the system runs out of memory: first the one that starts the others, if that too."""
+    first = pool._pool.server
+    children = [int(child) for child in Path(f"/proc/{first}/task/{first}/children").read_text().split()]
+    for process in [first, *children] if server else children:
+        os.kill(process, signal.SIGKILL)
+
+
+def test_processes_that_are_lost_together_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
     functions_used = ["helpers.reward_functions:pid", "helpers.reward_functions:nap"]
     with RewardScorer(RewardsConfig(use=tuple(functions_used), workers=2)) as scorer:
-
-        def lose() -> None:
-            # As when the system runs out of memory: first the one that starts the others.
-            server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-            for child in [server, *(int(p) for p in Path(f"/proc/{server}/task/{server}/children").read_text().split())]:
-                os.kill(child, signal.SIGKILL)
-
         before = scorer.score(samples_of("a")).mean(functions_used[0])
-        lose()
-        assert scorer.score(samples_of(*"abcd")).mean(functions_used[0]) != before
+        lose(scorer._pool, server=False)
+        # None of the calls is to blame, because none was running.
+        after = scorer.score(samples_of(*"abcd"))
+        assert after.mean(functions_used[0]) != before
+        assert [after.counts(name)["value"] for name in functions_used] == [4, 4]
+        assert "was lost" not in caplog.text
         # With calls in flight and others that wait: none is forgotten.
         pending = scorer.submit(samples_of(*["a"] * 12))
         time.sleep(0.4)
-        lose()
+        lose(scorer._pool, server=True)
         counts = pending.result(60).counts(functions_used[1])
-        # Those that were running are lost, one in each process; the others are made again.
+        # Those that were running are lost, one in each process; the others are made.
         assert counts["value"] + counts["error"] == 12
         assert counts["value"] >= 10
         assert scorer.score(samples_of(*"abcd")).counts(functions_used[1])["value"] == 4
+    assert "was lost and is replaced" in caplog.text
 
 
-def test_a_pool_that_is_closed_while_it_recovers_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = RewardPool(workers=1, targets=["helpers.reward_functions:pid"])
-    pool.describe("helpers.reward_functions:pid")
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    os.kill(server, signal.SIGKILL)
+def test_a_pool_that_is_closed_while_it_starts_processes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RewardPool(workers=0)
     outcomes: list[str] = []
-    sample = samples_of("a")
-    deadline = time.monotonic() + 60
-    while pool._pool.active and time.monotonic() < deadline:
-        time.sleep(0.01)
-    pool.submit("helpers.reward_functions:pid", sample, {}, lambda found, _: outcomes.extend(o.message for o in found))
-    make = pool._new_pool
+    forks, fork = pool._pool, pool._pool._fork
 
     def closed_meanwhile() -> Any:
-        made = make()
+        made = fork()
         threading.Thread(target=pool.close).start()
-        time.sleep(0.2)
+        while not pool.closed:
+            time.sleep(0.01)
         return made
 
-    monkeypatch.setattr(pool, "_new_pool", closed_meanwhile)
-    pool.recover()
-    while not outcomes and time.monotonic() < deadline:
+    monkeypatch.setattr(forks, "_fork", closed_meanwhile)
+    for _ in range(2):
+        pool.submit(MOODY, samples_of("sleep"), {}, lambda found, _: outcomes.extend(o.message for o in found))
+    forks._threads = [threading.Thread(target=forks._serve)]
+    forks._threads[0].start()
+    deadline = time.monotonic() + 60
+    while len(outcomes) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert outcomes == ["the reward pool was closed"]
-    assert not pool._pool.active
+    assert outcomes == ["the reward pool was closed"] * 2
+    pool.close()
+    assert forks._server.lost
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from drivetrain.workers.rewards.config import RewardsConfig
+from drivetrain.workers.rewards.sample import RewardSample
+from drivetrain.workers.rewards.scorer import RewardScorer
+
+def children(process):
+    return [int(child) for thread in Path(f"/proc/{process}/task").iterdir() for child in (thread / "children").read_text().split()]
+
+def nap(completion):
+    time.sleep(0.3 if completion == "a" else 600)
+    return 1.0
+
+if __name__ == "__main__":
+    with RewardScorer(RewardsConfig(workers=2), [nap]) as scorer:
+        pending = scorer.submit([RewardSample(prompt="p", completion=sys.argv[2], columns={})] * 6)
+        time.sleep(0.4)
+        below = [process for child in children(os.getpid()) for process in (child, *children(child))]
+        print(*below)
+        # Named semaphores are files of shared memory too.
+        print(*(process for process in (os.getpid(), *below) if "/dev/shm" in Path(f"/proc/{process}/maps").read_text()), flush=True)
+        for process in below if sys.argv[1] == "pool" else [os.getpid()]:
+            os.kill(process, signal.SIGKILL)
+        print(pending.result(60).counts("nap")["value"] >= 4)
+"""
+
+
+def has_ended(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("killed", ["pool", "controller"])
+def test_a_kill_leaves_no_process_no_shared_memory_and_no_word(tmp_path: Path, killed: str) -> None:
+    (tmp_path / "program.py").write_text(KILLED)
+    words = [sys.executable, str(tmp_path / "program.py"), killed, "a" if killed == "pool" else "hang"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    below, shared, *rest = done.stdout.splitlines()
+    assert shared == ""
+    assert (done.returncode, rest) == ((0, ["True"]) if killed == "pool" else (-signal.SIGKILL, []))
+    # subprocess.run has waited until nothing had its standard error any more: no process is left that could say more.
+    replaced = "the process that starts others for drivetrain.workers.rewards.pool was lost and is replaced\n"
+    assert done.stderr == (replaced if killed == "pool" else "")
+    server, *workers = below.split()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while not all(has_ended(process) for process in (server, *workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if killed == "controller":
+        # The server has reaped its processes, and is itself reaped by whatever reaps orphans on this machine.
+        assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
 
 
 def test_functions_of_a_program_without_a_file_are_refused() -> None:
@@ -196,19 +256,23 @@ def test_functions_of_a_program_without_a_file_are_refused() -> None:
     assert "own is defined in a program without a file" in done.stderr
 
 
+def test_a_program_that_starts_its_rewards_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(KILLED.replace('if __name__ == "__main__":', "if True:"))
+    words = [sys.executable, str(tmp_path / "program.py"), "pool", "a"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert re.search(r"they import this program, which must start its run under\s+if __name__ == '__main__':", done.stderr)
+
+
 def test_signals_to_a_job_do_not_end_the_processes() -> None:
-    # In a program of its own, which has not started a tracker of resources before.
-    program = (
-        "from multiprocessing import forkserver\n"
-        "from drivetrain.workers.rewards.pool import RewardPool\n"
-        "if __name__ == '__main__':\n"
-        "    with RewardPool(workers=1):\n"
-        "        print(open(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read())\n"
-    )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    blocked = int(re.findall(r"SigBlk:\s*(\w+)", printed)[0], 16)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        assert blocked >> (number - 1) & 1
+    with RewardScorer(RewardsConfig(use=("helpers.reward_functions:pid", MOODY), workers=1)) as scorer:
+        worker = scorer.score(samples_of("a")).mean("helpers.reward_functions:pid")
+        for process in (scorer._pool._pool.server, int(worker)):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(process, number)
+        assert scorer.score(samples_of("a")).mean("helpers.reward_functions:pid") == worker
+        # What a function starts is not deaf to them.
+        assert scorer.score(samples_of("start")).mean(MOODY) == -signal.SIGTERM
 
 
 def test_answers_that_wait_when_it_is_closed_are_answered() -> None:
@@ -291,7 +355,8 @@ def test_hundreds_of_calls_that_hang_lose_no_process() -> None:
     # Each ends a process, so that two hundred show a process or a place that one of them loses.
     with RewardScorer(RewardsConfig(use=(MOODY,), timeout_s=0.02)) as scorer:
         assert scorer.score(samples_of(*["hang"] * 200)).counts(MOODY)["timeout"] == 200
-        children = set(scorer._pool._pool._pool_manager.worker_manager.workers)
-        assert len(children) <= 2
+        server = scorer._pool._pool.server
+        assert len(Path(f"/proc/{server}/task/{server}/children").read_text().split()) <= 2
+        assert len(os.listdir(f"/proc/{server}/fd")) < 20
     with RewardScorer(RewardsConfig(use=(MOODY,))) as scorer:
         assert kinds_of(scorer, *["a"] * 8) == ["value"] * 8

@@ -20,9 +20,11 @@ from drivetrain.workers.data_plane.samples import batch_of, columns_of
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DTYPES, DataStore, empty_pieces
 from drivetrain.workers.groups.planned import Manifest, PlannedHook, PlannedRequest
+from drivetrain.workers.model_worker import data_messages as d
 from drivetrain.workers.model_worker.compute_messages import Call
 from drivetrain.workers.model_worker.hooks import Offload
 from drivetrain.workers.model_worker.manifest import digest_of
+from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
 
 IDS = Column("input_ids", "int64", "token")
 
@@ -465,6 +467,17 @@ def test_a_share_is_a_batch() -> None:
 def test_a_data_set_that_cannot_be_used_is_refused(samples: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ShardedDataset(DatasetSpec(load=lambda: samples), 0, 1, True).fetch(max(len(samples), 1))
+
+
+def test_samples_are_dropped_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    worker = ModelWorker(WorkerSettings())
+    reply = worker.answer(d.ClearDataCache(ids=["a"]))
+    assert isinstance(reply, d.ClearDataCacheOk)
+    assert not emptied
 
 
 # ---- the check before dispatch ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 
 from drivetrain.engine.errors import ConfigError
 from drivetrain.workers.groups.process import gpus_each, visible_gpu
+from drivetrain.workers.groups.remote import process_environment
 from drivetrain.workers.model_worker import messages as m
 from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
 
@@ -20,6 +21,17 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
             gpus_each(1, wrong)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert gpus_each(4, None) == 0
+
+
+def test_without_gpus_those_of_the_machine_are_hidden() -> None:
+    assert process_environment({"A": "1"}, 0)["CUDA_VISIBLE_DEVICES"] == ""
+    for gpus in (1, 0.5):
+        assert "CUDA_VISIBLE_DEVICES" not in process_environment({"A": "1"}, gpus)
+    for gpus in (0, 1):
+        with pytest.raises(
+            ConfigError, match=rf"environment=.*DEVICES': '3'}}, but gpus={gpus} says which GPUs a process sees"
+        ):
+            process_environment({"CUDA_VISIBLE_DEVICES": "3"}, gpus)
 
 
 def test_a_launchers_choice_of_gpus_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, Part
+from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, Part, scoring_phase
 
 GIB = 2**30
 TRAINED = ("parameters", "gradients", "optimizer")
@@ -60,6 +60,20 @@ def test_the_order_of_a_step_never_holds_two_large_things() -> None:
         "actor parameters host",
         "rollout cache device",
     ]
+
+
+@pytest.mark.parametrize(("own", "critic", "comes"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_policy_that_is_its_own_reference_comes_once_for_both(own: bool, critic: bool, comes: int) -> None:
+    found, done = ledger()
+    found.sync(0)
+    done.clear()
+    found.enter(scoring_phase(own_reference=own, critic=critic))
+    assert done.count("actor parameters device") == comes
+    # The old log-probabilities, and the update.
+    for _ in range(2):
+        found.enter("train")
+    assert done.count("actor parameters device") == 1
+    assert "actor parameters host" not in done
 
 
 def test_the_large_things_are_elsewhere_while_weights_are_copied() -> None:

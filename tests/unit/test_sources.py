@@ -381,19 +381,28 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "2"}] * 400_000)
     (tmp_path / "program.py").write_text(ENDLESS)
     words = [sys.executable, str(tmp_path / "program.py"), path, str(tmp_path / "cache")]
-    parent = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(tmp_path / "said", "w") as said:
+        parent = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
     try:
-        workers = waited(lambda: found if len(found := spawned(parent.pid)) == 2 and made(tmp_path / "cache") else None)
+        workers = waited(lambda: found if len(found := forked(parent.pid)) == 2 and made(tmp_path / "cache") else None)
+        # Nothing that could be left in the shared memory, such as named semaphores.
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (parent.pid, *workers)]
+        assert not any("/dev/shm" in places for places in maps)
     finally:
         parent.kill()
         parent.wait()
     assert waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert (tmp_path / "said").read_text() == ""
 
 
-def spawned(parent: int) -> list[int]:
-    """Working children of a process."""
-    children = [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def forked(parent: int) -> list[int]:
+    """The processes of a program's server of forks."""
+    return [grandchild for child in children(parent) for grandchild in children(child)]
 
 
 def made(folder: Path) -> bool:

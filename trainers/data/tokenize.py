@@ -6,20 +6,16 @@ that its contents depend on, so that later runs reuse it.
 
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,8 @@ import xxhash
 
 from ...engine.errors import DataError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
+from ...workers.processes.fork_pool import ForkPool, StartError
+from ...workers.processes.fork_server import ProcessEndedError
 from ..config.data import DataConfig
 from .encode import WIDTH, Kind, encode_row, oddity
 from .files import Chunk
@@ -288,42 +286,23 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple[
         for chunk in all_chunks:
             yield chunk, encoder.chunk(chunk)
         return
-    # Spawn, not fork: a fork would not have this process's threads (gloo's and the tokenizer's), but would need them.
-    context = multiprocessing.get_context("spawn")
     # The rows in memory stay here.
     sent = replace(encoder, python=replace(encoder.python, rows={}))
-    with ProcessPoolExecutor(workers, context, _start_worker, (sent,)) as pool:
+    # Not forks of this process, which would not have its threads (gloo's and the tokenizer's), but would need them.
+    with ForkPool(workers, __name__, _start_worker, (sent,)) as pool:
         pending: deque[tuple[Chunk, Future[EncodedSamples]]] = deque()
         try:
-            with _main_hidden():
-                # All processes start with the first of these.
-                pending.append((first[0], pool.submit(_work, first[0])))
-            for chunk in islice(all_chunks, 1, None):
+            for chunk in all_chunks:
                 pending.append((chunk, pool.submit(_work, chunk)))
                 if len(pending) >= 4 * workers:
                     oldest, future = pending.popleft()
                     yield oldest, future.result()
             for oldest, future in pending:
                 yield oldest, future.result()
-        except BrokenProcessPool as e:
+        except (ProcessEndedError, StartError) as e:
             raise DataError(
-                "a process that tokenizes died (out of memory?); set data.workers to a smaller number, or to 0"
+                f"a process that tokenizes died (out of memory?): {e}; set data.workers to a smaller number, or to 0"
             ) from e
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep processes that start in the block from running this program's main module, a script that may train again."""
-    main = sys.modules["__main__"].__dict__
-    kept: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
-    main["__spec__"] = None
-    main.pop("__file__", None)
-    try:
-        yield
-    finally:
-        main.update(kept)
 
 
 def _reason(row: Any, error: Exception) -> str:
@@ -340,15 +319,6 @@ _worker: Encoder
 def _start_worker(encoder: Encoder) -> None:
     global _worker
     _worker = encoder
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    # A parent that is killed cannot stop its workers, which would wait for work forever.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _work(chunk: Chunk) -> EncodedSamples:

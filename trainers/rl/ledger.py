@@ -37,6 +37,19 @@ class Holding:
     shared: bool = True
 
 
+def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
+    """Return the phase in which the answers of a step are scored.
+
+    A policy that is its own reference is trained next, so all of its state comes at once, instead of the parameters for the reference's
+    log-probabilities, and back, and then again. With a critic it does not: the critic is trained first.
+
+    Args:
+        own_reference: Whether the policy without its adapters is the reference.
+        critic: Whether there is a critic.
+    """
+    return "train" if own_reference and not critic else "score"
+
+
 class MemoryLedger:
     """The places of all state.
 

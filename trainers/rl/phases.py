@@ -19,7 +19,7 @@ from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
 from .lane import RewardLane
-from .ledger import MemoryLedger
+from .ledger import MemoryLedger, scoring_phase
 from .roles import Roles
 
 
@@ -179,6 +179,9 @@ class Phases:
         return () if self.rewards is None else (self.rewards.submit(rows),)
 
     def _read(self, ref: DataRef, prompts: Sequence[Prompt], samples: int, first: int) -> list[Answer]:
+        """Read answers back. They are decoded here: this takes far less time than generating them, and the generator's processes need no
+        tokenizer and send no texts.
+        """
         with self.timed("read"):
             found = self.group.get(ref, ["input_ids", "versions", "finished"])
             ids, versions = (found[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
@@ -193,7 +196,8 @@ class Phases:
                     tokens=answer,
                     text=decoded(self.tokenizer, answer),
                     finished=bool(found["finished"][i]),
-                    versions=tuple(sorted({*made_by.tolist()} - {-1})),
+                    # Runs of equal versions, of which there are few, before Python sees them.
+                    versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
                 )
             )
         return rows
@@ -246,7 +250,7 @@ class Phases:
         answers = self.ask_model(answers)
         batch = answers.ref
         if self.algorithm.needs_reference or self.algorithm.needs_critic:
-            self.ledger.enter("score")
+            self.ledger.enter(scoring_phase(own_reference=self.roles.has_own_reference, critic=self.algorithm.needs_critic))
         if self.algorithm.needs_reference:
             with self.timed("reference", batch.num_tokens):
                 if self.roles.has_own_reference:

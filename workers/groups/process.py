@@ -18,7 +18,7 @@ from ..model_worker.messages import Shutdown
 from ..model_worker.names import Names, collect, importing_program, name_of
 from ..model_worker.process import ChildProcess
 from ..model_worker.role_host import RoleSpec
-from .remote import Limits, RemoteWorkerGroup
+from .remote import VISIBLE, Limits, RemoteWorkerGroup, process_environment
 
 BEAT_S = 1.0
 SHUTDOWN_S = 5.0
@@ -35,8 +35,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name; one process in a pool `main` if not given. A role's parallel layout
             must fit its pool.
-        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any. They are taken from the first one on:
-            for two groups on one machine, set CUDA_VISIBLE_DEVICES in their controllers.
+        gpus: The number of GPUs per process, 0 or 1; None uses one if this machine has any. A process sees no other, and none with 0.
+            They are taken from the first one on: for two groups on one machine, set CUDA_VISIBLE_DEVICES in their controllers.
         start_s: The time that the processes have to start and to meet, in seconds.
         timeout_s: The time after which a process that waits for its peers fails.
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
@@ -47,7 +47,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         address: `zmq://host:port` instead of a socket of this machine.
 
     Raises:
-        ConfigError: A role's pool does not exist, a role refers to a lambda, or there are too few GPUs.
+        ConfigError: A role's pool does not exist, a role refers to a lambda, there are too few GPUs, or `environment` chooses them.
         WorkerError: A role cannot be built; the cause is the original error.
     """
 
@@ -72,9 +72,6 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             raise ConfigError(
                 "this program starts a worker group when a worker imports it; put that under: if __name__ == '__main__':"
             )
-        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
-        if wrong := [name for name, value in self._environment.items() if not isinstance(value, str)]:
-            raise ConfigError(f"environment={{{wrong[0]!r}: {self._environment[wrong[0]]!r}}}; the value must be a str")
         self._allow = {name_of(target) for target in names}
         for name, role in roles.items():
             try:
@@ -83,6 +80,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 raise ConfigError(f"role {name!r}: {e}") from None
         self._allowed_names = Names(self._allow)
         self._gpus = gpus_each(sum(self._sizes.values()), gpus)
+        self._environment = process_environment(environment, self._gpus)
         self._address = address
         self._processes: list[ChildProcess] = []
         self._comm_ids: dict[str, CommId] = {}
@@ -110,7 +108,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 channels[pool].append(channel)
                 environment = dict(self._environment)
                 if self._gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(len(processes))
+                    environment[VISIBLE] = visible_gpu(len(processes))
                 # All ranks are here; otherwise gloo would listen at the address that the machine's name stands for.
                 environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK))
                 limits = self._limits
@@ -219,5 +217,5 @@ def gpus_each(processes: int, gpus: int | None) -> int:
 
 def visible_gpu(device: int) -> str:
     """Return the name of a device for a process that is to see no other."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     return str(device) if visible is None else visible.split(",")[device]

@@ -6,7 +6,6 @@ frames of its protocol. A shard of a batch is put into Ray's object store once f
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -29,7 +28,7 @@ from ..model_worker.role_host import RoleSpec
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load
 from ..model_worker.worker import ModelWorker, WorkerSettings
-from .remote import Limits, RemoteWorkerGroup
+from .remote import Limits, RemoteWorkerGroup, process_environment
 from .replies import Channel
 
 _THREADS: dict[str, Any] = {"concurrency_groups": {"in_order": 1, "replies": 64}}
@@ -142,7 +141,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         roles: The roles by name, each with the name of the pool that it runs on.
         pools: The number of processes of each pool, by name. A role's parallel layout must fit its pool.
         cpus: The number of CPUs per process.
-        gpus: The number of GPUs per process; None uses one if the cluster has any.
+        gpus: The number of GPUs per process; None uses one if the cluster has any. A process sees no others, and none with 0.
         start_s: The time that the processes have to start and to meet, in seconds.
         timeout_s: The time after which a process that waits for its peers fails.
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
@@ -183,7 +182,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         if gpus is None:
             gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         self._each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        self._environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+        # Ray's future versions will not hide the GPUs that a process has not asked for.
+        self._environment = process_environment(environment, gpus)
         self._actors: list[Any] = []
         self._placements: list[Any] = []
         self._by_pool: dict[str, list[Any]] = {}

@@ -1,5 +1,6 @@
 """Groups whose workers are other processes: sends each process its requests, and reads all replies."""
 
+import os
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,30 @@ from ..model_worker.worker import MAX_SECONDS
 from .base import WorkerGroup
 from .planned import Manifest, PlannedRequest, Submission
 from .replies import Channel, Outcome, Patience, PendingReply, read_replies
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def process_environment(environment: Mapping[str, str] | None, gpus: float) -> dict[str, str]:
+    """Return the environment variables of a group's processes, beside those of the controller.
+
+    Args:
+        environment: Those that the caller adds.
+        gpus: The number of GPUs per process. With 0 the GPUs of the machine are hidden: a process that sees one computes there, as rank 0
+            of every pool would on the first.
+
+    Raises:
+        ConfigError: A value is not a text, or the caller chooses the GPUs.
+    """
+    found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+    if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
+        raise ConfigError(f"environment={{{wrong[0]!r}: {found[wrong[0]]!r}}}; the value must be a str")
+    if VISIBLE in found:
+        raise ConfigError(
+            f"environment={{{VISIBLE!r}: {found[VISIBLE]!r}}}, but gpus={gpus:g} says which GPUs a process sees; set the variable for the "
+            "controller, whose GPUs are divided among its processes"
+        )
+    return found if gpus else {**found, VISIBLE: ""}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,9 +191,7 @@ def clear_data_cache(worker: ModelWorker, request: d.ClearDataCache) -> d.ClearD
     """Drop samples."""
     store = worker.data.store
     dropped, deferred = store.drop(request.ids, request.keys)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        # Only takes a lock of the allocator; the executor may be running.
-        torch.cuda.empty_cache()
+    # torch's allocator keeps the memory for the next samples. To unmap it would wait for the device, which is computing.
     return d.ClearDataCacheOk(dropped=dropped, deferred=deferred, samples=len(store), bytes_held=store.bytes_held)
 
 

@@ -20,6 +20,7 @@ from ..rollout.options import RolloutConfig
 from ..rollout.worker import RolloutWorker
 from ..scheduler import Scheduler, SchedulerSettings
 from .compute_messages import Initialize, InitializeOk
+from .moves import plan_moves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +269,13 @@ class RoleHost:
         if dispatch.changes_weights:
             # Beforehand: a method that fails may have changed some of them.
             self._stale.add(role)
-        result = getattr(worker, method)(*args, **options)
         if method == "to" and role in self._generators:
-            self._generators[role].to(*args, **options)
+            self._move(role, *args, **options)
+            return None
+        result = getattr(worker, method)(*args, **options)
+        if method == "state_bytes" and role in self._generators:
+            sizes = self._generators[role].state_bytes()
+            result = {**result, "generator_parameters": sizes["parameters"], "cache": sizes["cache"]}
         if dispatch.split == "dp" and dispatch.returns in ("tokens", "rows") and isinstance(result, dict):
             return to_host(result)
         return result
@@ -294,12 +299,24 @@ class RoleHost:
         generates = method == "generate" and role in self._generators
         return not generates and hasattr(self._workers[role], "engine")
 
+    def _move(self, role: str, place: str, part: str | None = None) -> None:
+        """Move a role that has an engine and a generator; see `plan_moves`."""
+        generator = self._generators[role]
+        for move in plan_moves(place, part, generator.generator.placement):
+            half = generator if move.half == "generator" else self._workers[role]
+            half.to(move.place, move.part)
+
     def _refresh(self, role: str) -> None:
-        """Copy the weights of a role's engine to its generator, if they have changed. Collective."""
-        if role not in self._stale:
+        """Copy the weights of a role's engine to its generator, if they have changed, or if those of the generator were dropped.
+        Collective.
+        """
+        generator = self._generators[role]
+        if role not in self._stale and not generator.generator.lacks_weights:
             return
+        # Weights that were only dropped come back under the version that they had.
+        version = None if role in self._stale else generator.generator.version
         with self._workers[role].weights() as stream:
-            self._generators[role].load_weights(_counted(stream))
+            generator.load_weights(_counted(stream), version=version)
         self._stale.discard(role)
 
     def weights(self, role: str) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:

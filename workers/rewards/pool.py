@@ -1,58 +1,34 @@
 """Processes for reward functions, each of which can be killed. Imports no torch."""
 
-import logging
-import multiprocessing
-import os
 import pickle
 import resource
-import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import forkserver, resource_tracker
 from typing import Any, Self
 
-from pebble import ProcessExpired, ProcessPool
-
 from ...engine.errors import ConfigError
+from ..processes.fork_pool import LOAD_S, CallError, ForkPool, PoolClosedError, StartError, is_importing_program
+from ..processes.fork_server import ProcessEndedError
 from .registry import import_function
 from .sample import Outcome, RewardSample
 from .signatures import Signature, judge, signature_of
 
-log = logging.getLogger(__name__)
-
 MIB = 2**20
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LOAD_S = 120.0
-"""For how many seconds the module of a function may import."""
-_TRIES = 3
-"""How often a call is made whose process was lost with all others."""
+_CLOSED = "the reward pool was closed"
 
 Done = Callable[[list[Outcome], bool], None]
 Target = str | Callable[..., Any]
 """A reward function, or its location as `module:function`."""
 
 
-@dataclass
-class _Call:
-    """A call that has no outcome yet."""
-
-    arguments: tuple[Any, ...]
-    count: int
-    timeout_s: float
-    done: Done
-    tries: int = 0
-
-
 class RewardPool:
     """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
 
-    A process whose call takes too long is killed and replaced.
+    A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
+    of memory. Calls that were running there have no value; those that wait are made when there is a process again.
 
     Args:
         workers: The number of processes.
@@ -67,6 +43,10 @@ class RewardPool:
     def __init__(
         self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[Target] = ()
     ) -> None:
+        if is_importing_program():
+            raise ConfigError(
+                "a process of rewards imports this program, which must start its run under if __name__ == '__main__':"
+            )
         for target in targets:
             if getattr(target, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
                 raise ConfigError(
@@ -80,26 +60,9 @@ class RewardPool:
                     f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
                 ) from e
         self.timeout_s = timeout_s
-        self._workers, self._start = workers, (memory_mb * MIB, tuple(targets))
-        self._pool = self._new_pool()
-        self._closed = False
-        self._lock = threading.Lock()
-        self._calls: dict[int, _Call] = {}
-        self._count = 0
-
-    def _new_pool(self) -> ProcessPool:
-        context = multiprocessing.get_context("forkserver")
-        # Its start would unblock signals below.
-        resource_tracker.ensure_running()
-        # A signal to the process group of a run is for the run, which saves and then ends these processes.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            # What a fresh process would otherwise import for each call that was killed.
-            context.set_forkserver_preload([__name__])
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return ProcessPool(self._workers, initializer=_prepare, initargs=self._start, context=context)
+        # The functions can be loaded once the program has been imported.
+        start = (memory_mb * MIB, pickle.dumps(tuple(targets)))
+        self._pool = ForkPool(workers, __name__, _prepare, start, imports_program=True)
 
     def describe(self, target: Target) -> Signature:
         """Import a function, in one of the processes, and return how it is called.
@@ -108,19 +71,19 @@ class RewardPool:
             ConfigError: It cannot be imported or called, or importing it takes too long.
         """
         try:
-            found: Signature = self._pool.schedule(_describe, args=(target,), timeout=_LOAD_S).result(_LOAD_S)
+            found: Signature = self._pool.submit(_describe, target, timeout_s=LOAD_S).result()
         except ConfigError:
             raise
         except TimeoutError:
-            raise ConfigError(f"the module of the reward {title_of(target)} took more than {_LOAD_S:g} s to import") from None
-        except BrokenProcessPool as e:
+            raise ConfigError(f"the module of the reward {title_of(target)} took more than {LOAD_S:g} s to import") from None
+        except StartError as e:
             raise ConfigError(
                 f"the processes of rewards end as soon as they start ({e}): they import this program, which must start its run under "
                 "if __name__ == '__main__':"
             ) from e
         except Exception as e:  # what the module raises, or what cannot be pickled
             raise ConfigError(
-                f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
+                f"the reward {title_of(target)} cannot be used: {_text(e)}; it must be at the top level of a module"
             ) from e
         return found
 
@@ -142,77 +105,28 @@ class RewardPool:
             done: Called in a thread of the pool, with an outcome for each answer, and whether the call came to its end: not if it was
                 killed, or its process died.
             calls: For how many calls of `timeout_s` the answers may take.
-        """
-        if self._closed:
-            raise ConfigError("the reward pool was closed")
-        arguments = (target, list(samples), dict(settings), self.timeout_s)
-        call = _Call(arguments, len(samples), self.timeout_s * calls, done)
-        with self._lock:
-            self._count += 1
-            number = self._count
-            self._calls[number] = call
-        self._schedule(number, call)
 
-    def _schedule(self, number: int, call: _Call) -> None:
-        pool = self._pool
-        call.tries += 1
+        Raises:
+            ConfigError: The pool was closed.
+        """
+        limit = self.timeout_s * calls
         try:
-            future = pool.schedule(_judge, args=call.arguments, timeout=call.timeout_s)
-        except RuntimeError:
-            # Whoever waits for the outcome replaces the processes; or they were closed, and so is the call.
-            if pool.active and not self._closed:
-                raise
-            return
-        future.add_done_callback(lambda ended: self._end(number, call, ended))
-
-    def _end(self, number: int, call: _Call, ended: "Future[Any]") -> None:
-        # All processes are lost, and calls that wait in a queue never hear of it: they are made again together.
-        if ended.cancelled() or not isinstance(ended.exception(), BrokenProcessPool):
-            self._settle(number, *_outcomes(ended, call.count, call.timeout_s))
-
-    def recover(self) -> None:
-        """Replace the processes if they were lost together, as when the system runs out of memory, and make their calls again. To be
-        called now and then while one waits for outcomes.
-        """
-        with self._lock:
-            if self._closed or self._pool.active:
-                return
-            lost, self._pool = self._pool, self._new_pool()
-            calls = list(self._calls.items())
-        log.warning("the processes of rewards were lost and are replaced; %d calls are made again", len(calls))
-        lost.stop()
-        threading.Thread(target=lost.join, daemon=True).start()
-        for number, call in calls:
-            if self._closed:
-                # Whoever closes it settles what is left.
-                return
-            if call.tries < _TRIES:
-                self._schedule(number, call)
-            else:
-                message = f"the processes of rewards were lost {_TRIES} times"
-                self._settle(number, [Outcome(kind="error", message=message)] * call.count, False)
+            outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
+        except PoolClosedError:
+            raise ConfigError(_CLOSED) from None
+        except Exception as e:  # of pickle: the answers have something that cannot be sent
+            outcome = Future()
+            outcome.set_exception(e)
+        outcome.add_done_callback(lambda ended: done(*_outcomes(ended, len(samples), limit)))
 
     @property
     def closed(self) -> bool:
         """Whether it takes no more calls."""
-        return self._closed
-
-    def _settle(self, number: int, outcomes: list[Outcome], completed: bool) -> None:
-        with self._lock:
-            call = self._calls.pop(number, None)
-        if call is not None:
-            call.done(outcomes, completed)
+        return self._pool.closed
 
     def close(self) -> None:
-        """End all processes; calls that run are killed."""
-        with self._lock:
-            closes, self._closed = not self._closed, True
-        if closes:
-            self._pool.stop()
-            self._pool.join()
-            # It leaves those that wait without an answer.
-            for number, call in list(self._calls.items()):
-                self._settle(number, [Outcome(kind="error", message="the reward pool was closed")] * call.count, False)
+        """End all processes; calls that run are killed, and those that wait are not made."""
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -234,25 +148,32 @@ def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Outc
         outcome = Outcome(
             kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
         )
-    except ProcessExpired as e:
-        outcome = Outcome(kind="error", message=f"its process ended (exit code {e.exitcode})")
-    except BaseException as e:  # of whatever the pool and pickle raise; cancelled futures among them
-        outcome = Outcome(kind="error", message=f"{type(e).__name__}: {e}")
+    except ProcessEndedError as e:
+        outcome = Outcome(kind="error", message=f"its process ended ({e})")
+    except BaseException as e:  # what the call raises, and what pickle does
+        outcome = Outcome(kind="error", message=_text(e))
     return [outcome] * count, False
 
 
-def _prepare(size: int, targets: Sequence[Target]) -> None:
-    os.setsid()
-    # They were blocked in the server that this process was forked from; the pool ends it by one of them.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def _text(error: BaseException) -> str:
+    if isinstance(error, PoolClosedError):
+        return _CLOSED
+    return str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
+
+
+# ---- in a process -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(size: int, targets: bytes) -> None:
     # Private memory; a limit of the address space would count what is only reserved.
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    for target in targets:
-        # The call itself says what is wrong.
-        with suppress(Exception):
-            _resolve(target)
-            if str(target).endswith(":match_answer"):
-                import_module("math_verify")
+    # The call itself says what is wrong.
+    with suppress(Exception):
+        for target in pickle.loads(targets):
+            with suppress(Exception):
+                _resolve(target)
+                if str(target).endswith(":match_answer"):
+                    import_module("math_verify")
 
 
 def _resolve(target: Target) -> Callable[..., Any]:

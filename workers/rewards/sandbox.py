@@ -7,6 +7,7 @@ for root, and because it can then be told apart. Where all this cannot be had, n
 
 import os
 import platform
+import re
 import resource
 import secrets
 import selectors
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...engine.errors import ConfigError
+from ..processes.orphans import adopting_orphans
 from .seccomp import seccomp_filter
 
 RunKind = Literal["ended", "timeout", "memory", "output", "not_started"]
@@ -30,6 +32,8 @@ _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _POLL_S = 0.02
 _FIRST_UID = 2**30
 _PAGE = resource.getpagesize()
+_REAP_S = 10.0
+"""For how many seconds one waits for processes that were killed; longer only if the kernel cannot end them yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
     source, write = os.pipe()
     began, begin = os.pipe()
+    about, tell = os.pipe()
     denied = _as_file(seccomp_filter() or b"")
     # The program itself has this descriptor no more.
     bootstrap = (
@@ -132,7 +137,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
     )
     words = [
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
-        *("--seccomp", str(denied)),
+        *("--seccomp", str(denied), "--info-fd", str(tell)),
         *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
         *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
@@ -145,34 +150,36 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
     ]
     # Root may be anyone; others stay who they are, and are nobody in particular inside.
     uid = _FIRST_UID + secrets.randbelow(_FIRST_UID) if os.geteuid() == 0 else None
-    try:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            cwd="/",
-            pass_fds=[source, begin, denied],
-            start_new_session=True,
-            user=uid,
-            group=uid,
-            extra_groups=None if uid is None else [],
-        )
-    except OSError as e:
-        for number in (write, began):
-            os.close(number)
-        return Run(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
-    finally:
-        for number in (source, begin, denied):
-            os.close(number)
-    with process:
+    with adopting_orphans():
         try:
-            kind, printed = _watch(process, write, *texts, limits, uid)
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                cwd="/",
+                pass_fds=[source, begin, tell, denied],
+                start_new_session=True,
+                user=uid,
+                group=uid,
+                extra_groups=None if uid is None else [],
+            )
+        except OSError as e:
+            for number in (write, began, about):
+                os.close(number)
+            return Run(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
         finally:
-            _kill(process)
-            started = os.read(began, 1) == b"1"
-            os.close(began)
+            for number in (source, begin, tell, denied):
+                os.close(number)
+        with process:
+            try:
+                kind, printed = _watch(process, write, *texts, limits, uid)
+            finally:
+                _kill(process)
+                _reap(process.pid, _first_process(about))
+                started = os.read(began, 1) == b"1"
+                os.close(began)
     code = process.returncode
     return Run(
         kind=kind if started else "not_started",
@@ -258,6 +265,35 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _first_process(about: int) -> int | None:
+    """Return the first process of the sandbox, from what bwrap tells about it, and close the pipe; None if it has made none."""
+    os.set_blocking(about, False)
+    try:
+        told = os.read(about, 65536)
+    except BlockingIOError:
+        told = b""
+    finally:
+        os.close(about)
+    found = re.search(rb'"child-pid": *(\d+)', told)
+    return int(found[1]) if found else None
+
+
+def _reap(group: int, first: int | None) -> None:
+    """Reap the first process of the sandbox, which ends after all others in it. bwrap does not wait for it, and this process adopts it.
+
+    Args:
+        group: The process group of bwrap, in which the first process is until it is told about.
+        first: Its process id, if bwrap has told.
+    """
+    deadline = time.monotonic() + _REAP_S
+    for child in (-group, *(() if first is None else (first,))):
+        # The error is that there is no such child: it was reaped, or the system does not let orphans be adopted.
+        with suppress(ChildProcessError):
+            while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+                os.kill(child, signal.SIGKILL)
+                time.sleep(0.001)
 
 
 def _memory_of(uid: int) -> int:

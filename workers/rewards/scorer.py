@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +42,6 @@ _CALL_S = 0.02
 """For how many seconds a process is given answers at a time."""
 _MEMORY = 0.1
 """The weight of a call in the mean time per answer."""
-_RECOVER_S = 0.5
-"""After how many seconds of waiting one looks for processes that were lost."""
 
 
 class PendingScores:
@@ -78,10 +75,6 @@ class PendingScores:
         """Whether all answers have been judged."""
         return not self._left
 
-    def _wait(self, seconds: float) -> bool:
-        with self._done:
-            return self._done.wait_for(lambda: self.ready, seconds)
-
     def result(self, timeout_s: float | None = None, *, models: Mapping[str, Sequence[float]] | None = None) -> Scores:
         """Wait for all answers and return their rewards.
 
@@ -93,11 +86,9 @@ class PendingScores:
             RewardError: A function failed, and `rewards.on_failure` is `raise`.
             TimeoutError: They were not judged in time.
         """
-        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._wait(min(_RECOVER_S, end - time.monotonic())):
-            if time.monotonic() >= end:
+        with self._done:
+            if not self._done.wait_for(lambda: self.ready, timeout_s):
                 raise TimeoutError(f"{self._left} judgments of rewards are missing after {timeout_s} s")
-            self._scorer.recover()
         outcomes = dict(self._outcomes)
         for name, rows in self._asked_of_models.items():
             values = (models or {})[name]
@@ -271,10 +262,6 @@ class RewardScorer:
         # An answer that no function had anything to say about has no reward, which is not a reward of 0.
         rewards = [total if known else math.nan for total, known in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
-
-    def recover(self) -> None:
-        """Replace processes that were lost together, and ask again what they were asked."""
-        self._pool.recover()
 
     def close(self) -> None:
         """End all processes."""

@@ -378,6 +378,11 @@ class BaseGenerator(ABC):
         return self._readiness.complete
 
     @property
+    def lacks_weights(self) -> bool:
+        """Whether the parameters have been absent since the last complete load, so that they have no values."""
+        return self._readiness.lacks_weights
+
+    @property
     def placement(self) -> Placement:
         """Where the parameters and the cache are."""
         return self._readiness.placement

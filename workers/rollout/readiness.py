@@ -15,7 +15,8 @@ class Readiness:
         """Where the parameters and the cache are."""
         self.complete = True
         """Whether the last weights were loaded completely."""
-        self._outdated = False
+        self.lacks_weights = False
+        """Whether the parameters have been absent since the last complete load, so that they have no values."""
         self._reason = ""
 
     def loading(self) -> None:
@@ -30,7 +31,7 @@ class Readiness:
 
     def loaded(self) -> None:
         """Note that a complete set has been loaded."""
-        self.complete, self._outdated = True, False
+        self.complete, self.lacks_weights = True, False
 
     def distrust(self, reason: str) -> None:
         """Note that the present weights must not be used, and why."""
@@ -38,7 +39,7 @@ class Readiness:
 
     def moving(self, target: Placement) -> None:
         """Note that a move begins. Parameters that were absent have no values."""
-        self._outdated = self._outdated or target.parameters == "absent"
+        self.lacks_weights = self.lacks_weights or target.parameters == "absent"
 
     def moved(self, target: Placement) -> None:
         """Note that a move has ended."""
@@ -47,7 +48,7 @@ class Readiness:
     @property
     def ready(self) -> bool:
         """Whether the generator can compute."""
-        return self.complete and not self._outdated and self.placement == Placement()
+        return self.complete and not self.lacks_weights and self.placement == Placement()
 
     def check(self) -> None:
         """Check that the generator can compute.
@@ -60,7 +61,7 @@ class Readiness:
             raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
         if not self.complete:
             raise ModelError(f"the rollout's weights {self._reason}; load a complete set (sync_weights)")
-        if self._outdated and self.placement == Placement():
+        if self.lacks_weights and self.placement == Placement():
             raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
         if self.placement != Placement():
             what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
