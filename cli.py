@@ -42,6 +42,8 @@ COMMANDS = {
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
 }
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
+"""Packages whose versions `--version --verbose` prints."""
 RL = ("grpo", "ppo", "online_dpo")
 """Trainers that start their workers themselves, unless group.kind=local."""
 MODULES = {
@@ -67,13 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version\n")
+        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
         print("\n".join(f"  {name:19} {description}" for name, description in COMMANDS.items()))
         return 0
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"drivetrain {version('drivetrain')}")
+        print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))
         return 0
     if arguments[0].startswith("-"):
         print(
@@ -123,6 +123,25 @@ def _run(arguments: list[str]) -> int:
     hint = f"did you mean {near[0]!r}? " if near else ""
     print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
+
+
+def _version(*, verbose: bool) -> list[str]:
+    """Return the lines of `--version`; with `--verbose` also those of what it runs on, and what it was tested on."""
+    from importlib.metadata import PackageNotFoundError, version
+    from platform import platform, python_version
+
+    from .engine.tested import TESTED
+
+    lines = [f"drivetrain {version('drivetrain')}"]
+    if not verbose:
+        return lines
+    lines.append(f"{'python':15} {python_version()}, {platform()}")
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package:15} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package:15} not installed")
+    return [*lines, TESTED]
 
 
 def _serve(command: str, rest: list[str]) -> int:
