@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.errors import DrivetrainError
+from drivetrain.engine.config import MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.errors import DrivetrainError, ModelError
+from drivetrain.engine.hf.config import read_config
+from drivetrain.engine.hf.model import empty_lm
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
@@ -112,6 +115,12 @@ sft model.quantization=4bit  =>  model.quantization=4bit; it must be one of none
 sft model.quantization=nf4  =>  model.quantization=nf4: QLoRA is not supported by backend 'fsdp', which supports none; use adapters 
 sft model.overrides=5  =>  model.overrides=5; it must be a mapping, as in model.overrides={name: value}
 sft model.overrides.nope=5  =>  model.overrides.nope=5: the config of MODEL has no such setting
+sft model.overrides.num_hidden_layers=0  =>  model.overrides.num_hidden_layers=0; it must be at least 1
+sft model.overrides.num_hidden_layers=1  =>  model.overrides.num_hidden_layers=1, but layer_types of the config of MODEL has 2 entries, one per layer; give model.overrides.layer_types too, a list of 1 (full_attention)
+sft model.overrides.num_hidden_layers=3  =>  model.overrides.num_hidden_layers=3, but layer_types of the config of MODEL has 2 entries
+sft model.overrides.layer_types=[full_attention]  =>  model.overrides.layer_types=['full_attention'] has 1 entries, but the config of MODEL has 2 layers
+sft model.overrides.layer_types=[full_attention,none]  =>  model.overrides.layer_types=['full_attention', 'none']: the config of MODEL refuses that: The `layer_types` entries must be in
+sft model.overrides.rope_parameters=5  =>  model.overrides.rope_parameters=5: the config of MODEL refuses it: Field 'rope_parameters' with value 5
 sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; a backend of your own comes with the package that provides it; sharding is engine.parallel.*
 sft engine.parallel.dp_shard=0  =>  engine.parallel.dp_shard=0; it must be at least 1
 sft engine.parallel.cp=0  =>  engine.parallel.cp=0; it must be at least 1
@@ -241,6 +250,19 @@ def test_it_is_refused_in_one_line(trainer: str, words: list[str], message: str,
     # It names one of the settings that were given, or the one that is meant.
     names = {part for word in words for part in re.split(r"[.{]", word.partition("=")[0])}
     assert any(name in str(found.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("hidden_act=nope", "KeyError: 'nope'"), ("rope_parameters.rope_theta=a", "TypeError: ")]
+)
+def test_a_model_that_cannot_be_built_is_refused_in_one_line(words: str, message: str, model: Path) -> None:
+    config = SFTConfig.parse(f"model.path={model}", f"model.overrides.{words}").model
+    with pytest.raises(ModelError, match=rf"model\.overrides\..*: no model can be built .*: {message}") as found:
+        empty_lm(read_config(config), config, torch.float32)
+    assert "\n" not in str(found.value)
+    # What no setting has caused keeps its traceback.
+    with pytest.raises(KeyError):
+        empty_lm(read_config(config).__class__(hidden_act="nope"), ModelConfig(path=str(model)), torch.float32)
 
 
 @pytest.mark.parametrize("trainer", [*METHODS, *TRAINERS])
