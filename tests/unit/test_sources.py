@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from drivetrain.engine.errors import DataError
+from drivetrain.engine.errors import DataError, ModelError
+from drivetrain.engine.hf.model_path import check_model_path
 from drivetrain.trainers.config import DataConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.sample import Sample
@@ -456,3 +457,43 @@ def test_chats_whose_answers_came_apart_are_counted(tmp_path: Path, cache: dict[
     assert [s.name for s in every(apart)] == [f"{path}:1 (answer 1)", f"{path}:1 (answer 2)", f"{path}:2"]
     assert (apart.sizes, apart.split_chats) == ([3], [1])
     assert load([path], cache).split_chats == [0]
+
+
+def test_a_data_set_of_a_hub_out_of_reach_is_refused_after_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets
+
+    asked: list[str] = []
+
+    def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+        asked.append(name)
+        return {"train": datasets.Dataset.from_list([{"text": "1"}])}
+
+    # Nothing listens at the first port. The library would try six times.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(
+        DataError, match=r"^org/some is not a file or folder, and .* the Hub cannot be reached from here \(.*\)"
+    ) as found:
+        open_source("org/some", training=True)
+    assert "\n" not in str(found.value)
+    with pytest.raises(
+        ModelError, match=r"model.path=org/some: there is no such folder, .* the Hub cannot be reached from here"
+    ):
+        check_model_path("org/some")
+    assert not asked
+    # A copy is used, which a line says.
+    (tmp_path / "org___some").mkdir()
+    assert [len(chunk.rows) for chunk in open_source("org/some", training=True).chunks()] == [1]
+    assert asked == ["org/some"]
+    assert f"its copy in {tmp_path / 'org___some'} is used" in caplog.text
+    # Where the Hub answers, the library is asked for its data set.
+    with serve("org/none", {}) as address:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        open_source("org/none", training=True)
+    assert asked == ["org/some", "org/none"]

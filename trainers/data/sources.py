@@ -2,8 +2,10 @@
 
 import difflib
 import glob
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,12 @@ from typing import Any
 import xxhash
 
 from ...engine.errors import ConfigError, DataError
+from ...engine.hf.model_path import hub_problem, quiet_hub
 from .encode import COLUMNS, FORMS
 from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, Chunk, chunks_of, ending_of, read_file
 from .python_data import Rows, chunks_of_rows, identity_of
+
+log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
 _KINDS = f"{', '.join(ENDINGS)} files, also with {' or '.join(COMPRESSED)}"
@@ -153,8 +158,26 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     import datasets
 
     datasets.disable_progress_bars()
+    # Offline the library looks into its cache at once.
+    problem = None if datasets.config.HF_HUB_OFFLINE else hub_problem()
+    if problem is not None:
+        copy = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+        if not copy.is_dir():
+            raise DataError(
+                f"{entry} is not a file or folder, and it cannot be loaded as a Hugging Face Hub dataset: the Hub cannot be reached from here "
+                f"({problem}), and there is no copy in {copy.parent}; check the name, or download the files and give their folder"
+            )
+        log.warning(
+            "%s: the Hugging Face Hub cannot be reached (%s); its copy in %s is used, after half a minute of attempts, which "
+            "HF_HUB_OFFLINE=1 saves",
+            entry,
+            problem,
+            copy,
+        )
     try:
-        loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        # The attempts of which the message tells are not told again one by one.
+        with nullcontext() if problem is None else quiet_hub():
+            loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as e:  # of many types: no network, an unknown dataset or config
         raise DataError(
             f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"
