@@ -16,6 +16,7 @@ from ...engine.errors import DataError
 from ..config.data import PromptsConfig
 from .chat import json_kind, read_messages, template_variables
 from .dataset import Budget
+from .length_bound import LimitedTokenizer, TooManyTokens
 from .sources import open_source, with_our_columns
 
 log = logging.getLogger(__name__)
@@ -94,16 +95,21 @@ def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget,
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
     source = open_source(name, training=training, every_column=True, columns=data.columns, whole_text=data.txt == "file")
+    limited = LimitedTokenizer(tokenizer, limit) if data.too_long in ("error", "skip") else tokenizer
     for chunk in source.chunks():
         for number, found in chunk.parsed():
-            row = with_our_columns(found, data.columns, f"{chunk.file}:{number}")
-            prompt = encode_prompt(tokenizer, row, f"{chunk.file}:{number}", data)
+            place = f"{chunk.file}:{number}"
+            row = with_our_columns(found, data.columns, place)
+            try:
+                prompt = encode_prompt(limited, row, place, data)
+            except TooManyTokens as e:
+                if data.too_long == "error":
+                    raise _too_long(place, f"at least {e.least}", setting) from e
+                skipped += 1
+                continue
             excess = len(prompt.ids) - limit
             if excess > 0 and data.too_long == "error":
-                raise DataError(
-                    f"{prompt.name} has a prompt of {len(prompt.ids)} tokens, more than {setting}; raise it, or set data.too_long to "
-                    "skip, truncate_left or truncate_right"
-                )
+                raise _too_long(place, str(len(prompt.ids)), setting)
             if excess > 0 and data.too_long == "skip":
                 skipped += 1
                 continue
@@ -119,6 +125,12 @@ def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget,
     if not prompts:
         raise DataError(f"no prompt of {name} is left to answer")
     return prompts
+
+
+def _too_long(place: str, tokens: str, limit: str) -> DataError:
+    return DataError(
+        f"{place} has a prompt of {tokens} tokens, more than {limit}; raise it, or set data.too_long to skip, truncate_left or truncate_right"
+    )
 
 
 def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig) -> Prompt:
@@ -168,6 +180,8 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: Promp
 def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+    except TooManyTokens:
+        raise
     except Exception as e:  # half of a character, for example
         raise DataError(f"{name}: the prompt cannot be tokenized: {type(e).__name__}: {e}") from e
     # Some tokenizers end every text.

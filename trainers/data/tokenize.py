@@ -18,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -29,8 +30,10 @@ import xxhash
 from ...engine.errors import DataError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ..config.data import DataConfig
+from .dataset import Budget, too_long_hint
 from .encode import WIDTH, Kind, encode_row, oddity
 from .files import Chunk
+from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
 from .sources import Source, check_columns, open_source, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
@@ -53,6 +56,7 @@ def load_token_caches(
     training: bool,
     kind: Kind = "completions",
     python: PythonData = NO_PYTHON,
+    limit: Budget | None = None,
 ) -> list[TokenCache]:
     """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
@@ -63,6 +67,7 @@ def load_token_caches(
         training: Whether the entries are those of `data.train`.
         kind: The kind of data that the trainer learns from.
         python: The rows in memory and the formatting function of a Python program.
+        limit: The limit on the tokens of a document; None for no limit.
 
     Raises:
         DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
@@ -86,7 +91,7 @@ def load_token_caches(
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
-        encoder = Encoder(tokenizer, data, kind, python)
+        encoder = Encoder(tokenizer, data, kind, python, limit)
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
             _run_collectively(work)
@@ -240,12 +245,20 @@ class Encoder:
         data: The data settings.
         kind: The kind of data that the trainer learns from.
         python: The formatting function of a Python program; its rows are not used.
+        limit: The limit on the tokens of a document, if a document beyond it is an error: what certainly exceeds it is not tokenized.
     """
 
     tokenizer: Any
     data: DataConfig
     kind: Kind = "completions"
     python: PythonData = NO_PYTHON
+    limit: Budget | None = None
+
+    @cached_property
+    def _limited(self) -> Any:
+        if self.limit is None or self.data.too_long != "error":
+            return self.tokenizer
+        return LimitedTokenizer(self.tokenizer, self.limit.tokens)
 
     def chunk(self, chunk: Chunk) -> EncodedSamples:
         """Return all samples of a chunk.
@@ -259,10 +272,15 @@ class Encoder:
             name = f"{chunk.file}:{number}"
             try:
                 row = with_our_columns(self.python.formatted(row, name), self.data.columns, name)
-                samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
+                samples = encode_row(self._limited, row, name, self.data, self.kind)
                 odd |= {name: what} if (what := oddity(row)) else {}
             except DataError:
                 raise
+            except TooManyTokens as e:
+                assert self.limit is not None
+                raise DataError(
+                    f"{name} has at least {e.least} tokens, more than {self.limit.setting}; {too_long_hint(WIDTH[self.kind])}"
+                ) from e
             except Exception as e:  # the tokenizer and a template may raise any exception
                 raise DataError(f"{name}: {_reason(row, e)}") from e
             if not samples:
