@@ -185,6 +185,8 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     Raises:
         ValueError: An option has no value, or `--nproc` is not a number of processes.
     """
+    from .engine.config import MOST_PROCESSES
+
     rest: list[str] = []
     options: dict[str, str] = {}
     words = iter(arguments)
@@ -195,8 +197,10 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             rest.append(word)
             continue
         value = value if given else next(words, "")
-        if name == "--nproc" and not (value.isdigit() and int(value) > 0):
-            raise ValueError(f"--nproc {value}: give the number of processes on this machine, at least 1".replace("  ", " "))
+        if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
+            raise ValueError(
+                f"--nproc {value}: give the number of processes on this machine, from 1 to {MOST_PROCESSES}".replace("  ", " ")
+            )
         if not value:
             raise ValueError(f"{name} has no value; it is passed to torchrun")
         options[name] = value

@@ -1,10 +1,11 @@
 """Reading and checking a model's config."""
 
 import copy
+from dataclasses import fields
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..config import ModelConfig
+from ..config import LoraConfig, ModelConfig
 from ..errors import ModelError
 from ..ops.linear_head import LogitTransform
 from .lora import wants_adapters
@@ -68,11 +69,22 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                     f"{name}={list(value)} with model.lora.rank={model.lora.rank}: with adapters, the model itself, including "
                     f"its embeddings, is frozen{hint}; or unset one of the two"
                 )
-    elif model.lora.modules_to_save:
-        raise ModelError(
-            f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.lora.rank=0, where the whole model is trained; "
-            "unset it, or set the rank"
+        if model.lora.rank > config.hidden_size:
+            raise ModelError(
+                f"model.lora.rank={model.lora.rank} is more than hidden_size={config.hidden_size} of {model.path}, so adapters would have more "
+                "parameters than what they adapt; lower it, or train the model itself with model.lora.rank=0"
+            )
+        return
+    unused, defaults = model.lora, LoraConfig()
+    for f in fields(unused):
+        value, default = (
+            list(v) if isinstance(v := getattr(settings, f.name), tuple) else v for settings in (unused, defaults)
         )
+        if value != default:
+            raise ModelError(
+                f"model.lora.{f.name}={value} with model.lora.rank=0, where the whole model is trained; set the rank, or leave "
+                f"model.lora.{f.name} at {default}"
+            )
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

@@ -51,7 +51,7 @@ def test_what_a_command_starts(words: list[str], wanted: list[str], started: lis
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sft", "--nproc", "0"], "--nproc 0: give the number of processes on this machine, at least 1"),
+        (["sft", "--nproc", "0"], "--nproc 0: give the number of processes on this machine, from 1 to 4096"),
         (["sft", "--nproc", "-1"], "--nproc -1: give"),
         (["sft", "--nproc", "two"], "--nproc two: give"),
         (["sft", "--nproc=1.5"], "--nproc 1.5: give"),

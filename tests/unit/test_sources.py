@@ -192,6 +192,35 @@ def test_a_text_has_at_least_the_tokens_of_the_bound() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+def test_what_counts_is_told(tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    a, b = write_rows(tmp_path / "d" / "a.jsonl", ROWS), write_rows(tmp_path / "d" / "b.jsonl", ROWS)
+    (tmp_path / "d" / "link.jsonl").symlink_to(a)
+    other = f"{tmp_path}/d/../d/a.jsonl"
+    for names, told in (
+        ([a, b], ""),
+        ([a, a], f"data.train has {a} twice, as {a}: its samples are used as often"),
+        ([a, other], f"data.train has {a} twice, as {a} and {other}: its samples are used as often"),
+        ([a, str(tmp_path / "d")], f"data.train has {a} twice, as {a} and {tmp_path / 'd'}: its samples are used as often"),
+        ([str(tmp_path / "d")], f"data.train has {a} twice, as {tmp_path / 'd'}: its samples are used as often"),
+    ):
+        caplog.clear()
+        load(names, cache)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == ([told] if told else [])
+    caplog.clear()
+    row = {"prompt": "1+1=", "question": "2+2=", "completion": "4"}
+    mapped = write_rows(tmp_path / "c.jsonl", [row, row])
+    (first, _) = every(load([mapped], cache, columns={"prompt": "question"}))
+    assert TOKENIZER.decode(first.ids) == "2+2=4<end>"
+    assert (
+        f"{mapped}:1: its column 'prompt' is not used, because data.columns.prompt=question (and 1 more rows)" in caplog.text
+    )
+    caplog.clear()
+    load_prompts([mapped, mapped], TOKENIZER, PromptsConfig(columns={"prompt": "question"}), BUDGET, training=False)
+    assert "its column 'prompt' is not used" in caplog.text
+    assert f"data.eval has {mapped} twice" in caplog.text
+
+
+@pytest.mark.usefixtures("process_group")
 def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, cache: dict[str, Any]) -> None:
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(600)]
     plain = write_rows(tmp_path / "a.jsonl", rows)

@@ -10,7 +10,7 @@ from ..config.runs import RunConfig
 from .dataset import Budget, Dataset, length_limit
 from .encode import Kind
 from .python_data import PythonData
-from .sources import check_columns
+from .sources import check_columns, warn_of_repeated
 from .stream import Broadcast, Gather, Stream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 
@@ -75,6 +75,7 @@ def load_data(
             if rank == 0:
                 check_columns(config.data.columns)
                 sources = [open_training_source(name, config.data, python) for name in names]
+                warn_of_repeated(sources, "data.train")
         return Stream(
             sources=sources,
             names=names,

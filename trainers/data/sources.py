@@ -150,6 +150,29 @@ def open_source(
     return Source(name, table=table, **options)
 
 
+def warn_of_repeated(sources: Sequence[Source], setting: str) -> None:
+    """Log a line for a file or dataset that is read twice, which some mean and others have not seen.
+
+    Args:
+        sources: The opened sources.
+        setting: `data.train` or `data.eval`.
+    """
+    first: dict[str, str] = {}
+    repeated: dict[str, str] = {}
+    for source in sources:
+        names = [str(file.resolve()) for file in source.files] if source.files else [source.name]
+        for name in names:
+            if name in first:
+                repeated.setdefault(
+                    name, f"as {first[name]} and {source.name}" if first[name] != source.name else f"as {source.name}"
+                )
+            first.setdefault(name, source.name)
+    if repeated:
+        name, entries = next(iter(repeated.items()))
+        others = f" (and {len(repeated) - 1} more)" if len(repeated) > 1 else ""
+        log.warning("%s has %s twice, %s%s: its samples are used as often", setting, name, entries, others)
+
+
 def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
@@ -229,6 +252,19 @@ def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str
             )
     taken = set(columns.values())
     return {**{name: value for name, value in row.items() if name not in taken}, **{o: row[t] for o, t in columns.items()}}
+
+
+def hidden_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    """Return what to say about a column that has the name for which `data.columns` takes another one, if there is any.
+
+    Args:
+        row: The row, under its own names.
+        columns: Our name -> the name in the data.
+    """
+    for ours, theirs in columns.items():
+        if row.get(ours) is not None and ours not in columns.values():
+            return f"its column {ours!r} is not used, because data.columns.{ours}={theirs}"
+    return None
 
 
 def check_columns(columns: Mapping[str, str]) -> None:

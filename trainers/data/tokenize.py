@@ -35,7 +35,7 @@ from .encode import WIDTH, Kind, encode_row, oddity
 from .files import Chunk
 from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
-from .sources import Source, check_columns, open_source, with_our_columns
+from .sources import Source, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ def load_token_caches(
             tokenizer.backend_tokenizer.no_padding()
             check_columns(data.columns)
             sources = [_open_source(name, data, training, python) for name in names]
+            warn_of_repeated(sources, "data.train" if training else "data.eval")
             shared = shared_key(tokenizer, data, kind) + python.key()
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
@@ -271,9 +272,10 @@ class Encoder:
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
-                row = with_our_columns(self.python.formatted(row, name), self.data.columns, name)
+                formatted = self.python.formatted(row, name)
+                row = with_our_columns(formatted, self.data.columns, name)
                 samples = encode_row(self._limited, row, name, self.data, self.kind)
-                odd |= {name: what} if (what := oddity(row)) else {}
+                odd |= {name: what} if (what := oddity(row) or hidden_column(formatted, self.data.columns)) else {}
             except DataError:
                 raise
             except TooManyTokens as e:
