@@ -25,7 +25,7 @@ from drivetrain.trainers.methods.sft import SFTMethod
 from drivetrain.trainers.rl.collect import load_data
 from drivetrain.trainers.rl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer
 from drivetrain.trainers.tasks.addition import write_model
-from drivetrain.trainers.validate import check_run, unused_settings, warn_of_data
+from drivetrain.trainers.validate import check_run, unused_settings
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTConfig, SFTMethod),
@@ -329,9 +329,12 @@ def test_prompts_leave_room_in_the_models_positions(model: Path, tmp_path: Path,
         DrivetrainError, match=rf"prompts.jsonl:2 has a prompt of 64 tokens, more than the 64 positions of {model} "
     ):
         load_data(GRPOConfig.parse(*settings))
-    config = GRPOConfig.parse(*settings, "data.too_long=skip", "data.columns={answer: answer, copy: answer}")
-    assert load_data(config).train.longest == 63
-    warn_of_data(config.data, 1, 1, "prompts")
+    # Two optimizer steps in each of the two steps of the run.
+    more = ["optim.warmup_steps=5", "trainer.max_steps=2", "data.batch_size=1", "rl.group_size=4", "rl.mini_batch_size=2"]
+    planned = GRPOConfig.parse(*settings, "data.too_long=skip", "data.columns={answer: answer, copy: answer}", *more)
+    prompts, _, _ = GRPOTrainer(planned)._planned()
+    assert prompts.train.longest == 63
+    assert "optim.warmup_steps=5 is more than the 4 steps of the run" in caplog.text
     assert "data.columns: answer and copy are one column, 'answer'" in caplog.text
 
 
