@@ -110,8 +110,8 @@ def unused_settings(optim: OptimConfig, total_steps: int, name: str = "optim") -
         for other in others:
             value = getattr(optim, other)
             if not is_used and value != getattr(defaults, other):
-                shown = list(value) if isinstance(value, tuple) else value
-                lines.append(f"{name}.{other}={shown} is not used with {where}")
+                text = list(value) if isinstance(value, tuple) else value
+                lines.append(f"{name}.{other}={text} is not used with {where}")
     if not optim.lr:
         lines.append(f"{name}.lr=0.0: no parameter will change")
     return lines

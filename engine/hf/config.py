@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -76,10 +77,12 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
             )
         return
     unused, defaults = model.lora, LoraConfig()
+
+    def plain(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
     for f in fields(unused):
-        value, default = (
-            list(v) if isinstance(v := getattr(settings, f.name), tuple) else v for settings in (unused, defaults)
-        )
+        value, default = (plain(getattr(settings, f.name)) for settings in (unused, defaults))
         if value != default:
             raise ModelError(
                 f"model.lora.{f.name}={value} with model.lora.rank=0, where the whole model is trained; set the rank, or leave "

@@ -29,8 +29,8 @@ def yaml_error(error: Exception, text: str) -> tuple[int, str]:
     """
     problem, context = str(getattr(error, "problem", "") or ""), str(getattr(error, "context", "") or "")
     mark, context_mark = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
-    if found := re.search(r"found duplicate key (.*)", problem):
-        return _line(mark), f"the key {found[1].strip(chr(34))!r} is there twice; keep one of them"
+    if match := re.search(r"found duplicate key (.*)", problem):
+        return _line(mark), f"the key {match[1].strip(chr(34))!r} is there twice; keep one of them"
     if "quoted scalar" in context:
         return _line(context_mark), "a quotation mark has no closing one"
     if "did not find expected" in problem:
@@ -40,8 +40,8 @@ def yaml_error(error: Exception, text: str) -> tuple[int, str]:
                 return _line(context_mark if kind in context else mark), f"{opening} has no closing {closing}"
             if excess < 0:
                 return _line(mark), f"{closing} has no opening {opening}"
-    told = ((problem or str(error)).strip().splitlines() or [type(error).__name__])[0]
-    return _line(mark), next((meaning for part, meaning in _PROBLEMS.items() if part in told), told)
+    line = ((problem or str(error)).strip().splitlines() or [type(error).__name__])[0]
+    return _line(mark), next((meaning for part, meaning in _PROBLEMS.items() if part in line), line)
 
 
 def _line(mark: Any) -> int:

@@ -73,8 +73,8 @@ class LimitedTokenizer:
             TooManyTokens: It certainly has more tokens than allowed.
         """
         if tokenize and sum(len(str(value)) for message in messages for value in message.values()) > max(QUICK, self._most):
-            rest = {name: value for name, value in options.items() if not name.startswith("return_")}
-            self._check(self._tokenizer.apply_chat_template(messages, tokenize=False, **rest))
+            render = {name: value for name, value in options.items() if not name.startswith("return_")}
+            self._check(self._tokenizer.apply_chat_template(messages, tokenize=False, **render))
         return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
 
     def _check(self, text: Any) -> None:

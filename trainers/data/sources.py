@@ -198,7 +198,7 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
             copy,
         )
     try:
-        # The attempts of which the message tells are not told again one by one.
+        # The line above stands for the library's line about every attempt.
         with nullcontext() if problem is None else quiet_hub():
             loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as e:  # of many types: no network, an unknown dataset or config
