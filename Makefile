@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
 
@@ -102,6 +102,10 @@ bench: $(SETUP)
 bench-trl: $(SETUP)
 	.ci/setup-trl
 	$(PY) -m benchmarks --only rl trl step mcore preference
+
+# Which decoders of the installed transformers run packed, and why the others are refused.
+decoders: $(SETUP)
+	OMP_NUM_THREADS=1 PYTHONPATH=.types:tests $(PY) tests/decoders.py
 
 soak: $(SETUP)
 	$(PY) tests/soak.py --kills $(or $(KILLS),200)

@@ -95,7 +95,7 @@ def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
     """
     if result.reason is StopReason.SIGNAL:
         log.info("stopped by a signal after step %d, which was saved; the same command resumes from there", result.step)
-    elif result.reason is StopReason.CALLBACK:
+    elif result.reason in (StopReason.CALLBACK, StopReason.TIME):
         log.info("stopped after step %d of %d: %s", result.step, run.total_steps, result.reason.value)
     elif result.reason is StopReason.PATIENCE:
         log.info(
@@ -103,6 +103,14 @@ def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
             result.step,
             run.config.patience,
             run.early_stopping.metric,
+        )
+    elif result.reason is StopReason.THRESHOLD:
+        log.info(
+            "stopped after step %d: %s=%.4g has reached trainer.stopping_threshold=%g",
+            result.step,
+            run.early_stopping.metric,
+            run.early_stopping.best,
+            run.config.stopping_threshold,
         )
     elif result.step < start.step:
         log.info("step %d of %d is already done; nothing to train", result.step, run.total_steps)

@@ -55,7 +55,9 @@ def early_stopping_of(config: RunConfig, method: Method, metrics: AnswerMetrics,
         ConfigError: There is no such metric.
     """
     measured = {**method.lower_is_better, **dict.fromkeys(metrics.names, False)}
-    return EarlyStopping(config.trainer.best_metric, config.trainer.patience, data, measured)
+    return EarlyStopping(
+        config.trainer.best_metric, config.trainer.patience, data, measured, config.trainer.stopping_threshold
+    )
 
 
 def warn_of_data(data: SourcesConfig, batch_size: int, samples: int | None, unit: str = "samples") -> None:

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 256
+SPECIAL = (0, 1, 2)
+"""The tokens for padding, beginning and end."""
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -17,9 +19,9 @@ _BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "pad_token_id": SPECIAL[0],
+    "bos_token_id": SPECIAL[1],
+    "eos_token_id": SPECIAL[2],
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
 }
@@ -128,8 +130,14 @@ def save_tiny_model(folder: Path, family: str, *, seed: int = 0, shard_size: str
 
 
 def tiny_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
-    """Return random documents of 1 to `longest` tokens. The first has one token, the second has `longest` tokens."""
+    """Return random documents of 1 to `longest` tokens. The first has one token, the second has `longest` tokens.
+
+    They may hold any token of the vocabulary, and the second holds those for padding, beginning and end inside.
+    """
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=g).tolist()
     lengths[:2] = [1, longest]
-    return [torch.randint(3, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    documents: list[list[int]] = [torch.randint(0, VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    for document in documents[1:2]:
+        document[3:9] = [SPECIAL[n % len(SPECIAL)] for n in range(len(document[3:9]))]
+    return documents

@@ -56,7 +56,8 @@ def attention_forward(
         softcap=softcap,
         sinks_h=s_aux,
     )
-    return out_the.unsqueeze(0), None
+    # Some families view the output, as they may with transformers' own implementations; the others' reshape is free then.
+    return out_the.contiguous().unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)

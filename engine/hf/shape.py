@@ -18,7 +18,7 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
     head: Any = root.score if root.score is not None else lm.get_output_embeddings()
     embeddings = {id(p) for m in root.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     experts = experts_of(config) or 1
-    routed = config.num_experts_per_tok if experts > 1 else 1
+    routed = experts_per_token(config) if experts > 1 else 1
     weights = trained = 0.0
     of_experts = 0
     for parameter in lm.get_decoder().parameters():
@@ -72,8 +72,24 @@ def length_dependent_rope(config: PreTrainedConfig) -> str | None:
 
 def experts_of(config: PreTrainedConfig) -> int | None:
     """Return the number of experts of a mixture, under whichever name the family uses; None for a dense model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of experts that a router chooses for each token, under whichever name the family uses.
+
+    Raises:
+        ModelError: The config has none of the names.
+    """
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+    # HunYuan may have one number for each layer; the largest bounds the cost.
+    found = next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+    if found is None:
+        raise ModelError(
+            f"the config of {config.model_type} does not say how many experts a token takes; none of {', '.join(names)} is set"
+        )
+    return max(found) if isinstance(found, list) else int(found)
 
 
 def router_aux_coef(config: PreTrainedConfig, model: ModelConfig) -> float:
@@ -97,7 +113,7 @@ def router_settings(config: PreTrainedConfig, coefficient: float) -> RouterSetti
         raise ModelError(
             f"model.router_aux_loss_coef={coefficient}, but {config.model_type} is not a mixture of experts; unset it"
         )
-    return RouterSettings(experts=experts, per_token=config.num_experts_per_tok)
+    return RouterSettings(experts=experts, per_token=experts_per_token(config))
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[int, int | None], ...]:

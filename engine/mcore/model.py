@@ -94,13 +94,22 @@ class PackedGPTModel(GPTModel):
         )
         self.rotary_pos_emb = Rotary(hf_config, decoder)
         self.decoder_sizes, self.transform = decoder, transform
+        self.padding_id = padding_id(hf_config)
         self.score: nn.Linear | None = None
         if value_head and last:
             self.output_layer = None
             self.score = nn.Linear(decoder.hidden, 1, bias=False, dtype=config.params_dtype)
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super()._preprocess(*args, **kwargs)
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = super()._preprocess(input_ids, *args, **kwargs)
+        if self.pre_process and self.padding_id is not None and inputs[0].requires_grad:
+            padding_s = input_ids[0] == self.padding_id
+            if self.config.sequence_parallel:
+                tp = self.pg_collection.tp
+                padding_s = padding_s.chunk(tp.size())[tp.rank()]
+            # A lookup of the padding token gives its row no gradient, as `padding_idx` of transformers' embeddings; the
+            # head that is tied to them does.
+            inputs[0].register_hook(lambda grad: grad.masked_fill(padding_s[:, None, None], 0.0))
         if self.pre_process and self.training and not inputs[0].requires_grad:
             # With adapters the embeddings are frozen, and a recomputed layer whose input does not require a gradient passes
             # none to its adapters.
@@ -147,6 +156,15 @@ class PackedGPTModel(GPTModel):
             shard=VocabularyShard(group=tp, first=first_row) if tp.size() > 1 else None,
         )
         return {name: value for name, value in head_outputs._asdict().items() if getattr(outputs, name)}
+
+
+def padding_id(config: PreTrainedConfig) -> int | None:
+    """Return the token whose row in transformers' embeddings gets no gradient from lookups, or None.
+
+    As torch.nn.Embedding has it, a negative `pad_token_id` counts from the end of the vocabulary.
+    """
+    token: int | None = config.pad_token_id
+    return token + config.vocab_size if token is not None and token < 0 else token
 
 
 def row_parallel(decoder: Decoder, *, bias: bool) -> type[AdaptedRowParallelLinear]:

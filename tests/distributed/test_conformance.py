@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -96,6 +96,15 @@ class OverstatesNorm(FSDPEngine):
         return super()._reduce_and_clip(max_norm) * 1.01
 
 
+class TrainsPaddingRow(FSDPEngine):
+    """Gives the row of the padding token the gradient of its lookups, as an embedding without `padding_idx`."""
+
+    def initialize(self) -> Self:
+        super().initialize()
+        self._root.lm.get_input_embeddings().padding_idx = None
+        return self
+
+
 class DoublesRate(FSDPEngine):
     """Steps with twice the learning rate."""
 
@@ -178,7 +187,7 @@ class IgnoresEmptyBatch(FSDPEngine):
 
 
 BROKEN: dict[str, list[type[FSDPEngine]]] = {
-    "reference": [NoGlobalWeight, OverstatesNorm, DoublesRate, KeepsGradients],
+    "reference": [NoGlobalWeight, OverstatesNorm, TrainsPaddingRow, DoublesRate, KeepsGradients],
     "shared_prefixes": [ForgetsParents],
     "partition": [NoGlobalWeight],
     "shares": [NoGlobalWeight],

@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from decoders import decoder_config, judge
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
 from drivetrain.engine.conformance.tiny import FAMILIES, MAIN_FAMILIES, save_tiny_model, tiny_documents, tiny_model_config
 from drivetrain.engine.errors import ModelError
-from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, packed_difference
+from drivetrain.engine.fsdp import trial
+from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family
+from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_config
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
@@ -92,16 +97,73 @@ def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from drivetrain.engine.ops.linear_head import LogitTransform
 
     # Take families off the list: the trial must accept a right one and refuse one whose logits it cannot reproduce.
-    config = tiny_model_config("llama")
-    assert packed_difference(config) < 1e-5
     monkeypatch.setattr(families, "EXACT", frozenset())
-    check_family(config, allow_unverified=False)
+    check_family(tiny_model_config("llama"), allow_unverified=False)
     granite = tiny_model_config("granite", logits_scaling=4.0)
     check_family(granite, allow_unverified=False)
-    monkeypatch.setattr(families, "logit_transform", lambda config: LogitTransform())
+    monkeypatch.setattr(trial, "logit_transform", lambda config: LogitTransform())
     with pytest.raises(ModelError, match="different logits"):
         check_family(granite, allow_unverified=False)
     check_family(granite, allow_unverified=True)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "hunyuan_v1_moe", "longcat_flash", "minicpm3", "ministral", "youtu"])
+def test_family_of_unusual_sizes_is_accepted(family: str) -> None:
+    check_family(decoder_config(family), allow_unverified=False)
+
+
+STATE = "different logits"
+NO_INTERFACE = "does not compute attention through transformers' attention interface"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        *((name, STATE) for name in ("inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "minimax")),
+        *((name, STATE) for name in ("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "recurrent_gemma", "zamba2", "zaya")),
+        *((name, NO_INTERFACE) for name in ("codegen", "rwkv", "xlstm")),
+        *((name, "does not pass model arguments down") for name in ("nemotron", "stablelm")),
+        *((name, "not among the verified families") for name in ("hy_v4", "mpt", "qwen4_exp_text")),
+    ],
+)
+def test_family_with_a_layer_that_leaks_is_refused(family: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        check_family(decoder_config(family), allow_unverified=False)
+
+
+def test_trial_has_every_kind_of_layer_and_every_pair_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = decoder_config("lfm2")
+    kinds = layer_kinds(AutoModelForCausalLM.from_config(trial_config(config)))[0]
+    assert [kind[2][0][1][0] for kind in kinds] == ["Lfm2ShortConv"] * 2 + ["Lfm2Attention", "Lfm2ShortConv"]
+    # The same family without its convolutions is exact, so a trial that left them out would accept the model.
+    config.layer_types = ["full_attention"] * 32
+    assert compare_packed(trial_config(config)).is_exact()
+    config.layer_types = ["conv", "full_attention"] * 16
+
+    def without_convolutions(config: Any, *_: Any) -> Any:
+        return AutoConfig.for_model("lfm2", hidden_size=64, num_hidden_layers=2, vocab_size=128)
+
+    monkeypatch.setattr(trial, "_cut", without_convolutions)
+    with pytest.raises(ModelError, match=r"no small model has the same kinds of layers.*Lfm2ShortConv"):
+        check_family(config, allow_unverified=False)
+
+
+def test_windows_and_order_make_kinds_of_layers() -> None:
+    def depth(kinds: list[str]) -> int:
+        return int(trial_config(AutoConfig.for_model("ministral", head_dim=128, layer_types=kinds)).num_hidden_layers)
+
+    sliding, full = "sliding_attention", "full_attention"
+    assert depth([full] * 32) == 2
+    assert depth([sliding, full] * 16) == 3
+    assert depth([sliding] * 31 + [full]) == 32
+
+
+@pytest.mark.slow
+def test_no_decoder_of_transformers_is_accepted_and_wrong(process_group: None) -> None:
+    verdicts = {family: judge(family) for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    accepted = {family: verdict for family, verdict in verdicts.items() if verdict.accepted}
+    assert not {family: verdict for family, verdict in accepted.items() if not verdict.off <= verdict.allowed}
+    assert len(accepted) >= 70
 
 
 def test_reference_notices_a_leak_between_documents(tmp_path: Path, process_group: None) -> None:

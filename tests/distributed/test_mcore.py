@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.conformance.engine_factory import engine_factory
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model_config
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.loss import OutputRequest
+from drivetrain.engine.mcore.model import padding_id
 from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.registry import engine_class
 from drivetrain.workers.losses.sft import SFTLoss
@@ -244,6 +246,26 @@ def test_modules_beside_adapters_are_trained_in_full(axes: dict[str, Any], tmp_p
         folder = save_tiny_model(tmp_path / f"{tied}", "llama", tie_word_embeddings=tied)
         lora = LoraConfig(rank=4, alpha=8.0, modules_to_save=modules)
         same(run_ranks(rank_like_fsdp, 2, str(folder), axes, {"model": {"lora": lora}}, 3)[0])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2, "tp_sequence": True},
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in ({"tp": 2}, {"pp": 2}, {"cp": 2})),
+    ],
+)
+def test_lookups_of_the_padding_token_give_its_row_no_gradient(axes: dict[str, Any], tmp_path: Path) -> None:
+    # The end token is the padding token of many models; tied, the head still gives its row a gradient.
+    folder = save_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True, pad_token_id=2)
+    same(run_ranks(rank_like_fsdp, 2, str(folder), axes, {}, 2)[0])
+
+
+@pytest.mark.parametrize(("token", "row"), [(None, None), (0, 0), (255, 255), (-1, 255)])
+def test_padding_row_is_that_of_transformers(token: int | None, row: int | None) -> None:
+    config = tiny_model_config("llama", pad_token_id=token)
+    assert padding_id(config) == row
+    assert AutoModelForCausalLM.from_config(config).get_input_embeddings().padding_idx == row
 
 
 @pytest.mark.slow

@@ -375,10 +375,11 @@ def test_chats_without_a_template_are_refused() -> None:
 
 
 def test_held_out_operands_are_not_in_the_training_data() -> None:
-    train, held = pairs(0)
-    assert len(held) >= 500
-    assert len(train) + len(held) == 100 * 100
-    assert not {frozenset(p) for p in train} & {frozenset(p) for p in held}
+    parts = pairs(0)
+    train, deciding, test = ({frozenset(p) for p in part} for part in parts)
+    assert [len(part) >= size for part, size in zip(parts, (8500, 250, 800), strict=True)] == [True] * 3
+    assert sum(map(len, parts)) == 100 * 100
+    assert not train & deciding | train & test | deciding & test
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Settings for the training loop and its outputs. This module does not import torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -41,6 +42,12 @@ class LoopConfig(Settings):
     patience: int | None = setting(
         None, "early stopping: stop after this many evaluations without an improvement of best_metric; null: never"
     )
+    stopping_threshold: float | None = setting(
+        None, "early stopping: stop as soon as an evaluation's best_metric reaches this value; null: never"
+    )
+    max_minutes: float | None = setting(
+        None, "stop after this many minutes of training in this process, and save and export as at the end; null: no limit"
+    )
     generate: int = setting(0, "number of held-out samples for which each evaluation generates, logs and measures an answer")
     log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
     loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
@@ -59,6 +66,10 @@ class LoopConfig(Settings):
             check_least(f"trainer.{name}", getattr(self, name), 1)
         check_least("trainer.generate", self.generate, 0)
         check_least("trainer.log_every", self.log_every, 1)
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ConfigError(f"trainer.max_minutes={self.max_minutes}; it must be more than 0")
+        if self.stopping_threshold is not None and not math.isfinite(self.stopping_threshold):
+            raise ConfigError(f"trainer.stopping_threshold={self.stopping_threshold}; it must be a finite number, or null")
         if not self.timeout_minutes > 0:
             raise ConfigError(f"trainer.timeout_minutes={self.timeout_minutes}; it must be more than 0")
 
@@ -71,6 +82,11 @@ class LoopConfig(Settings):
         if self.patience is not None and self.eval_every is None:
             raise ConfigError(
                 f"trainer.patience={self.patience} counts evaluations, but the only evaluation is at the end; set trainer.eval_every"
+            )
+        if self.stopping_threshold is not None and self.eval_every is None:
+            raise ConfigError(
+                f"trainer.stopping_threshold={self.stopping_threshold} is looked at by evaluations, but the only one is at the end; "
+                "set trainer.eval_every"
             )
         if self.push_to_hub is not None and not self.export_hf:
             raise ConfigError(f"trainer.push_to_hub={self.push_to_hub} uploads the final export; set trainer.export_hf=true")

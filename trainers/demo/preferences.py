@@ -1,7 +1,7 @@
 """The commands `drivetrain demo dpo` and `drivetrain demo rm`, which train a tiny model on an embedded preference task.
 
-Two processes train the model, which judges held-out pairs in plain transformers before and after. The accuracy is written to
-`summary.json`.
+Two processes train the model until it judges the pairs of evaluations right, within a bound of steps and time. It judges other
+held-out pairs in plain transformers before and after. The accuracy is written to `summary.json`.
 """
 
 import json
@@ -16,22 +16,23 @@ ENOUGH = 0.9
 """The held-out accuracy that the demo must reach."""
 
 
-def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | None) -> int:
+def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | None, seed: int) -> int:
     """Run the demo; return 0 if the trained model is accurate enough.
 
     Args:
         task: Either `dpo` or `rm`.
         root: The folder of the demo.
         nproc: The number of processes; None for two, or one on a machine with a single GPU.
-        steps: The number of optimizer steps; None for the number in the recipe.
+        steps: The largest number of optimizer steps; None for the number in the recipe.
+        seed: The seed of the data, of the untrained model and of the order of the samples.
     """
     start = time.monotonic()
     run = ["-m", "drivetrain.trainers.demo.steps"]
     nproc = nproc or int(measured(*run, "processes"))
     print("1/3  creating preference pairs and an untrained model", flush=True)
-    python(*run, "make-pairs", str(root))
+    python(*run, "make-pairs", str(root), str(seed))
     judge = (*run, f"judge-{task}")
-    held_out = str(root / "data" / "eval.jsonl")
+    held_out = str(root / "data" / "test.jsonl")
     before = measured(*judge, str(root / "model"), held_out, "0")
     criterion = "by log-probability" if task == "dpo" else "by the score of an untrained head"
     print(f"     held-out accuracy {criterion}, before training: {before:.3f}", flush=True)
@@ -43,7 +44,9 @@ def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | N
     python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
         *("-m", f"drivetrain.trainers.{task}", f"recipe={task}_demo", f"model.path={root / 'model'}"),
-        *(f"data.train=[{root / 'data' / 'train.jsonl'}]", f"data.eval=[{held_out}]", f"trainer.output_dir={folder}"),
+        *(f"data.train=[{root / 'data' / 'train.jsonl'}]", f"data.eval=[{root / 'data' / 'eval.jsonl'}]"),
+        f"data.seed={seed}",
+        f"trainer.output_dir={folder}",
         *([f"trainer.max_steps={steps}"] if steps else []),
     )
     print("3/3  judging held-out pairs with the exported model in plain transformers", flush=True)
@@ -52,12 +55,13 @@ def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | N
     summary = {
         "accuracy_before": before,
         "accuracy_after": after,
+        "steps": records[-1]["step"],
         "losses": [r["loss"] for r in records if r.get("split") != "eval"],
         "seconds": round(time.monotonic() - start, 1),
         "export": str(folder / "hf"),
     }
     (root / "summary.json").write_text(json.dumps(summary) + "\n")
-    print(f"     held-out accuracy {before:.3f} before, {after:.3f} after")
+    print(f"     held-out accuracy {before:.3f} before, {after:.3f} after {summary['steps']} steps")
     print(f"     model     {summary['export']}")
     print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")
     if after < ENOUGH:

@@ -1,7 +1,7 @@
 """The steps of the demos that need torch, each of which runs in a fresh process.
 
-They are `processes`, `make ROOT`, `make-prompts ROOT`, `make-shuffled-prompts ROOT`, `make-pairs ROOT`, `answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and
-`judge-rm MODEL DATA SHOWN`.
+They are `processes`, `make ROOT SEED`, `make-prompts ROOT SEED`, `make-shuffled-prompts ROOT SEED`, `make-pairs ROOT SEED`,
+`answer MODEL DATA SHOWN`, `judge-dpo MODEL DATA SHOWN` and `judge-rm MODEL DATA SHOWN`.
 """
 
 import sys
@@ -10,24 +10,21 @@ from pathlib import Path
 from ..tasks.addition import accuracy, write_data, write_model, write_prompts
 from ..tasks.rising_digits import preference_accuracy, write_pairs
 
-SEED = 0
-
 
 def main(argv: list[str]) -> None:
     """Run one step."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if argv[0] == "make":
-        write_data(Path(argv[1]) / "data", SEED)
-        write_model(Path(argv[1]) / "model", SEED)
-    elif argv[0] == "make-pairs":
-        write_pairs(Path(argv[1]) / "data", SEED)
-        write_model(Path(argv[1]) / "model", SEED)
-    elif argv[0] in ("make-prompts", "make-shuffled-prompts"):
-        write_data(Path(argv[1]) / "data", SEED)
-        write_prompts(Path(argv[1]) / "data", SEED, shuffled=argv[0] == "make-shuffled-prompts")
-        write_model(Path(argv[1]) / "model", SEED)
+    if argv[0].startswith("make"):
+        root, seed = Path(argv[1]), int(argv[2])
+        if argv[0] == "make-pairs":
+            write_pairs(root / "data", seed)
+        else:
+            write_data(root / "data", seed)
+        if argv[0] in ("make-prompts", "make-shuffled-prompts"):
+            write_prompts(root / "data", seed, shuffled=argv[0] == "make-shuffled-prompts")
+        write_model(root / "model", seed)
     elif argv[0].startswith("judge-"):
         logging.set_verbosity_error()
         print(preference_accuracy(Path(argv[1]), Path(argv[2]), reward=argv[0] == "judge-rm", show=int(argv[3])))

@@ -12,20 +12,33 @@ class EarlyStopping:
 
     Args:
         metric: The name of the metric, or None to track nothing.
-        patience: The number of evaluations without a better value after which to stop; None to never stop early.
+        patience: The number of evaluations without a better value after which to stop; None to never stop for that.
+        threshold: The value of the metric at which to stop; None to never stop for that.
         data: An identifier of the evaluation data, since values on other data are not comparable.
         lower_is_better: The metrics that an evaluation measures, and for each whether lower values are better.
 
     Raises:
-        ConfigError: The metric is unknown, or there is patience without a metric.
+        ConfigError: The metric is unknown, or there is patience or a threshold without a metric.
     """
 
-    def __init__(self, metric: str | None, patience: int | None, data: str, lower_is_better: Mapping[str, bool]) -> None:
+    def __init__(
+        self,
+        metric: str | None,
+        patience: int | None,
+        data: str,
+        lower_is_better: Mapping[str, bool],
+        threshold: float | None = None,
+    ) -> None:
         if metric is not None and metric not in lower_is_better:
             raise ConfigError(f"trainer.best_metric={metric}; the metrics of an evaluation are {', '.join(lower_is_better)}")
         if patience is not None and metric is None:
             raise ConfigError(f"trainer.patience={patience} needs trainer.best_metric, the metric that has to improve")
+        if threshold is not None and metric is None:
+            raise ConfigError(
+                f"trainer.stopping_threshold={threshold} needs trainer.best_metric, the metric that has to reach it"
+            )
         self.metric, self._patience, self._data, self._lower_is_better = metric, patience, data, lower_is_better
+        self._threshold = threshold
         self.best: float | None = None
         self.best_step: int | None = None
         self._since = 0
@@ -55,9 +68,16 @@ class EarlyStopping:
         return better
 
     @property
+    def reached(self) -> bool:
+        """Whether an evaluation reached the threshold."""
+        if self._threshold is None or self.metric is None or self.best is None:
+            return False
+        return self.best <= self._threshold if self._lower_is_better[self.metric] else self.best >= self._threshold
+
+    @property
     def stop(self) -> bool:
-        """Whether the last `patience` evaluations brought no improvement."""
-        return self._patience is not None and self._since >= self._patience
+        """Whether the threshold is reached, or the last `patience` evaluations brought no improvement."""
+        return self.reached or (self._patience is not None and self._since >= self._patience)
 
     def reset(self) -> None:
         """Clear the best value and the count of evaluations since."""

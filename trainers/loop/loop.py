@@ -25,6 +25,8 @@ class StopReason(Enum):
 
     DONE = "all steps are done"
     PATIENCE = "`trainer.patience` evaluations without an improvement"
+    THRESHOLD = "`trainer.stopping_threshold` is reached"
+    TIME = "`trainer.max_minutes` have passed"
     CALLBACK = "a callback asked to stop"
     SIGNAL = "SIGTERM or Ctrl-C"
 
@@ -53,9 +55,9 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
     """
     step, cursor = start.step - 1, start.cursor
     batches = run.loader.batches(cursor)
-    with StopSignal() as stop:
+    with StopSignal(run.config.max_minutes) as stop:
         notify(run, "on_train_begin", step)
-        asked = False
+        asked = time_is_up = False
         if start.evaluate and run.evaluation is not None:
             metrics = evaluate(run, run.evaluation, step, stop)
             if metrics is None:
@@ -63,7 +65,7 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
             run.early_stopping.update(step, metrics)
             asked = notify(run, "on_evaluate", step, metrics)
             save(run, step, cursor, start)
-        while step < run.total_steps and not run.early_stopping.stop and not asked:
+        while step < run.total_steps and not (run.early_stopping.stop or asked or time_is_up):
             step += 1
             began = time.perf_counter()
             try:
@@ -88,8 +90,8 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
                 if metrics is not None:
                     best = run.early_stopping.update(step, metrics)
                     asked |= notify(run, "on_evaluate", step, metrics)
-            stopped = stop.stop_requested(run.engine.topology, error or run.manager.failure())
-            last = stopped or asked or run.early_stopping.stop or step == run.total_steps
+            time_is_up, stopped = stop.time_is_up_or_requested(run.engine.topology, error or run.manager.failure())
+            last = stopped or time_is_up or asked or run.early_stopping.stop or step == run.total_steps
             if best or last or _is_due(step, run.config.save_every, run.total_steps):
                 save(run, step, cursor, start, evaluate=interrupted, last=last)
             if run.config.export_hf_every and step % run.config.export_hf_every == 0:
@@ -99,7 +101,9 @@ def train(run: Run, start: ResumePoint) -> TrainResult:
     notify(run, "on_train_end", step)
     if step < run.total_steps and asked:
         return TrainResult(step=step, reason=StopReason.CALLBACK)
-    return TrainResult(step=step, reason=StopReason.PATIENCE if run.early_stopping.stop else StopReason.DONE)
+    if run.early_stopping.stop:
+        return TrainResult(step=step, reason=StopReason.THRESHOLD if run.early_stopping.reached else StopReason.PATIENCE)
+    return TrainResult(step=step, reason=StopReason.TIME if time_is_up and step < run.total_steps else StopReason.DONE)
 
 
 def _is_due(step: int, every: int | None, total_steps: int) -> bool:

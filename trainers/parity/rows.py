@@ -27,7 +27,7 @@ from ..data.load import load_data
 from ..data.loader import Loader
 from ..data.order import Cursor, Sampler
 from ..methods.sft import SFTMethod
-from ..tasks.addition import DIGITS, make_tokenizer
+from ..tasks.addition import DIGITS, SPECIAL, make_tokenizer
 from ..validate import sample_budget
 from .cli import Job, Row, relative
 
@@ -69,7 +69,8 @@ def _write_chats(path: Path) -> None:
     random = Random(0)
 
     def text(longest: int) -> str:
-        return "".join(random.choices(DIGITS + "+=", k=random.randint(1, longest)))
+        # Special tokens inside too, whose rows engines may treat in their own ways.
+        return "".join(random.choices([*DIGITS, "+", "=", *SPECIAL], k=random.randint(1, longest)))
 
     # Half of them are answers to a few questions, so that documents of a batch begin alike.
     questions = [{"role": "user", "content": "".join(random.choices(DIGITS, k=40))} for _ in range(QUESTIONS)]

@@ -67,7 +67,7 @@ def early_stopping_of(config: RLConfig, data: str) -> EarlyStopping:
     """
     trainer, samples = config.trainer, config.rl.eval_samples
     names = ["reward", "accuracy", *([f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [])]
-    return EarlyStopping(trainer.best_metric, trainer.patience, data, dict.fromkeys(names, False))
+    return EarlyStopping(trainer.best_metric, trainer.patience, data, dict.fromkeys(names, False), trainer.stopping_threshold)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from ..data.order import Cursor
 from ..hub import check_push, push
 from ..loop.loggers import check_loggers
 from ..loop.logs import configure_logging
+from ..loop.loop import StopReason
 from ..loop.signals import StopSignal
 from ..validate import unused_settings, warn_of_data
 from .adaptive import Adaptive
@@ -146,10 +147,11 @@ class RLTrainer:
         self._announce(run, step)
         outcome = Outcome(step=step)
         phases.ledger.sync(step)
-        with StopSignal() as stop:
+        time_is_up = False
+        with StopSignal(config.max_minutes) as stop:
             if step == 0 and self.config.rl.eval_before_train and self._evaluate(run, outcome):
                 self._save(run, 0, cursor)
-            while outcome.step < run.total_steps and not run.early_stopping.stop and not outcome.stopped:
+            while outcome.step < run.total_steps and not (run.early_stopping.stop or outcome.stopped or time_is_up):
                 step, started = outcome.step + 1, time.perf_counter()
                 phases.reset_timing()
                 with self._saved_on_failed_rewards(run, outcome.step, cursor):
@@ -166,12 +168,23 @@ class RLTrainer:
                 self._log_step(run, cursor, metrics, time.perf_counter() - started)
                 is_best = self._is_due(step, config.eval_every, run) and self._evaluate(run, outcome)
                 outcome.stopped = run.controllers.any(stop.requested_here)
-                last = outcome.stopped or run.early_stopping.stop or step == run.total_steps
+                time_is_up = config.max_minutes is not None and run.controllers.any(stop.time_is_up_here)
+                last = outcome.stopped or time_is_up or run.early_stopping.stop or step == run.total_steps
                 if is_best or last or self._is_due(step, config.save_every, run):
                     self._save(run, outcome.step, cursor)
                 if config.export_hf_every and step % config.export_hf_every == 0:
                     self._export(run, Path(config.output_dir) / "exports" / folder_name(step))
         outcome.signal = stop.number
+        if run.early_stopping.reached:
+            log.info(
+                "stopped after step %d: %s=%.4g has reached trainer.stopping_threshold=%g",
+                outcome.step,
+                run.early_stopping.metric,
+                run.early_stopping.best,
+                config.stopping_threshold,
+            )
+        elif time_is_up and outcome.step < run.total_steps:
+            log.info("stopped after step %d of %d: %s", outcome.step, run.total_steps, StopReason.TIME.value)
         return outcome
 
     @contextmanager

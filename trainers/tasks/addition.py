@@ -1,7 +1,7 @@
 """The embedded task, in which a tiny model learns to add: its data, tokenizer and untrained model, generated from a seed.
 
-Every unordered pair of operands is either in the training data or held out, never both, so a held-out answer cannot have
-been memorized.
+Every unordered pair of operands is in one part of the data alone: that for training, that for evaluations during training,
+which may decide when it ends, or that for the test afterwards. So no answer of the other two can have been memorized.
 """
 
 import json
@@ -13,7 +13,8 @@ DIGITS = "0123456789"
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
 LIMIT = 100
 """The exclusive upper bound of the operands."""
-HELD_OUT = 600
+EVAL, TEST = 150, 450
+"""The numbers of unordered pairs that are held out."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
@@ -27,22 +28,21 @@ def question(a: int, b: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{a}+{b}="}]
 
 
-def pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Split all operand pairs into training and held-out pairs; (a, b) and (b, a) are always on the same side."""
+def pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
+    """Split all operand pairs into those for training, for evaluations and for the test; (a, b) and (b, a) stay together."""
     unordered = [(a, b) for a in range(LIMIT) for b in range(a, LIMIT)]
     random.Random(seed).shuffle(unordered)
-    held_out: list[tuple[int, int]] = []
-    training: list[tuple[int, int]] = []
-    for a, b in unordered:
-        both = [(a, b)] if a == b else [(a, b), (b, a)]
-        (held_out if len(held_out) < HELD_OUT else training).extend(both)
-    return training, held_out
+
+    def both(part: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [pair for a, b in part for pair in ([(a, b)] if a == b else [(a, b), (b, a)])]
+
+    return both(unordered[EVAL + TEST :]), both(unordered[:EVAL]), both(unordered[EVAL : EVAL + TEST])
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write `train.jsonl` and `eval.jsonl` in `messages` format."""
+    """Write `train.jsonl`, `eval.jsonl` and `test.jsonl` in `messages` format."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(("train", "eval"), pairs(seed), strict=True):
+    for name, part in zip(("train", "eval", "test"), pairs(seed), strict=True):
         with open(folder / f"{name}.jsonl", "w") as file:
             for a, b in part:
                 messages = [*question(a, b), {"role": "assistant", "content": str(a + b)}]
@@ -50,7 +50,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def write_prompts(folder: Path, seed: int, *, shuffled: bool = False) -> None:
-    """Write the questions of `write_data` as `prompts.jsonl` and `held-out.jsonl`, each with its answer as a column.
+    """Write the questions of `train.jsonl` as `prompts.jsonl` and those of `eval.jsonl` as `held-out.jsonl`, with answers.
 
     Args:
         folder: The folder.
@@ -58,7 +58,7 @@ def write_prompts(folder: Path, seed: int, *, shuffled: bool = False) -> None:
         shuffled: Whether the answers of `prompts.jsonl` are those of other questions, from which nothing can be learned.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(("prompts", "held-out"), pairs(seed), strict=True):
+    for name, part in zip(("prompts", "held-out"), pairs(seed)[:2], strict=True):
         answers = [str(a + b) for a, b in part]
         if shuffled and name == "prompts":
             random.Random(seed).shuffle(answers)

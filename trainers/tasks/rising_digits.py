@@ -1,7 +1,7 @@
 """The embedded preference task: of two numbers that begin with the given digit, the one with rising digits is better.
 
 Both numbers have the same digits, so a preference for certain digits does not help. The data are generated from a seed. Every
-chosen number is either in the training data or held out, never both.
+chosen number is in one part of the data alone: that for training, that for evaluations during training, or that for the test.
 """
 
 import json
@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 DIGITS = 5
-TRAIN, HELD_OUT = 1200, 300
+TRAIN, EVAL, TEST = 1200, 200, 300
+"""The numbers of pairs."""
 
 
 def write_pairs(folder: Path, seed: int) -> None:
-    """Write `train.jsonl` and `eval.jsonl`, with prompt, chosen and rejected as chats."""
+    """Write `train.jsonl`, `eval.jsonl` and `test.jsonl`, with prompt, chosen and rejected as chats."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     # No digit occurs twice, since an untrained model with tied embeddings tends to repeat tokens.
     rising = [n for n in range(10 ** (DIGITS - 1), 10**DIGITS) if list(str(n)) == sorted({*str(n)})]
     rng.shuffle(rising)
-    held_out = rising[: len(rising) // 5]
-    for name, numbers, count in (("train", rising[len(held_out) :], TRAIN), ("eval", held_out, HELD_OUT)):
+    tenth = len(rising) // 10
+    parts = (("train", rising[3 * tenth :], TRAIN), ("eval", rising[:tenth], EVAL), ("test", rising[tenth : 3 * tenth], TEST))
+    for name, numbers, count in parts:
         with open(folder / f"{name}.jsonl", "w") as file:
             for _ in range(count):
                 chosen = str(rng.choice(numbers))
