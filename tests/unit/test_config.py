@@ -209,13 +209,16 @@ def test_what_a_run_has_otherwise_is_told(tmp_path: Path) -> None:
 
 
 def test_every_recipe_parses_and_names_its_command() -> None:
+    from drivetrain.trainers.validate import unused_settings
+
     classes: tuple[type, ...] = (SFTConfig, DPOConfig, RMConfig, GRPOConfig, PPOConfig, OnlineDPOConfig)
     offered = {cls: recipes_of(cls) for cls in classes}
     assert sorted(name for names in offered.values() for name in names) == sorted(p.stem for p in RECIPES.glob("*.yaml"))
     for cls, names in offered.items():
         assert names
         for name in names:
-            parse(cls, [f"recipe={name}"], USAGE)
+            config: Any = parse(cls, [f"recipe={name}"], USAGE)
+            assert not unused_settings(config.optim, 1000), name
             assert f"recipe={name}" in (RECIPES / f"{name}.yaml").read_text().split("\n\n")[0]
 
 
