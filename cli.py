@@ -42,6 +42,8 @@ COMMANDS = {
     "backends": "list the engines that engine.backend accepts",
     "generators": "list the generators that rollout.generator accepts",
 }
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
+"""Packages whose versions `--version --verbose` prints."""
 RL = ("grpo", "ppo", "online_dpo")
 """Trainers that start their workers themselves, unless group.kind=local."""
 MODULES = {
@@ -67,13 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version\n")
+        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
         print("\n".join(f"  {name:19} {description}" for name, description in COMMANDS.items()))
         return 0
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"drivetrain {version('drivetrain')}")
+        print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))
         return 0
     if arguments[0].startswith("-"):
         print(
@@ -125,6 +125,25 @@ def _run(arguments: list[str]) -> int:
     return 2
 
 
+def _version(*, verbose: bool) -> list[str]:
+    """Return the lines of `--version`; with `--verbose` also those of what it runs on, and what it was tested on."""
+    from importlib.metadata import PackageNotFoundError, version
+    from platform import platform, python_version
+
+    from .engine.tested import TESTED
+
+    lines = [f"drivetrain {version('drivetrain')}"]
+    if not verbose:
+        return lines
+    lines.append(f"{'python':15} {python_version()}, {platform()}")
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package:15} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package:15} not installed")
+    return [*lines, TESTED]
+
+
 def _serve(command: str, rest: list[str]) -> int:
     try:
         module = import_module(f"{PACKAGE}.serve.{'cli' if command == 'serve' else command}")
@@ -166,6 +185,8 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     Raises:
         ValueError: An option has no value, or `--nproc` is not a number of processes.
     """
+    from .engine.config import MOST_PROCESSES
+
     rest: list[str] = []
     options: dict[str, str] = {}
     words = iter(arguments)
@@ -176,8 +197,10 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             rest.append(word)
             continue
         value = value if given else next(words, "")
-        if name == "--nproc" and not (value.isdigit() and int(value) > 0):
-            raise ValueError(f"--nproc {value}: give the number of processes on this machine, at least 1".replace("  ", " "))
+        if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
+            raise ValueError(
+                f"--nproc {value}: give the number of processes on this machine, from 1 to {MOST_PROCESSES}".replace("  ", " ")
+            )
         if not value:
             raise ValueError(f"{name} has no value; it is passed to torchrun")
         options[name] = value

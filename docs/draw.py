@@ -21,6 +21,10 @@ SETTINGS = {"theme": "neutral", "htmlLabels": False, "flowchart": {"htmlLabels":
 """Labels are text: a picture may not show the HTML that Mermaid writes otherwise."""
 
 
+TAG = re.compile(r"</?(?!br/>)\w+[^<>\n]*>")
+"""HTML other than a line break, which GitHub and a picture show as text."""
+
+
 def picture_of(diagram: str) -> str:
     """Return the name of the picture of a diagram, given its text."""
     return f"diagram-{hashlib.sha256(diagram.encode()).hexdigest()[:12]}.svg"

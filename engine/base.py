@@ -31,7 +31,7 @@ from .offload import PARTS, Offloader, Part, free_bytes, free_memory
 from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
-from .resolve import resolve_device
+from .resolve import describe_resolved, resolve_device
 from .step import LossAccumulator, OutputCollector
 from .step_plan import StepPlan, StepPlanner
 
@@ -119,10 +119,8 @@ class BaseEngine(CheckpointableEngine):
         self._check_model(self._resolved())
 
     def describe_settings(self) -> list[str]:
-        """Return lines about what `auto` has come to mean: computation, recomputation, compilation; and the estimate of memory, if any."""
-        compiled = "compiled" if self.config.compile else "not compiled"
-        settings = f"computation in {self.config.precision.compute}, recompute={self.config.recompute}, layers {compiled}"
-        return [settings, *([self.memory_estimate] if self.memory_estimate else [])]
+        """Return lines about how `auto` settings were resolved, the estimate of memory if any, and on CUDA what was tested."""
+        return describe_resolved(self.config, self.memory_estimate, cuda=self.topology.device.type == "cuda")
 
     def _sharing(self) -> SharePrefixes:
         """Return whether documents share prefixes, which needs positions that do not depend on what follows them."""

@@ -24,8 +24,21 @@ SharePrefixes = Literal["auto", "on", "off"]
 Recompute = Literal["auto", "none", "full", "selective"]
 Compute = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
+MOST_SEED = 2**63 - 1
+"""The largest seed that all random number generators take."""
+MOST_PROCESSES = 4096
+"""More processes on one machine, or in one pool, are a slip of the keyboard."""
 
-def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any] | None = None, path: bool = False) -> Any:
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    factory: Callable[[], Any] | None = None,
+    path: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
     """Return a dataclass field with a help line.
 
     Args:
@@ -33,8 +46,10 @@ def setting(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any
         help: The help line.
         factory: The factory of a nested or mutable default.
         path: Whether the setting names files or folders, in which `expand_paths` expands `~` and `$VARIABLE`.
+        least: The smallest number above 0 that can be meant; None for no bound.
+        most: The largest number that can be meant; None for no bound.
     """
-    metadata = {"help": help, "path": path}
+    metadata = {"help": help, "path": path, "least": least, "most": most}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -126,6 +141,8 @@ class Settings:
                 name = f"{self.section or type(self).__name__}.{f.name}"
                 kind = "null" if value is None else _article(type(value).__name__)
                 raise ConfigError(f"{name}={value!r} is {kind}; it must be {_wanted(hint)}")
+            if isinstance(value, int | float):
+                _check_plausible(f"{self.section or type(self).__name__}.{f.name}", value, f.metadata)
         expand_paths(self, self.section)
         self._check_values()
 
@@ -135,6 +152,15 @@ class Settings:
         Raises:
             ConfigError: A value is out of range; the message names the setting and the value.
         """
+
+
+def _check_plausible(name: str, value: float, bounds: Mapping[str, Any]) -> None:
+    """Refuse numbers that a slip of the keyboard makes. Those of 0 and below have meanings and messages of their own."""
+    least, most = bounds.get("least"), bounds.get("most")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}={value}; it must be at most {most:g}")
+    if least is not None and 0 < value < least:
+        raise ConfigError(f"{name}={value}; it must be at least {least:g}")
 
 
 @cache
@@ -229,7 +255,9 @@ class ModelConfig(Settings):
     head: Literal["lm", "value"] = setting("lm", "lm: a distribution over tokens; value: one number per token")
     lora: LoraConfig = setting(factory=LoraConfig, help="low-rank adapters")
     router_aux_loss_coef: float | None = setting(
-        None, "weight of the router's load-balancing loss in a mixture-of-experts model; null: as in the model's config"
+        None,
+        "weight of the router's load-balancing loss in a mixture-of-experts model; null: as in the model's config",
+        most=1e3,
     )
     added_tokens: tuple[str, ...] = setting(
         (), "tokens to add to the tokenizer; if needed, embeddings are extended with the mean of the existing rows"
@@ -339,7 +367,7 @@ class EngineConfig(Settings):
         "compute what documents begin with in common once per micro-batch; auto: where that saves at least a tenth of the tokens; on: wherever it saves any",
     )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
-    seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout")
+    seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout", most=MOST_SEED)
     deterministic: bool = setting(False, "use deterministic kernels; an operation that has none fails")
     options: Any = setting(None, "settings that only this backend has")
 
@@ -361,7 +389,7 @@ class OptimConfig(Settings):
     name: Literal["adamw", "sgd"] = setting("adamw", "adamw (Loshchilov & Hutter 2019), or sgd without momentum")
     lr: float = setting(1e-5, "peak learning rate")
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's first and second moments")
-    eps: float = setting(1e-8, "AdamW's epsilon, which prevents division by zero")
+    eps: float = setting(1e-8, "AdamW's epsilon, which prevents division by zero", most=1)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices and embeddings")
     clip_grad_norm: float | None = setting(1.0, "maximum norm of the full gradient; null: no clipping")
     schedule: Schedule = setting("constant", "learning-rate schedule after warmup")
@@ -392,6 +420,24 @@ class OptimConfig(Settings):
             raise ConfigError(f"optim.eps={self.eps}; it must be more than 0, or a parameter without a gradient becomes NaN")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(f"optim.clip_grad_norm={self.clip_grad_norm}; use a positive norm, or null for no clipping")
+        self._check_updates()
+
+    def _check_updates(self) -> None:
+        """Refuse steps that destroy a model at once, or that change nothing."""
+        most = 10.0 if self.name == "adamw" else 1e4
+        if self.lr > most:
+            per_step = ", which moves every parameter by about that in a step" if self.name == "adamw" else ""
+            raise ConfigError(f"optim.lr={self.lr} with optim.name={self.name}{per_step}; it must be at most {most:g}")
+        if self.lr * self.weight_decay >= 1:
+            raise ConfigError(
+                f"optim.weight_decay={self.weight_decay} with optim.lr={self.lr}: a step multiplies matrices by 1 less the product of both, "
+                f"{1 - self.lr * self.weight_decay:g}; lower one of them"
+            )
+        if self.name == "adamw" and self.clip_grad_norm is not None and self.clip_grad_norm <= self.eps:
+            raise ConfigError(
+                f"optim.clip_grad_norm={self.clip_grad_norm} with optim.eps={self.eps}, against which gradients of that norm are nothing; raise "
+                "the norm, or set it to null for no clipping"
+            )
 
     def check(self, total_steps: int | None) -> None:
         """Check what depends on the length of a run.

@@ -6,6 +6,7 @@ from typing import Literal
 
 from .config import DType, EngineConfig, ParallelConfig, PrecisionConfig
 from .flops import ModelShape
+from .tested import TESTED
 
 ITEMSIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = 0.85
@@ -38,6 +39,19 @@ def resolve_device(config: EngineConfig, *, cuda: bool, can_compile: bool) -> En
     # The exchange of tokens between experts depends on data, so a layer with one would be compiled in pieces, again and again.
     compiled = cuda and can_compile and config.parallel.ep == 1
     return replace(config, precision=precision, compile=compiled if config.compile == "auto" else config.compile)
+
+
+def describe_resolved(config: EngineConfig, memory_estimate: str, *, cuda: bool) -> list[str]:
+    """Return the lines about an engine's resolved settings that a run logs.
+
+    Args:
+        config: The settings, resolved.
+        memory_estimate: The line about the estimate of memory, or an empty one.
+        cuda: Whether the engine runs on CUDA; then it is also said what was tested.
+    """
+    compiled = "compiled" if config.compile else "not compiled"
+    settings = f"computation in {config.precision.compute}, recompute={config.recompute}, layers {compiled}"
+    return [*([f"drivetrain was {TESTED}"] if cuda else []), settings, *([memory_estimate] if memory_estimate else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from .loop.signals import StopSignal
 from .methods.base import Method
 from .report import announce, report_end
 from .run_folder import locked_folders, write_config
-from .validate import check_run, early_stopping_of, sample_budget, warn_of_data
+from .validate import check_run, early_stopping_of, sample_budget, unused_settings, warn_of_data
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,8 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
         loader = _loader(config, data)
         steps = -(-len(loader) // config.data.batch_size) if isinstance(loader, Loader) else 0
         engine.total_steps = total_steps = config.trainer.max_steps or config.trainer.epochs * steps
+        for line in unused_settings(config.optim, total_steps):
+            log.warning("%s", line)
         try:
             method.setup(engine, data.tokenizer, data.source if isinstance(data.source, Dataset) else None, data.held_out)
             engine.initialize()

@@ -5,7 +5,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..engine.config import OptimConfig
 from ..engine.errors import ConfigError
+from ..engine.lr_schedule import learning_rate
 from .config.data import SourcesConfig
 from .config.runs import RunConfig
 from .data.dataset import Budget
@@ -72,6 +74,8 @@ def warn_of_data(data: SourcesConfig, batch_size: int, samples: int | None, unit
         log.warning(
             "data.eval has %s, which is in data.train too: an evaluation on it measures what was learned by heart", both[0]
         )
+    if doubled := data.doubled_columns():
+        log.warning("data.columns: %s are one column, %r", " and ".join(doubled), data.columns[doubled[0]])
     if samples is not None and batch_size > samples:
         log.warning(
             "data.batch_size=%d is more than the %d %s: every step uses all of them once, and has no more",
@@ -79,6 +83,40 @@ def warn_of_data(data: SourcesConfig, batch_size: int, samples: int | None, unit
             samples,
             unit,
         )
+
+
+def unused_settings(optim: OptimConfig, total_steps: int, name: str = "optim") -> list[str]:
+    """Return lines about settings of the optimizer that do not take effect, or not all of it.
+
+    Args:
+        optim: The settings.
+        total_steps: The number of optimizer steps of the run.
+        name: The name of the section.
+    """
+    defaults, lines = OptimConfig(), []
+    if optim.warmup_steps and optim.warmup_ratio:
+        lines.append(
+            f"{name}.warmup_steps={optim.warmup_steps} counts; {name}.warmup_ratio={optim.warmup_ratio} is used only without it"
+        )
+    if optim.warmup_steps > total_steps:
+        reached = learning_rate(total_steps - 1, optim, total_steps)
+        lines.append(
+            f"{name}.warmup_steps={optim.warmup_steps} is more than the {total_steps} steps of the run, whose learning rate rises to "
+            f"{reached:.3g} of {name}.lr={optim.lr}"
+        )
+    for others, is_used, where in (
+        (("min_lr_ratio",), optim.schedule != "constant", f"{name}.schedule={optim.schedule}"),
+        (("decay_ratio",), optim.schedule == "wsd", f"{name}.schedule={optim.schedule}"),
+        (("betas", "eps"), optim.name != "sgd", f"{name}.name={optim.name}"),
+    ):
+        for other in others:
+            value = getattr(optim, other)
+            if not is_used and value != getattr(defaults, other):
+                text = list(value) if isinstance(value, tuple) else value
+                lines.append(f"{name}.{other}={text} is not used with {where}")
+    if not optim.lr:
+        lines.append(f"{name}.lr=0.0: no parameter will change")
+    return lines
 
 
 def sample_budget(config: RunConfig, method: Method) -> Budget:

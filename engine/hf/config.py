@@ -1,17 +1,17 @@
 """Reading and checking a model's config."""
 
 import copy
-import difflib
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..config import ModelConfig
+from ..config import LoraConfig, ModelConfig
 from ..errors import ModelError
 from ..ops.linear_head import LogitTransform
 from .lora import wants_adapters
 from .model_path import check_model_path, quiet_hub, reason
+from .overrides import override
 from .tokenizer import load_tokenizer
 from .weights import check_stored_head
 
@@ -37,36 +37,11 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
             f"model.path={model.path} has quantized weights (quantization_config: {kind}), which cannot be trained; use the "
             "original model, or convert it to bfloat16 first"
         )
-    _override(config, model.overrides, model.path)
+    override(config, model.overrides, model.path)
     if model.added_tokens:
         # Many families have spare rows: the embeddings grow only if the tokens do not fit.
         config.vocab_size = max(config.vocab_size, len(load_tokenizer(model)))
     return config
-
-
-def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) -> None:
-    """Change settings of a config.
-
-    Raises:
-        ModelError: The config has no such setting, its shapes would no longer be those of the weights, or it refuses a value.
-    """
-    known = config.to_dict()
-    for name, value in overrides.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ModelError(f"model.overrides.{name}={value}: the config of {path} has no such setting{hint}")
-        if name in ("model_type", "architectures", "auto_map"):
-            raise ModelError(
-                f"model.overrides.{name}={value}: another family has other weights; give the folder of such a model"
-            )
-        old = getattr(config, name)
-        if isinstance(old, int | float) and not isinstance(old, bool) and not isinstance(value, int | float | None):
-            raise ModelError(f"model.overrides.{name}={value!r}: the config of {path} has {old} there; give a number")
-        try:
-            setattr(config, name, {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value)
-        except Exception as e:  # a config may check its values, and raise anything
-            raise ModelError(f"model.overrides.{name}={value}: the config of {path} refuses it: {e}") from e
 
 
 def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
@@ -95,11 +70,24 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                     f"{name}={list(value)} with model.lora.rank={model.lora.rank}: with adapters, the model itself, including "
                     f"its embeddings, is frozen{hint}; or unset one of the two"
                 )
-    elif model.lora.modules_to_save:
-        raise ModelError(
-            f"model.lora.modules_to_save={list(model.lora.modules_to_save)} with model.lora.rank=0, where the whole model is trained; "
-            "unset it, or set the rank"
-        )
+        if model.lora.rank > config.hidden_size:
+            raise ModelError(
+                f"model.lora.rank={model.lora.rank} is more than hidden_size={config.hidden_size} of {model.path}, so adapters would have more "
+                "parameters than what they adapt; lower it, or train the model itself with model.lora.rank=0"
+            )
+        return
+    unused, defaults = model.lora, LoraConfig()
+
+    def plain(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    for f in fields(unused):
+        value, default = (plain(getattr(settings, f.name)) for settings in (unused, defaults))
+        if value != default:
+            raise ModelError(
+                f"model.lora.{f.name}={value} with model.lora.rank=0, where the whole model is trained; set the rank, or leave "
+                f"model.lora.{f.name} at {default}"
+            )
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform:

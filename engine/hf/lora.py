@@ -22,6 +22,8 @@ from ..config import LoraConfig
 from ..errors import ModelError
 from ..ops.lora import adapter_product
 
+MOST_SCALE = 1e3
+"""The largest factor on the output of adapters that can be meant."""
 EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -214,6 +216,11 @@ def wants_adapters(lora: LoraConfig) -> bool:
         raise ModelError(f"model.lora.rank={lora.rank}; it must be a positive rank, or 0 for no adapters")
     if not (lora.alpha > 0 and math.isfinite(lora.alpha)):
         raise ModelError(f"model.lora.alpha={lora.alpha}; it must be a finite number above 0")
+    if lora.rank and lora.scale > MOST_SCALE:
+        raise ModelError(
+            f"model.lora.alpha={lora.alpha} with model.lora.rank={lora.rank} multiplies the output of the adapters by {lora.scale:g}; it must be "
+            f"at most {MOST_SCALE:g}"
+        )
     if lora.rank and not lora.targets:
         raise ModelError(f"model.lora.targets=[] with model.lora.rank={lora.rank}; name layers, or all-linear")
     if not 0 <= lora.dropout < 1:

@@ -16,6 +16,7 @@ from ..errors import ModelError
 from .layout import DiskLayout
 from .lora import add_adapters, modules_to_save, peft_config, wants_adapters
 from .names import hf_name
+from .overrides import named
 
 
 class HFModel(nn.Module):
@@ -45,12 +46,11 @@ def empty_lm(
         model: The model settings.
         dtype: The dtype of the parameters.
         attention: The attention implementation, by transformers' name.
+
+    Raises:
+        ModelError: No model can be built with `model.overrides`, or settings contradict each other.
     """
-    # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
-    with init_empty_weights(include_buffers=False):
-        lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
-        )
+    lm = _built(config, model, dtype, attention)
     # Created on meta one by one, tied parameters were separated; FSDP must see one parameter, or it would train two.
     lm.tie_weights()
     layout = DiskLayout(lm)
@@ -70,6 +70,23 @@ def empty_lm(
                 "the rows of the new tokens would not be trained; name the embeddings and the head there, unless they are tied"
             )
     return lm, layout, adapters
+
+
+def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        # Parameters are on the meta device but buffers are real: rotary frequencies are computed, not loaded.
+        with init_empty_weights(include_buffers=False):
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=attention, dtype=dtype, trust_remote_code=model.trust_remote_code
+            )
+    except Exception as e:  # of many types, by what a family does with the value
+        if not model.overrides:
+            raise
+        raise ModelError(
+            f"{named(model.overrides)}: no model can be built of the config of {model.path} with that: "
+            f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        ) from e
+    return lm
 
 
 def choose_trainable(root: HFModel, model: ModelConfig) -> None:

@@ -14,6 +14,8 @@ from ..errors import ModelError
 log = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
+HUB_SECONDS = 10.0
+"""How long the Hub may take to answer before it counts as out of reach."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -35,6 +37,33 @@ def check_model_path(path: str) -> None:
         raise ModelError(
             f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
         )
+    elif not _is_cached(path) and (problem := hub_problem()):
+        raise ModelError(
+            f"model.path={path}: there is no such folder, no copy in the cache of the Hugging Face Hub, and the Hub cannot be reached from here "
+            f"({problem}); check the path, or download the model and give its folder"
+        )
+
+
+def _is_cached(path: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+
+
+def hub_problem() -> str | None:
+    """Return why the Hugging Face Hub cannot be reached; None if it answers.
+
+    One request tells, where huggingface_hub would try again for half a minute.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as e:  # of the HTTP library, which differs between versions
+        return (str(e).strip() or type(e).__name__).splitlines()[0].rstrip(".")
+    return None
 
 
 @contextmanager

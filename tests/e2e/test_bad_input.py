@@ -193,7 +193,6 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("gradient checkpointing", nothing, ["gradient_checkpointing=true"], "did you mean 'engine.recompute'?"),
     ("epochs elsewhere", nothing, ["num_train_epochs=3"], "did you mean 'trainer.epochs'?"),
     ("lora elsewhere", nothing, ["lora_r=8"], "did you mean 'model.lora.rank'?"),
-    ("learn", nothing, ["data.learn=everything"], "data.learn=everything; it must be one of answers, last_answer, all"),
     (
         "last answer of each",
         nothing,
@@ -203,10 +202,6 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("a name on the Hub", nothing, ["model.path=models/tiny"], "model.path=models/tiny: there is no such folder"),
     ("a damaged tokenizer", lambda t: (t / "model" / "tokenizer.json").write_text("{"), [], "tokenizer.json is damaged"),
     ("a damaged config", lambda t: (t / "model" / "config.json").write_text("{"), [], "config.json is damaged"),
-    ("an override of nothing", nothing, ["model.overrides.max_positions=9"], "did you mean max_position_embeddings?"),
-    ("an override of a kind", nothing, ["model.overrides.rms_norm_eps=abc"], "has 1e-06 there; give a number"),
-    ("an override of the family", nothing, ["model.overrides.model_type=llama"], "another family has other weights"),
-    ("dropout on attention", nothing, ["model.overrides.attention_dropout=0.1"], "set model.overrides.attention_dropout=0"),
     (
         "code of its own",
         lambda t: spoil_config(t, model_type="mine", auto_map={"AutoConfig": "configuration.Mine"}),
@@ -214,7 +209,6 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
         "Python code of its own, which runs only with model.trust_remote_code=true",
     ),
     ("output folder is a file", nothing, ["trainer.output_dir={task}/model/config.json"], "is a file; choose a folder"),
-    ("metric", nothing, ["trainer.best_metric=loss"], "trainer.best_metric=loss needs data.eval"),
     ("output folder", nothing, ["trainer.output_dir={task}/model/config.json/x"], "cannot be created"),
     ("output folder of the kernel", nothing, ["trainer.output_dir=/proc/nowhere"], "cannot be created"),
     ("cache folder", nothing, ["data.cache_dir={task}/model/config.json"], "set data.cache_dir"),
@@ -277,7 +271,7 @@ def test_nan_in_the_weights(task: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_nan_in_the_loss(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(words(task, "trainer.max_steps=30", "optim.lr=1e30", "optim.clip_grad_norm=null")) == 1
+    assert main(words(task, "trainer.max_steps=30", "optim.name=sgd", "optim.lr=1e4", "optim.clip_grad_norm=null")) == 1
     error = capfd.readouterr().err
     one_line(error, "the parameters are unchanged")
     assert "engine.non_finite=skip" in error

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drivetrain import cli
+from drivetrain.engine.tested import TESTED
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def test_what_a_command_starts(words: list[str], wanted: list[str], started: lis
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sft", "--nproc", "0"], "--nproc 0: give the number of processes on this machine, at least 1"),
+        (["sft", "--nproc", "0"], "--nproc 0: give the number of processes on this machine, from 1 to 4096"),
         (["sft", "--nproc", "-1"], "--nproc -1: give"),
         (["sft", "--nproc", "two"], "--nproc two: give"),
         (["sft", "--nproc=1.5"], "--nproc 1.5: give"),
@@ -75,6 +79,13 @@ def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"drivetrain {version('drivetrain')}\n"
+    assert cli.main(["--version", "--verbose"]) == 0
+    first, *packages, last = capsys.readouterr().out.splitlines()
+    assert first == f"drivetrain {version('drivetrain')}"
+    assert f"torch           {version('torch')}" in packages
+    assert last == TESTED
+    # The line stands on the README's first screen too.
+    assert TESTED in "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:16])
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(

@@ -1,5 +1,6 @@
 """The pages: their commands and programs run as they stand there, and their diagrams are drawn."""
 
+import html
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.draw import PICTURES, diagrams
+from docs.draw import FENCE, PICTURES, TAG, diagrams
 from docs.sizes import PAGE, page
 from drivetrain.cli import COMMANDS
 from drivetrain.serve.cli import _parser as serve_parser
@@ -111,6 +112,16 @@ def test_every_diagram_is_drawn_and_every_picture_is_there() -> None:
     for file in DOCS.glob("*.md"):
         for picture in re.findall(r"\]\((pictures/[^)]+)\)", file.read_text()):
             assert (DOCS / picture).is_file(), f"{file.name} shows {picture}"
+
+
+def test_no_diagram_shows_html() -> None:
+    """A label is text: of HTML only line breaks become what they mean, on GitHub and in the drawn pictures."""
+    assert TAG.findall('a["<b>trainers/</b><br/>x < y"] --> b') == ["<b>", "</b>"]
+    for file in (*DOCS.glob("*.md"), *ROOT.glob("*.md")):
+        for diagram in FENCE.findall(file.read_text()):
+            assert not TAG.findall(diagram), file.name
+    for picture in PICTURES.glob("diagram-*.svg"):
+        assert not TAG.findall(html.unescape(re.sub(r"<[^>]*>", "", picture.read_text()))), picture.name
 
 
 @pytest.mark.slow

@@ -211,7 +211,10 @@ def test_rows_that_cannot_be_answered_are_named(task: Path, tmp_path: Path) -> N
         ('{"question": "1+1="}', r"bad\.jsonl:1 has the columns question; it needs prompt"),
         ('{"prompt": 3}', r"prompt is int; it must be a text"),
         ('{"prompt": [{"role": "assistant", "content": "2"}]}', r"the prompt ends with an answer"),
-        (json.dumps({"prompt": "1" * 200}), r"has a prompt of 200 tokens, more than engine\.micro_batch\.max_tokens=128 less"),
+        (
+            json.dumps({"prompt": "1" * 200}),
+            r"has a prompt of 200 tokens, more than the 64 positions of .* less one for an answer",
+        ),
     ):
         (tmp_path / "bad.jsonl").write_text(text + "\n")
         with pytest.raises(DataError, match=message):

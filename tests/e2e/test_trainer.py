@@ -238,7 +238,8 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_a_run(
 
 def test_a_best_checkpoint_of_another_folder_is_forgotten(task: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = words(task, held_out(task), "trainer.eval_every=2", "trainer.best_metric=loss", "trainer.export_hf=false")
-    assert main([*run, "trainer.max_steps=4", "trainer.keep_last=null"]) == 0
+    assert main([*run, "trainer.max_steps=4", "trainer.keep_last=null", "optim.warmup_steps=5"]) == 0
+    assert "optim.warmup_steps=5 is more than the 4 steps of the run" in caplog.text
     other = [f"trainer.output_dir={task / 'other'}", f"trainer.resume={task / 'run' / 'checkpoints' / 'step-00000004'}"]
     assert main([*run, "trainer.max_steps=5", "optim.lr=1", *other]) == 0
     assert "is not in" in caplog.text

@@ -1,14 +1,18 @@
 """Settings that cannot be meant: one line that names the setting, its value and what is possible, before anything is built."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.errors import DrivetrainError
+from drivetrain.engine.config import MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from drivetrain.engine.errors import DrivetrainError, ModelError
+from drivetrain.engine.hf.config import read_config
+from drivetrain.engine.hf.model import empty_lm
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
@@ -17,9 +21,10 @@ from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.methods.sft import SFTMethod
+from drivetrain.trainers.rl.collect import load_data
 from drivetrain.trainers.rl.trainer import GRPOTrainer, OnlineDPOTrainer, PPOTrainer
 from drivetrain.trainers.tasks.addition import write_model
-from drivetrain.trainers.validate import check_run
+from drivetrain.trainers.validate import check_run, unused_settings
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTConfig, SFTMethod),
@@ -50,6 +55,11 @@ sft optim.warmup_ratio=2  =>  optim.warmup_ratio=2.0; it must be from 0 to 1
 sft optim.warmup_ratio=-0.1  =>  optim.warmup_ratio=-0.1; it must be from 0 to 1
 sft optim.warmup_steps=-1  =>  optim.warmup_steps=-1; it must be at least 0
 sft optim.min_lr_ratio=2  =>  optim.min_lr_ratio=2.0; it must be from 0 to 1
+sft optim.lr=1e30  =>  optim.lr=1e+30 with optim.name=adamw, which moves every parameter by about that in a step; it must be at most 10
+sft optim.lr=1e30 optim.name=sgd  =>  optim.lr=1e+30 with optim.name=sgd; it must be at most 10000
+sft optim.eps=2  =>  optim.eps=2.0; it must be at most 1
+sft optim.weight_decay=1e30  =>  optim.weight_decay=1e+30 with optim.lr=1e-05: a step multiplies matrices by 1 less the product of both
+sft optim.clip_grad_norm=1e-30  =>  optim.clip_grad_norm=1e-30 with optim.eps=1e-08, against which gradients of that norm are nothing
 sft optim.schedule=polynomial  =>  optim.schedule=polynomial; it must be one of constant, linear, cosine, invers
 sft optim.name=adam  =>  optim.name=adam; it must be one of adamw, sgd
 sft data.batch_size=0  =>  data.batch_size=0; it must be at least 1
@@ -72,6 +82,8 @@ sft data.too_long=truncate  =>  data.too_long=truncate; it must be one of error,
 sft data.columns=prompt  =>  data.columns=prompt; it must be a mapping, as in data.columns={name: value}
 sft data.columns=[prompt]  =>  data.columns=['prompt']; it must be a mapping, as in data.columns={name: value}
 sft data.workers=-1  =>  data.workers=-1; it must be at least 0
+sft data.workers=1000000  =>  data.workers=1000000; it must be at most 1024
+sft data.columns={prompt: a, completion: a}  =>  data.columns={'prompt': 'a', 'completion': 'a'}: prompt and completion would be one column, 'a'
 sft data.streaming=yes  =>  data.streaming=true without trainer.max_steps: the number of samples of an epoch is not known before
 sft data.streaming=maybe  =>  data.streaming: Value 'maybe' is not a valid bool (type str)
 sft trainer.epochs=0  =>  trainer.epochs=0; it must be at least 1
@@ -94,6 +106,9 @@ sft trainer.resume=latest  =>  trainer.resume=latest is not a folder; give auto,
 sft trainer.resume=/nope  =>  trainer.resume=/nope is not a folder; give auto, none or a checkpoint folder
 sft trainer.timeout_minutes=0  =>  trainer.timeout_minutes=0.0; it must be more than 0
 sft trainer.timeout_minutes=nan  =>  trainer.timeout_minutes=nan; it must be more than 0
+sft trainer.timeout_minutes=1e30  =>  trainer.timeout_minutes=1e+30; it must be at most 1e+06
+sft trainer.timeout_minutes=1e-30  =>  trainer.timeout_minutes=1e-30; it must be at least 0.01
+sft trainer.peak_tflops=1e30  =>  trainer.peak_tflops=1e+30; it must be at most 1e+06
 sft trainer.peak_tflops=0  =>  trainer.peak_tflops=0.0; it must be more than 0
 sft trainer.checkpoint_dir=s3x://a/b  =>  trainer.checkpoint_dir: s3x://a/b cannot be opened: Protocol not known: s3x
 sft trainer.log_every=0  =>  trainer.log_every=0; it must be at least 1
@@ -103,15 +118,31 @@ sft model.head=value  =>  model.head=value: SFT trains a language-model head; se
 sft model.init=scratch  =>  model.init=scratch; it must be one of weights, random
 sft model.lora.rank=-1  =>  model.lora.rank=-1; it must be a positive rank, or 0 for no adapters
 sft model.lora.rank=1.5  =>  model.lora.rank=1.5; it must be a whole number
+sft model.lora.rank=1000000000  =>  model.lora.rank=1000000000 is more than hidden_size=128 of MODEL, so adapters would have more
+sft model.lora.rank=8 model.lora.alpha=1e30  =>  model.lora.alpha=1e+30 with model.lora.rank=8 multiplies the output of the adapters by 1.25e+29
+sft model.lora.alpha=32  =>  model.lora.alpha=32.0 with model.lora.rank=0, where the whole model is trained; set the rank, or leave model.lora.alpha at 16.0
+sft model.lora.rslora=true  =>  model.lora.rslora=True with model.lora.rank=0, where the whole model is trained; set
+sft model.lora.dropout=0.1  =>  model.lora.dropout=0.1 with model.lora.rank=0, where the whole model is trained; set
+sft model.lora.targets=[q_proj]  =>  model.lora.targets=['q_proj'] with model.lora.rank=0, where the whole model is trained; set
 sft model.lora.rank=8 model.lora.alpha=-1  =>  model.lora.alpha=-1.0; it must be a finite number above 0
 sft model.lora.rank=8 model.lora.alpha=nan  =>  model.lora.alpha=nan; it must be a finite number above 0
 sft model.lora.rank=8 model.lora.dropout=1  =>  model.lora.dropout=1.0; it must be a probability below 1
 sft model.lora.rank=8 model.lora.targets=[]  =>  model.lora.targets=[] with model.lora.rank=8; name layers, or all-linear
-sft model.lora.modules_to_save=[lm_head]  =>  model.lora.modules_to_save=['lm_head'] with model.lora.rank=0, where the whole model is trained; uns
+sft model.lora.modules_to_save=[lm_head]  =>  model.lora.modules_to_save=['lm_head'] with model.lora.rank=0, where the whole model is trained; set
 sft model.quantization=4bit  =>  model.quantization=4bit; it must be one of none, int8, nf4
 sft model.quantization=nf4  =>  model.quantization=nf4: QLoRA is not supported by backend 'fsdp', which supports none; use adapters 
 sft model.overrides=5  =>  model.overrides=5; it must be a mapping, as in model.overrides={name: value}
+sft model.overrides.max_positions=9  =>  model.overrides.max_positions=9: the config of MODEL has no such setting; did you mean max_position_embeddings?
+sft model.overrides.rms_norm_eps=abc  =>  model.overrides.rms_norm_eps='abc': the config of MODEL has 1e-06 there; give a number
+sft model.overrides.model_type=llama  =>  model.overrides.model_type=llama: another family has other weights
+sft model.overrides.attention_dropout=0.1  =>  attention_dropout=0.1 in the config of MODEL: dropout on attention weights is not supported on packed sequences; set model.overrides.attention_dropout=0
 sft model.overrides.nope=5  =>  model.overrides.nope=5: the config of MODEL has no such setting
+sft model.overrides.num_hidden_layers=0  =>  model.overrides.num_hidden_layers=0; it must be at least 1
+sft model.overrides.num_hidden_layers=1  =>  model.overrides.num_hidden_layers=1, but layer_types of the config of MODEL has 2 entries, one per layer; give model.overrides.layer_types too, a list of 1 (full_attention)
+sft model.overrides.num_hidden_layers=3  =>  model.overrides.num_hidden_layers=3, but layer_types of the config of MODEL has 2 entries
+sft model.overrides.layer_types=[full_attention]  =>  model.overrides.layer_types=['full_attention'] has 1 entries, but the config of MODEL has 2 layers
+sft model.overrides.layer_types=[full_attention,none]  =>  model.overrides.layer_types=['full_attention', 'none']: the config of MODEL refuses that: The `layer_types` entries must be in
+sft model.overrides.rope_parameters=5  =>  model.overrides.rope_parameters=5: the config of MODEL refuses it: Field 'rope_parameters' with value 5
 sft engine.backend=deepspeed  =>  engine.backend='deepspeed' is unknown; available: fsdp, mcore; a backend of your own comes with the package that provides it; sharding is engine.parallel.*
 sft engine.parallel.dp_shard=0  =>  engine.parallel.dp_shard=0; it must be at least 1
 sft engine.parallel.cp=0  =>  engine.parallel.cp=0; it must be at least 1
@@ -130,6 +161,7 @@ sft engine.non_finite=ignore  =>  engine.non_finite=ignore; it must be one of ra
 sft engine.options.nope=1  =>  unknown setting 'engine.options.nope'; this backend's engine.options are allow_unverified_family, re
 sft engine.options.fused_adam=true  =>  unknown setting 'engine.options.fused_adam'; this backend's engine.options are allow_unverified_fami
 sft engine.seed=-1  =>  engine.seed=-1; it must be at least 0
+sft engine.seed=99999999999999999999  =>  engine.seed=99999999999999999999; it must be at most 9.22337e+18
 sft engine.share_prefixes=maybe  =>  engine.share_prefixes=maybe; it must be one of auto, on, off
 sft lr=1e-4  =>  unknown setting 'lr'; did you mean 'optim.lr'? (--help lists all settings)
 sft learning_rate=1e-4  =>  unknown setting 'learning_rate'; did you mean 'optim.lr'? (--help lists all settings)
@@ -147,6 +179,8 @@ sft recipe=/nope.yaml  =>  recipe=/nope.yaml does not exist; the built-in recipe
 dpo dpo.beta=0  =>  dpo.beta=0.0; it must be more than 0
 dpo dpo.beta=nan  =>  dpo.beta=nan; it must be more than 0
 dpo dpo.beta=-0.1  =>  dpo.beta=-0.1; it must be more than 0
+dpo dpo.beta=1e30  =>  dpo.beta=1e+30; it must be at most 1000
+dpo dpo.beta=1e-30  =>  dpo.beta=1e-30; it must be at least 1e-06
 dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of sigmoid, ipo, hinge, exo_pair, robust, nc
 dpo dpo.label_smoothing=0.5  =>  dpo.label_smoothing=0.5; it is a fraction of flipped labels, at least 0 and below 0.5
 dpo dpo.loss=simpo dpo.gamma=-1  =>  dpo.gamma=-1.0; it is a margin and must be 0 or more
@@ -164,10 +198,18 @@ dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference
 rm model.head=lm  =>  model.head=lm: reward modeling trains a value head, which gives one number per text; set model.head=
 rm trainer.generate=2 data.eval=[DATA]  =>  trainer.generate=2: reward modeling trains a model that cannot generate text; set it to 0
 rm rm.centering=-1  =>  rm.centering=-1.0; it must be 0 or more
+rm rm.centering=1e30  =>  rm.centering=1e+30; it must be at most 1e+06
 rm rm.centering=nan  =>  rm.centering=nan; it must be 0 or more
 grpo rewards.use=[]  =>  rewards.use is not set, so nothing says which answers are good; give names, such as rewards.use=[ans
 grpo rewards.use=[answer] rl.group_size=1  =>  rl.group_size=1 with rl.algorithm=grpo, which compares the answers to one prompt; use at least 2, or
 grpo rewards.use=[answer] rl.group_size=0  =>  rl.group_size=0; it must be at least 1
+grpo rewards.use=[answer] rl.group_size=1000000000  =>  rl.group_size=1000000000; it must be at most 65536
+grpo rewards.use=[answer] rollout.temperature=1e30  =>  rollout.temperature=1e+30; it must be at most 1000
+grpo rewards.use=[answer] rollout.temperature=1e-30  =>  rollout.temperature=1e-30; it must be at least 0.001
+grpo rewards.use=[answer] rl.loss.kl_coef=1e30  =>  rl.loss.kl_coef=1e+30; it must be at most 1e+06
+grpo rewards.use=[answer] group.nproc=1000000  =>  group.nproc=1000000; it must be at most 4096
+grpo rewards.use=[answer] group.pools={rollout: 9999}  =>  group.pools.rollout=9999; it must be at most 4096
+grpo rewards.use=[answer] model.lora.alpha=32  =>  the role actor (actor.model, actor.engine, or what they inherit): model.lora.alpha=32.0
 grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of grpo, dr_grpo, dapo, gspo, cispo, sa
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
@@ -243,9 +285,56 @@ def test_it_is_refused_in_one_line(trainer: str, words: list[str], message: str,
     assert any(name in str(found.value) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"), [("hidden_act=nope", "KeyError: 'nope'"), ("rope_parameters.rope_theta=a", "TypeError: ")]
+)
+def test_a_model_that_cannot_be_built_is_refused_in_one_line(words: str, message: str, model: Path) -> None:
+    config = SFTConfig.parse(f"model.path={model}", f"model.overrides.{words}").model
+    with pytest.raises(ModelError, match=rf"model\.overrides\..*: no model can be built .*: {message}") as found:
+        empty_lm(read_config(config), config, torch.float32)
+    assert "\n" not in str(found.value)
+    # What no setting has caused keeps its traceback.
+    family: Any = type(read_config(config))
+    with pytest.raises(KeyError):
+        empty_lm(family(hidden_act="nope"), ModelConfig(path=str(model)), torch.float32)
+
+
 @pytest.mark.parametrize("trainer", [*METHODS, *TRAINERS])
 def test_the_control_of_the_test_above(trainer: str, model: Path) -> None:
     check(trainer, ["rewards.use=[answer]"] if trainer in TRAINERS else [], model)
+
+
+def test_what_of_the_optimizer_does_not_take_effect_is_told() -> None:
+    assert unused_settings(OptimConfig(warmup_steps=5, schedule="cosine", min_lr_ratio=0.1), 5) == []
+    both = OptimConfig(lr=1.0, warmup_steps=10, warmup_ratio=0.1)
+    assert unused_settings(both, 4) == [
+        "optim.warmup_steps=10 counts; optim.warmup_ratio=0.1 is used only without it",
+        "optim.warmup_steps=10 is more than the 4 steps of the run, whose learning rate rises to 0.4 of optim.lr=1.0",
+    ]
+    assert unused_settings(OptimConfig(name="sgd", eps=1e-6, decay_ratio=0.1, min_lr_ratio=0.1, lr=0), 4, "critic.optim") == [
+        "critic.optim.min_lr_ratio=0.1 is not used with critic.optim.schedule=constant",
+        "critic.optim.decay_ratio=0.1 is not used with critic.optim.schedule=constant",
+        "critic.optim.eps=1e-06 is not used with critic.optim.name=sgd",
+        "critic.optim.lr=0.0: no parameter will change",
+    ]
+
+
+def test_prompts_leave_room_in_the_models_positions(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before a model is built: a generator would refuse them in the middle of a step."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1" * length, "answer": "2"}) + "\n" for length in (63, 64)))
+    settings = [f"model.path={model}", f"data.train=[{file}]", "rewards.use=[answer]"]
+    with pytest.raises(
+        DrivetrainError, match=rf"prompts.jsonl:2 has a prompt of 64 tokens, more than the 64 positions of {model} "
+    ):
+        load_data(GRPOConfig.parse(*settings))
+    # Two optimizer steps in each of the two steps of the run.
+    more = ["optim.warmup_steps=5", "trainer.max_steps=2", "data.batch_size=1", "rl.group_size=4", "rl.mini_batch_size=2"]
+    planned = GRPOConfig.parse(*settings, "data.too_long=skip", "data.columns={answer: answer, copy: answer}", *more)
+    prompts, _, _ = GRPOTrainer(planned)._planned()
+    assert prompts.train.longest == 63
+    assert "optim.warmup_steps=5 is more than the 4 steps of the run" in caplog.text
+    assert "data.columns: answer and copy are one column, 'answer'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,46 @@ def test_bad_settings_say_what_to_do(words: list[str], message: str) -> None:
         parse(SFTConfig, words, USAGE)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model:\n  path: a\nmodel:\n  path: b\n",
+            "line 3 of FILE is not valid YAML: the key 'model' is there twice; keep one of them",
+        ),
+        ("data:\n  train: [a.jsonl\noptim:\n  lr: 1\n", "line 2 of FILE is not valid YAML: [ has no closing ]"),
+        ("model: {path: a}}", "line 1 of FILE is not valid YAML: } has no opening {"),
+        ("model: 'a", "line 1 of FILE is not valid YAML: a quotation mark has no closing one"),
+        ("model:\n\tpath: a\n", "line 2 of FILE is not valid YAML: a tab, or a character that cannot begin a value"),
+        ("model:\n path: a\n  init: b\n", "line 3 of FILE is not valid YAML: a second colon"),
+        ("optim: {lr: 1}\n---\noptim: {lr: 2}\n", "line 2 of FILE is not valid YAML: a second document (---)"),
+        ("data: {train: *a}", "line 1 of FILE is not valid YAML: a value that begins with *"),
+        ("model: ${", "FILE is not valid YAML: ${ without a reference behind it"),
+        (
+            "data.train=[good.jsonl",
+            "data.train=[good.jsonl cannot be read: [ has no closing ]; write a list or a mapping as one word",
+        ),
+        ("data.train=[a.jsonl, b.jsonl]", ""),
+        ("data.columns={prompt: a", "data.columns={prompt: a cannot be read: { has no closing }; write a list"),
+        ("data.columns={prompt: a, prompt: b}", "cannot be read: the key 'prompt' is there twice; keep one of them"),
+        ("data.train='a", "data.train='a cannot be read: a quotation mark has no closing one"),
+    ],
+)
+def test_what_is_not_yaml_is_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file, is_word = tmp_path / "mine.yaml", re.match(r"[\w.]+=", text)
+    file.write_text(text)
+    words = [text] if is_word else [f"recipe={file}"]
+    if not message:
+        parse(SFTConfig, words, USAGE)
+        return
+    with pytest.raises(ConfigError, match=re.escape(message.replace("FILE", str(file)))) as found:
+        parse(SFTConfig, words, USAGE)
+    assert "\n" not in str(found.value)
+    # A list with spaces that the shell has divided.
+    with pytest.raises(ConfigError, match=r"^data\.train=\[a, cannot be read: \[ has no closing \]"):
+        parse(SFTConfig, ["data.train=[a,", "b]"], USAGE)
+
+
 def test_one_path_may_stand_for_a_list_of_one() -> None:
     config = parse(SFTConfig, ["data.train=a.jsonl", "model.lora.targets=q_proj"], USAGE)
     assert config.data.train == ("a.jsonl",)
@@ -169,13 +209,16 @@ def test_what_a_run_has_otherwise_is_told(tmp_path: Path) -> None:
 
 
 def test_every_recipe_parses_and_names_its_command() -> None:
+    from drivetrain.trainers.validate import unused_settings
+
     classes: tuple[type, ...] = (SFTConfig, DPOConfig, RMConfig, GRPOConfig, PPOConfig, OnlineDPOConfig)
     offered = {cls: recipes_of(cls) for cls in classes}
     assert sorted(name for names in offered.values() for name in names) == sorted(p.stem for p in RECIPES.glob("*.yaml"))
     for cls, names in offered.items():
         assert names
         for name in names:
-            parse(cls, [f"recipe={name}"], USAGE)
+            config: Any = parse(cls, [f"recipe={name}"], USAGE)
+            assert not unused_settings(config.optim, 1000), name
             assert f"recipe={name}" in (RECIPES / f"{name}.yaml").read_text().split("\n\n")[0]
 
 
@@ -308,12 +351,6 @@ def test_schedules() -> None:
     [
         {"schedule": "linear"},
         {"warmup_ratio": 0.1},
-        {"warmup_ratio": 2.0},
-        {"warmup_steps": -1},
-        {"lr": -1.0},
-        {"betas": (0.9, 1.5)},
-        {"clip_grad_norm": 0.0},
-        {"min_lr_ratio": 3.0},
     ],
 )
 def test_impossible_optimizers_are_refused(settings: dict[str, Any]) -> None:

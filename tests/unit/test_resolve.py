@@ -14,8 +14,10 @@ from drivetrain.engine.resolve import (
     choose,
     compute_dtype,
     describe,
+    describe_resolved,
     resolve_device,
 )
+from drivetrain.engine.tested import TESTED
 
 ALL = frozenset(MODES)
 
@@ -118,3 +120,10 @@ def test_activations_of_a_large_model() -> None:
         split = activation_bytes(shape, config, ParallelConfig(**axes), 8192)  # type: ignore[arg-type]
         assert split["none"] == pytest.approx(factor * one["none"])
     assert activation_bytes(shape, config, ParallelConfig(), 16384)["none"] == pytest.approx(2 * one["none"])
+
+
+def test_a_run_on_cuda_says_what_was_tested() -> None:
+    config = resolve_device(EngineConfig(), cuda=False, can_compile=False)
+    lines = ["computation in float32, recompute=none, layers not compiled", "an estimate"]
+    assert describe_resolved(config, "an estimate", cuda=False) == lines
+    assert describe_resolved(config, "an estimate", cuda=True) == [f"drivetrain was {TESTED}", *lines]

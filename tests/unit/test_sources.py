@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,18 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
-from drivetrain.engine.errors import DataError
+from drivetrain.engine.errors import DataError, ModelError
+from drivetrain.engine.hf.model_path import check_model_path
 from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import PromptsConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
+from drivetrain.trainers.data.length_bound import LengthBound
+from drivetrain.trainers.data.prompts import load_prompts
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.sources import open_source
 from drivetrain.trainers.data.tokenize import load_token_caches
@@ -100,6 +109,115 @@ def test_long_samples(too_long: Any, kept: list[str], tmp_path: Path, cache: dic
     assert samples.lengths.tolist() == [[len(s.ids)] for s in every(samples)]
     with pytest.raises(DataError, match=r"a.jsonl:2 has 9 tokens, more than data.max_length=6"):
         load([path], cache, max_length=6)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_what_certainly_is_too_long_is_not_tokenized(
+    template: str | None, tmp_path: Path, cache: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivetrain.trainers.data.length_bound.QUICK", 50)
+    tokenizer = TOKENIZER if template is None else with_template(template)
+    chat = {"messages": [CHAT[0], {"role": "assistant", "content": "1" * 200}]}
+    for row in ({"text": "1" * 200}, {"prompt": "1+1=", "completion": "1" * 200}, chat):
+        path = write_rows(tmp_path / "a.jsonl", [{"text": "1+1=2"}, row])
+        message = r"a.jsonl:2 has at least (199|200|20\d) tokens, more than engine.micro_batch.max_tokens=100; raise it, or set data.too_long"
+        with pytest.raises(DataError, match=message):
+            load_token_caches([path], tokenizer, DataConfig(**cache), training=True, limit=BUDGET)
+        # What is left out is tokenized all the same, so that another limit finds it in the cache.
+        config = DataConfig(**cache, too_long="skip")
+        caches = load_token_caches([path], tokenizer, config, training=True, limit=BUDGET)
+        assert len(Dataset(caches, config, BUDGET, [path])) == 1
+        assert len(caches[0]) == 2
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1" * 200}])
+    with pytest.raises(
+        DataError, match=r"p.jsonl:2 has a prompt of at least \d+ tokens, more than engine.micro_batch.max_tokens=100; raise"
+    ):
+        load_prompts([prompts], tokenizer, PromptsConfig(), BUDGET, training=True)
+    assert len(load_prompts([prompts], tokenizer, PromptsConfig(too_long="skip"), BUDGET, training=True)) == 1
+    assert load_prompts([prompts], tokenizer, PromptsConfig(too_long="truncate_left"), BUDGET, training=True).longest == 100
+
+
+def trained(normalizer: Any, splits: Any, model: Any, special: list[str], texts: list[str], size: int) -> Any:
+    """A tokenizer of merges that are learned from texts, with a token that takes the white space around it."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splits
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if isinstance(splits, pre_tokenizers.ByteLevel) else []
+    trainer = BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, limit_alphabet=300, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_tokens([AddedToken("<user>", lstrip=True, rstrip=True, normalized=False)], special_tokens=True)
+    return fast
+
+
+def test_a_text_has_at_least_the_tokens_of_the_bound() -> None:
+    rng = random.Random(0)
+    words = [
+        "hello ",
+        "world ",
+        "-" * 40,
+        " " * 30,
+        "  <user>   ",
+        "1234",
+        "é中\u3000文",
+        "\U0001f600",
+        "\n\n\t",
+        "▁▁",
+        "x\u0301",
+        "<user>" * 3,
+    ]
+    texts = ["".join(rng.choices(words, k=rng.choice([1, 5, 60]))) for _ in range(60)]
+    texts.append("\u3000" * 50 + "<user>")
+    level, bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False), [f"<0x{i:02X}>" for i in range(256)]
+    spaces, joined = normalizers.Replace(" ", "▁"), normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    fallback = BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    cases = [
+        (trained(None, level, BPE(), [], texts, 400), True),
+        (trained(joined, level, BPE(), [], texts, 400), True),
+        (trained(spaces, pre_tokenizers.Split("▁", "merged_with_next"), fallback, ["<unk>", *bytes_], texts[:9], 600), True),
+        (TOKENIZER, True),
+        # A word of any length may be one token, and a character without a token none.
+        (PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordPiece({"?": 0}, unk_token="?"))), False),
+        (trained(None, None, BPE(), [], texts, 400), False),
+    ]
+    prose = "hello world 1234 " * 500
+    for tokenizer, known in cases:
+        bound = LengthBound(tokenizer)
+        assert all(bound.least(text) <= len(tokenizer(text)["input_ids"]) for text in texts)
+        # It is of use where it is known.
+        assert (bound.least(prose) > len(tokenizer(prose)["input_ids"]) / 20) == known
+        assert bound.least(prose) == 0 or known
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_counts_is_told(tmp_path: Path, cache: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    a, b = write_rows(tmp_path / "d" / "a.jsonl", ROWS), write_rows(tmp_path / "d" / "b.jsonl", ROWS)
+    (tmp_path / "d" / "link.jsonl").symlink_to(a)
+    other = f"{tmp_path}/d/../d/a.jsonl"
+    for names, told in (
+        ([a, b], ""),
+        ([a, a], f"data.train has {a} twice, as {a}: its samples are used as often"),
+        ([a, other], f"data.train has {a} twice, as {a} and {other}: its samples are used as often"),
+        ([a, str(tmp_path / "d")], f"data.train has {a} twice, as {a} and {tmp_path / 'd'}: its samples are used as often"),
+        ([str(tmp_path / "d")], f"data.train has {a} twice, as {tmp_path / 'd'}: its samples are used as often"),
+    ):
+        caplog.clear()
+        load(names, cache)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == ([told] if told else [])
+    caplog.clear()
+    row = {"prompt": "1+1=", "question": "2+2=", "completion": "4"}
+    mapped = write_rows(tmp_path / "c.jsonl", [row, row])
+    (first, _) = every(load([mapped], cache, columns={"prompt": "question"}))
+    assert TOKENIZER.decode(first.ids) == "2+2=4<end>"
+    assert (
+        f"{mapped}:1: its column 'prompt' is not used, because data.columns.prompt=question (and 1 more rows)" in caplog.text
+    )
+    caplog.clear()
+    load_prompts([mapped, mapped], TOKENIZER, PromptsConfig(columns={"prompt": "question"}), BUDGET, training=False)
+    assert "its column 'prompt' is not used" in caplog.text
+    assert f"data.eval has {mapped} twice" in caplog.text
 
 
 @pytest.mark.usefixtures("process_group")
@@ -369,6 +487,7 @@ ENDLESS = """
 import sys
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import PromptsConfig
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.data.tokenize import load_token_caches
 if __name__ == "__main__":
@@ -465,3 +584,43 @@ def test_chats_whose_answers_came_apart_are_counted(tmp_path: Path, cache: dict[
     assert [s.name for s in every(apart)] == [f"{path}:1 (answer 1)", f"{path}:1 (answer 2)", f"{path}:2"]
     assert (apart.sizes, apart.split_chats) == ([3], [1])
     assert load([path], cache).split_chats == [0]
+
+
+def test_a_data_set_of_a_hub_out_of_reach_is_refused_after_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets
+
+    asked: list[str] = []
+
+    def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+        asked.append(name)
+        return {"train": datasets.Dataset.from_list([{"text": "1"}])}
+
+    # Nothing listens at the first port. The library would try six times.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(
+        DataError, match=r"^org/some is not a file or folder, and .* the Hub cannot be reached from here \(.*\)"
+    ) as found:
+        open_source("org/some", training=True)
+    assert "\n" not in str(found.value)
+    with pytest.raises(
+        ModelError, match=r"model.path=org/some: there is no such folder, .* the Hub cannot be reached from here"
+    ):
+        check_model_path("org/some")
+    assert not asked
+    # A copy is used, which a line says.
+    (tmp_path / "org___some").mkdir()
+    assert [len(chunk.rows) for chunk in open_source("org/some", training=True).chunks()] == [1]
+    assert asked == ["org/some"]
+    assert f"its copy in {tmp_path / 'org___some'} is used" in caplog.text
+    # Where the Hub answers, the library is asked for its data set.
+    with serve("org/none", {}) as address:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        open_source("org/none", training=True)
+    assert asked == ["org/some", "org/none"]

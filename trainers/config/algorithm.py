@@ -54,8 +54,8 @@ class PolicyLossConfig(Settings):
     length_norm: int | None = setting(
         None, "for seq-mean-token-sum-norm: number of tokens that sums are divided by; null: rollout.max_tokens"
     )
-    entropy_coef: float | None = setting(None, "weight of the entropy bonus")
-    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none")
+    entropy_coef: float | None = setting(None, "weight of the entropy bonus", most=1e6)
+    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the loss; 0: none", most=1e6)
     kl_estimator: KLEstimator | None = setting(None, "estimator of that KL divergence")
 
 
@@ -72,5 +72,5 @@ class EstimatorConfig(Settings):
     )
     gamma: float | None = setting(None, "discount per token")
     lam: float | None = setting(None, "lambda of gae")
-    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the rewards; 0: none")
+    kl_coef: float | None = setting(None, "weight of the KL divergence from the reference in the rewards; 0: none", most=1e6)
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = setting(None, "estimator of that KL divergence")

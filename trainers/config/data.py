@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import Settings, check_least, setting
+from ...engine.config import MOST_SEED, Settings, check_least, setting
 from ...engine.errors import ConfigError
 
 Format = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
@@ -55,7 +55,7 @@ class SourcesConfig(Settings):
         "error", "what to do with a sample that is too long; split: make several of it, for plain text to learn entirely"
     )
     shuffle: bool = setting(True, "reshuffle the samples every epoch; false: keep the order of the files")
-    seed: int = setting(0, "seed for shuffling")
+    seed: int = setting(0, "seed for shuffling", most=MOST_SEED)
 
     def _check_values(self) -> None:
         check_least("data.seed", self.seed, 0)
@@ -72,6 +72,13 @@ class SourcesConfig(Settings):
             self._check_weights(self.weights)
         if taken := sorted({*self.chat_template_kwargs} & {*RESERVED_VARIABLES}):
             raise ConfigError(f"data.chat_template_kwargs has {', '.join(taken)}, which the trainer sets itself; leave it out")
+
+    def doubled_columns(self) -> list[str]:
+        """Return the names that `data.columns` maps to one column of the data, if it does so."""
+        for theirs in self.columns.values():
+            if len(names := [ours for ours, column in self.columns.items() if column == theirs]) > 1:
+                return names
+        return []
 
     def _check_weights(self, weights: Sequence[float]) -> None:
         if len(weights) != len(self.train):
@@ -109,7 +116,7 @@ class DataConfig(SourcesConfig):
     stream_rows: int = setting(4096, "rows that are read, tokenized and shuffled together, if streaming")
     batch_size: int = setting(32, "samples per step across all ranks; a pair is one sample")
     workers: int | None = setting(
-        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data"
+        None, "processes that tokenize; 0: only the first rank itself; null: one per CPU core for large data", most=1024
     )
     cache_dir: str | None = setting(
         None, "folder for cached tokenized data; null: ~/.cache/drivetrain (or $XDG_CACHE_HOME/drivetrain)", path=True
@@ -129,6 +136,10 @@ class DataConfig(SourcesConfig):
             ConfigError: A setting is invalid; the message names it and its value.
         """
         super().check()
+        if doubled := self.doubled_columns():
+            raise ConfigError(
+                f"data.columns={self.columns}: {' and '.join(doubled)} would be one column, {self.columns[doubled[0]]!r}; give each its own"
+            )
         if self.streaming and self.weights is not None:
             raise ConfigError(
                 "data.weights with data.streaming=true, which reads one source after the other; mix the rows beforehand, or unset one of them"

@@ -38,10 +38,13 @@ class PreferenceConfig(Settings):
         help="weights of several losses whose sum is trained instead of dpo.loss, as in dpo.loss_weights={sigmoid: 0.8, sft: 0.2}; sft: the chosen side's negative log-likelihood",
     )
     beta: float = setting(
-        0.1, "scale of the reward; larger values keep the policy closer to the reference; tau in ipo, lambda in orpo"
+        0.1,
+        "scale of the reward; larger values keep the policy closer to the reference; tau in ipo, lambda in orpo",
+        least=1e-6,
+        most=1e3,
     )
     label_smoothing: float = setting(0.0, "assumed fraction of flipped labels; for sigmoid, exo_pair, robust, aot, simpo, cpo")
-    gamma: float = setting(0.5, "simpo: target margin between the chosen and the rejected side")
+    gamma: float = setting(0.5, "simpo: target margin between the chosen and the rejected side", most=1e3)
     tau: float = setting(0.05, "discopop: width of the transition between its two parts")
     divergence: Divergence = setting(
         "reverse_kl", "how the distance to the reference is measured; for sigmoid, ipo, hinge, exo_pair, robust, discopop"
@@ -54,9 +57,10 @@ class PreferenceConfig(Settings):
     sft_weight: float | None = setting(
         None,
         "weight of the chosen side's negative log-likelihood (RPO's term); null: as the loss is defined (1 for orpo and cpo)",
+        most=1e6,
     )
-    desirable_weight: float = setting(1.0, "kto: weight of answers labeled good")
-    undesirable_weight: float = setting(1.0, "kto: weight of answers labeled bad")
+    desirable_weight: float = setting(1.0, "kto: weight of answers labeled good", most=1e6)
+    undesirable_weight: float = setting(1.0, "kto: weight of answers labeled bad", most=1e6)
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -126,4 +130,4 @@ class RewardConfig(Settings):
 
     section: ClassVar[str] = "rm"
 
-    centering: float = setting(0.0, "weight of the term that pulls the rewards toward a mean of 0")
+    centering: float = setting(0.0, "weight of the term that pulls the rewards toward a mean of 0", most=1e6)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -21,6 +22,7 @@ from ...engine.parallel.process import discard_output
 from ...engine.registry import backends, options_class
 from .unknown import hint_for
 from .value_errors import value_error
+from .yaml_errors import yaml_error
 
 log = logging.getLogger(__name__)
 
@@ -284,11 +286,18 @@ def _words(cls: type, words: Sequence[str]) -> DictConfig:
             elif (found := hint_for(name, known)).startswith((";", ":")):
                 hint = found.lstrip(";: ")
             raise ConfigError(f"{word!r} is not a setting; {hint}")
-    try:
-        # YAML reads a value that starts with * as an alias; here it is a pattern, so it is quoted.
-        return OmegaConf.from_dotlist([re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word) for word in words])
-    except Exception as e:
-        raise ConfigError(f"the settings cannot be read: {e}") from e
+        try:
+            OmegaConf.from_dotlist([_quoted(word)])
+        except Exception as e:  # of the parser, or of what it reads
+            problem = yaml_error(e, word)[1]
+            hint = "; write a list or a mapping as one word, in quotes if it has spaces" if problem[0] in "[]{}" else ""
+            raise ConfigError(f"{shorten(' '.join(word.split()), 120)} cannot be read: {problem}{hint}") from e
+    return OmegaConf.from_dotlist([_quoted(word) for word in words])
+
+
+def _quoted(word: str) -> str:
+    # YAML reads a value that starts with * as an alias; here it is a pattern, so it is quoted.
+    return re.sub(r"(^[^=]*=\[?|,)\s*([*&!%@`][^,\]]*)", r'\1"\2"', word)
 
 
 def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
@@ -303,9 +312,14 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
             ".yaml file"
         )
     try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"recipe={name}: {path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    try:
         loaded = OmegaConf.load(path)
     except Exception as e:
-        raise ConfigError(f"recipe={name}: {path} is not valid YAML: {e}") from e
+        line, problem = yaml_error(e, text)
+        raise ConfigError(f"recipe={name}: {f'line {line} of ' if line else ''}{path} is not valid YAML: {problem}") from e
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"recipe={name}: {path} contains no settings")
     base = loaded.pop("recipe", None)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ...engine.config import EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
+from ...engine.config import MOST_PROCESSES, EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
 from ...workers.losses.names import WITHOUT_GROUPS, Level
 from ...workers.rewards.config import RewardsConfig
@@ -33,9 +33,9 @@ class RLSettings(Settings):
     algorithm: AlgorithmName = setting("grpo", "algorithm, which sets rl.loss and rl.advantage where these are null")
     loss: PolicyLossConfig = setting(factory=PolicyLossConfig, help="loss of the policy")
     advantage: EstimatorConfig = setting(factory=EstimatorConfig, help="advantages")
-    group_size: int = setting(8, "answers to each prompt")
+    group_size: int = setting(8, "answers to each prompt", most=65536)
     mini_batch_size: int | None = setting(None, "answers per optimizer step; null: all answers of the step")
-    epochs: int = setting(1, "passes over the answers of a step")
+    epochs: int = setting(1, "passes over the answers of a step", most=10000)
     critic_warmup: int = setting(0, "steps at the beginning in which only the critic is trained")
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
     kl_target: float | None = setting(
@@ -76,7 +76,7 @@ class RLSettings(Settings):
     log_entropy: bool = setting(True, "compute the entropy of the policy, for the metrics")
     eval_before_train: bool = setting(True, "evaluate before the first step")
     eval_samples: int = setting(
-        1, "answers to each held-out prompt; 1: the most likely tokens; more: sampled, for avg@k and pass@k"
+        1, "answers to each held-out prompt; 1: the most likely tokens; more: sampled, for avg@k and pass@k", most=65536
     )
     eval_reward: str | None = setting(
         None, "reward that decides whether an answer counts as right (a value of 1 or more); null: the first of rewards.use"
@@ -138,7 +138,9 @@ class RolloutSettings(Settings):
     section: ClassVar[str] = "rollout"
 
     generator: str = setting("static", "generator; `drivetrain generators` lists them")
-    temperature: float = setting(1.0, "temperature at which answers are sampled and log-probabilities are computed")
+    temperature: float = setting(
+        1.0, "temperature at which answers are sampled and log-probabilities are computed", least=1e-3, most=1e3
+    )
     top_p: float = setting(1.0, "probability mass to sample from")
     top_k: int = setting(0, "number of most likely tokens to sample from; 0: all")
     max_tokens: int = setting(256, "maximum number of tokens in an answer")
@@ -199,7 +201,9 @@ class GroupConfig(Settings):
     kind: GroupKind = setting(
         "process", "process: started on this machine; ray: on a Ray cluster; local: this program, under torchrun"
     )
-    nproc: int = setting(1, "processes of the pool that all roles share; for local torchrun says how many")
+    nproc: int = setting(
+        1, "processes of the pool that all roles share; for local torchrun says how many", most=MOST_PROCESSES
+    )
     pools: dict[str, int] = setting(
         factory=dict,
         help="roles with processes of their own, and how many: group.pools.rollout=2 (critic, reference, reward too)",
@@ -221,6 +225,8 @@ class GroupConfig(Settings):
                     f"group.pools.{role}={size}: roles that can have processes of their own are {', '.join(ROLES[1:])}"
                 )
             check_least(f"group.pools.{role}", size, 1)
+            if size > MOST_PROCESSES:
+                raise ConfigError(f"group.pools.{role}={size}; it must be at most {MOST_PROCESSES}")
         if self.pools and self.kind == "local":
             raise ConfigError(
                 f"group.pools.{next(iter(self.pools))} with group.kind=local, where all roles share the processes of torchrun; use "

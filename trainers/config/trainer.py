@@ -58,7 +58,7 @@ class LoopConfig(Settings):
         None,
         "Hugging Face Hub repository (org/name, created as private if it is new) for the final export or its adapter; null: none",
     )
-    timeout_minutes: float = setting(30.0, "minutes after which a rank stops waiting for the others")
+    timeout_minutes: float = setting(30.0, "minutes after which a rank stops waiting for the others", least=0.01, most=1e6)
 
     def _check_values(self) -> None:
         check_least("trainer.epochs", self.epochs, 1)
@@ -117,7 +117,10 @@ class TrainerConfig(LoopConfig):
         "metrics of the generated answers: exact_match, contains, or functions module:function of prompt, answer and wanted, of which higher is better",
     )
     peak_tflops: float | None = setting(
-        None, "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs"
+        None,
+        "peak throughput of the device in 1e12 FLOP/s, used to compute MFU; null: looked up for common NVIDIA GPUs",
+        least=1e-6,
+        most=1e6,
     )
 
     def _check_values(self) -> None:

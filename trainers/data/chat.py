@@ -11,6 +11,7 @@ import numpy as np
 
 from ...engine.errors import DataError
 from ..config.data import RESERVED_VARIABLES, Turns
+from .length_bound import TooManyTokens
 from .sample import Sample
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -201,6 +202,8 @@ def _render(tokenizer: Any, chat: Chat, count: int, **options: Any) -> str:
 def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **chat.variables, **options)
+    except TooManyTokens:
+        raise
     except Exception as e:  # a template may raise any exception
         raise DataError(f"{chat.name}: the chat template rejects this chat: {e}") from e
 

@@ -111,6 +111,20 @@ class Dataset:
         return xxhash.xxh3_128_hexdigest(" ".join([*(s.digest for s in self._caches), cuts.hexdigest()]).encode())
 
 
+def length_limit(data: DataConfig, budget: Budget) -> Budget:
+    """Return the limit on the tokens of a document."""
+    if data.max_length is None:
+        return budget
+    limit = min(data.max_length, budget.tokens)
+    return Budget(tokens=limit, setting=f"data.max_length={limit}")
+
+
+def too_long_hint(width: int) -> str:
+    """Return what to do about a sample that is too long, given its number of documents, as the end of a sentence."""
+    cut = "skip, truncate_left, truncate_right or, for text, split" if width == 1 else "skip, truncate_left or truncate_right"
+    return f"raise it, or set data.too_long to {cut}"
+
+
 def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Apply the length limits.
 
@@ -118,7 +132,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
         The indices of the remaining samples, `[K]`, and the first and last token of their documents, each `[K, width]`.
     """
     width = cache.width
-    limit = min(data.max_length or budget.tokens, budget.tokens)
+    limit = length_limit(data, budget).tokens
     lengths = cache.lengths.astype(np.int64).reshape(-1, width)
     index = np.arange(len(lengths))
     first, last = np.zeros_like(lengths), lengths.copy()
@@ -126,7 +140,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
     if not longer.any():
         return index, first, last
     cap = min(limit, budget.tokens // width)
-    limit_text = budget.setting if data.max_length is None else f"data.max_length={limit}"
+    limit_text = length_limit(data, budget).setting
     if data.too_long == "error":
         worst = int(index[longer][0])
         side = int(lengths[worst].argmax())
@@ -136,12 +150,7 @@ def _fit(cache: TokenArrays, data: DataConfig, budget: Budget, level: int) -> tu
                 f"the two sides of {cache.name(worst * width)} have {lengths[worst].sum()} tokens together, too many for one "
                 f"micro-batch: more than {budget.setting}"
             )
-        cut = (
-            "skip, truncate_left, truncate_right or, for text, split"
-            if width == 1
-            else "skip, truncate_left or truncate_right"
-        )
-        raise DataError(f"{reason}; raise it, or set data.too_long to {cut}")
+        raise DataError(f"{reason}; {too_long_hint(width)}")
     if width > 1:
         limit_text += f" for a side, {budget.setting} for a pair"
     if data.too_long == "skip":

@@ -7,10 +7,10 @@ from typing import Any
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.collectives import all_gather_object, broadcast_object, collective_errors
 from ..config.runs import RunConfig
-from .dataset import Budget, Dataset
+from .dataset import Budget, Dataset, length_limit
 from .encode import Kind
 from .python_data import PythonData
-from .sources import check_columns
+from .sources import check_columns, warn_of_repeated
 from .stream import Broadcast, Gather, Stream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 
@@ -61,8 +61,10 @@ def load_data(
     with collective_errors():
         tokenizer = load_tokenizer(config.model)
 
+    limit = length_limit(config.data, budget)
+
     def open_dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
-        caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind, python=python)
+        caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind, python=python, limit=limit)
         with collective_errors():
             dataset = Dataset(caches, config.data, budget, names)
         return dataset
@@ -73,10 +75,11 @@ def load_data(
             if rank == 0:
                 check_columns(config.data.columns)
                 sources = [open_training_source(name, config.data, python) for name in names]
+                warn_of_repeated(sources, "data.train")
         return Stream(
             sources=sources,
             names=names,
-            encoder=Encoder(tokenizer, config.data, kind, python),
+            encoder=Encoder(tokenizer, config.data, kind, python, limit),
             data=config.data,
             budget=budget,
             gather=gather,

@@ -16,7 +16,8 @@ from ...engine.errors import DataError
 from ..config.data import PromptsConfig
 from .chat import json_kind, read_messages, template_variables
 from .dataset import Budget
-from .sources import open_source, with_our_columns
+from .length_bound import LimitedTokenizer, TooManyTokens
+from .sources import Source, hidden_column, open_source, warn_of_repeated, with_our_columns
 
 log = logging.getLogger(__name__)
 
@@ -85,25 +86,36 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
     Raises:
         DataError: A source or a row cannot be used, or a source has no prompt left; the message names it.
     """
-    return PromptSet([_load_source(name, tokenizer, data, budget, training) for name in names])
+    sources = [
+        open_source(name, training=training, every_column=True, columns=data.columns, whole_text=data.txt == "file")
+        for name in names
+    ]
+    warn_of_repeated(sources, "data.train" if training else "data.eval")
+    return PromptSet([_load_source(source, tokenizer, data, budget) for source in sources])
 
 
-def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget, training: bool) -> list[Prompt]:
+def _load_source(source: Source, tokenizer: Any, data: PromptsConfig, budget: Budget) -> list[Prompt]:
     prompts: list[Prompt] = []
     skipped = cut = 0
+    hidden: dict[str, str] = {}
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
-    source = open_source(name, training=training, every_column=True, columns=data.columns, whole_text=data.txt == "file")
+    limited = LimitedTokenizer(tokenizer, limit) if data.too_long in ("error", "skip") else tokenizer
     for chunk in source.chunks():
         for number, found in chunk.parsed():
-            row = with_our_columns(found, data.columns, f"{chunk.file}:{number}")
-            prompt = encode_prompt(tokenizer, row, f"{chunk.file}:{number}", data)
+            place = f"{chunk.file}:{number}"
+            row = with_our_columns(found, data.columns, place)
+            hidden |= {place: what} if (what := hidden_column(found, data.columns)) else {}
+            try:
+                prompt = encode_prompt(limited, row, place, data)
+            except TooManyTokens as e:
+                if data.too_long == "error":
+                    raise _too_long(place, f"at least {e.least}", setting) from e
+                skipped += 1
+                continue
             excess = len(prompt.ids) - limit
             if excess > 0 and data.too_long == "error":
-                raise DataError(
-                    f"{prompt.name} has a prompt of {len(prompt.ids)} tokens, more than {setting}; raise it, or set data.too_long to "
-                    "skip, truncate_left or truncate_right"
-                )
+                raise _too_long(place, str(len(prompt.ids)), setting)
             if excess > 0 and data.too_long == "skip":
                 skipped += 1
                 continue
@@ -112,13 +124,22 @@ def _load_source(name: str, tokenizer: Any, data: PromptsConfig, budget: Budget,
                 ids = prompt.ids[excess:] if data.too_long == "truncate_left" else prompt.ids[:limit]
                 prompt = Prompt(name=prompt.name, ids=ids, content=prompt.content, columns=prompt.columns)
             prompts.append(prompt)
+    if hidden:
+        place, what = next(iter(hidden.items()))
+        log.warning("%s: %s%s", place, what, f" (and {len(hidden) - 1} more rows)" if len(hidden) > 1 else "")
     if skipped:
-        log.warning("left out of %s (data.too_long=skip): %d prompts longer than %s", name, skipped, setting)
+        log.warning("left out of %s (data.too_long=skip): %d prompts longer than %s", source.name, skipped, setting)
     if cut:
-        log.warning("cut to %s (data.too_long=%s) in %s: %d prompts", setting, data.too_long, name, cut)
+        log.warning("cut to %s (data.too_long=%s) in %s: %d prompts", setting, data.too_long, source.name, cut)
     if not prompts:
-        raise DataError(f"no prompt of {name} is left to answer")
+        raise DataError(f"no prompt of {source.name} is left to answer")
     return prompts
+
+
+def _too_long(place: str, tokens: str, limit: str) -> DataError:
+    return DataError(
+        f"{place} has a prompt of {tokens} tokens, more than {limit}; raise it, or set data.too_long to skip, truncate_left or truncate_right"
+    )
 
 
 def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: PromptsConfig) -> Prompt:
@@ -168,6 +189,8 @@ def encode_prompt(tokenizer: Any, row: Mapping[str, Any], name: str, data: Promp
 def _text_ids(tokenizer: Any, text: str, name: str) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+    except TooManyTokens:
+        raise
     except Exception as e:  # half of a character, for example
         raise DataError(f"{name}: the prompt cannot be tokenized: {type(e).__name__}: {e}") from e
     # Some tokenizers end every text.

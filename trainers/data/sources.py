@@ -2,8 +2,10 @@
 
 import difflib
 import glob
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,12 @@ from typing import Any
 import xxhash
 
 from ...engine.errors import ConfigError, DataError
+from ...engine.hf.model_path import hub_problem, quiet_hub
 from .encode import COLUMNS, FORMS
 from .files import CHUNK_ROWS, COMPRESSED, ENDINGS, Chunk, chunks_of, ending_of, read_file
 from .python_data import Rows, chunks_of_rows, identity_of
+
+log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
 _KINDS = f"{', '.join(ENDINGS)} files, also with {' or '.join(COMPRESSED)}"
@@ -145,6 +150,29 @@ def open_source(
     return Source(name, table=table, **options)
 
 
+def warn_of_repeated(sources: Sequence[Source], setting: str) -> None:
+    """Log a line for a file or dataset that is read twice, which some mean and others have not seen.
+
+    Args:
+        sources: The opened sources.
+        setting: `data.train` or `data.eval`.
+    """
+    first: dict[str, str] = {}
+    repeated: dict[str, str] = {}
+    for source in sources:
+        names = [str(file.resolve()) for file in source.files] if source.files else [source.name]
+        for name in names:
+            if name in first:
+                repeated.setdefault(
+                    name, f"as {first[name]} and {source.name}" if first[name] != source.name else f"as {source.name}"
+                )
+            first.setdefault(name, source.name)
+    if repeated:
+        name, entries = next(iter(repeated.items()))
+        others = f" (and {len(repeated) - 1} more)" if len(repeated) > 1 else ""
+        log.warning("%s has %s twice, %s%s: its samples are used as often", setting, name, entries, others)
+
+
 def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
@@ -153,8 +181,26 @@ def _load_hub(entry: str, name: str, config: str | None, split: str | None, trai
     import datasets
 
     datasets.disable_progress_bars()
+    # Offline the library looks into its cache at once.
+    problem = None if datasets.config.HF_HUB_OFFLINE else hub_problem()
+    if problem is not None:
+        copy = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+        if not copy.is_dir():
+            raise DataError(
+                f"{entry} is not a file or folder, and it cannot be loaded as a Hugging Face Hub dataset: the Hub cannot be reached from here "
+                f"({problem}), and there is no copy in {copy.parent}; check the name, or download the files and give their folder"
+            )
+        log.warning(
+            "%s: the Hugging Face Hub cannot be reached (%s); its copy in %s is used, after half a minute of attempts, which "
+            "HF_HUB_OFFLINE=1 saves",
+            entry,
+            problem,
+            copy,
+        )
     try:
-        loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        # The line above stands for the library's line about every attempt.
+        with nullcontext() if problem is None else quiet_hub():
+            loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as e:  # of many types: no network, an unknown dataset or config
         raise DataError(
             f"{entry} is not a file or folder, and loading it as a Hugging Face Hub dataset failed: {str(e).splitlines()[0]}"
@@ -206,6 +252,19 @@ def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str
             )
     taken = set(columns.values())
     return {**{name: value for name, value in row.items() if name not in taken}, **{o: row[t] for o, t in columns.items()}}
+
+
+def hidden_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    """Return what to say about a column that has the name for which `data.columns` takes another one, if there is any.
+
+    Args:
+        row: The row, under its own names.
+        columns: Our name -> the name in the data.
+    """
+    for ours, theirs in columns.items():
+        if row.get(ours) is not None and ours not in columns.values():
+            return f"its column {ours!r} is not used, because data.columns.{ours}={theirs}"
+    return None
 
 
 def check_columns(columns: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from ...engine.parallel.collectives import all_gather_object, collective_errors
 from ...workers.processes.fork_pool import ForkPool, StartError
 from ...workers.processes.fork_server import ProcessEndedError
 from ..config.data import DataConfig
+from .dataset import Budget, too_long_hint
 from .encode import WIDTH, Kind, encode_row, oddity
 from .files import Chunk
+from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
-from .sources import Source, check_columns, open_source, with_our_columns
+from .sources import Source, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ def load_token_caches(
     training: bool,
     kind: Kind = "completions",
     python: PythonData = NO_PYTHON,
+    limit: Budget | None = None,
 ) -> list[TokenCache]:
     """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
@@ -61,6 +65,7 @@ def load_token_caches(
         training: Whether the entries are those of `data.train`.
         kind: The kind of data that the trainer learns from.
         python: The rows in memory and the formatting function of a Python program.
+        limit: The limit on the tokens of a document; None for no limit.
 
     Raises:
         DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
@@ -79,12 +84,13 @@ def load_token_caches(
             tokenizer.backend_tokenizer.no_padding()
             check_columns(data.columns)
             sources = [_open_source(name, data, training, python) for name in names]
+            warn_of_repeated(sources, "data.train" if training else "data.eval")
             shared = shared_key(tokenizer, data, kind) + python.key()
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
-        encoder = Encoder(tokenizer, data, kind, python)
+        encoder = Encoder(tokenizer, data, kind, python, limit)
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
             _run_collectively(work)
@@ -238,12 +244,20 @@ class Encoder:
         data: The data settings.
         kind: The kind of data that the trainer learns from.
         python: The formatting function of a Python program; its rows are not used.
+        limit: The limit on the tokens of a document, if a document beyond it is an error: what certainly exceeds it is not tokenized.
     """
 
     tokenizer: Any
     data: DataConfig
     kind: Kind = "completions"
     python: PythonData = NO_PYTHON
+    limit: Budget | None = None
+
+    @cached_property
+    def _limited(self) -> Any:
+        if self.limit is None or self.data.too_long != "error":
+            return self.tokenizer
+        return LimitedTokenizer(self.tokenizer, self.limit.tokens)
 
     def chunk(self, chunk: Chunk) -> EncodedSamples:
         """Return all samples of a chunk.
@@ -256,11 +270,17 @@ class Encoder:
         for number, row in chunk.parsed():
             name = f"{chunk.file}:{number}"
             try:
-                row = with_our_columns(self.python.formatted(row, name), self.data.columns, name)
-                samples = encode_row(self.tokenizer, row, name, self.data, self.kind)
-                odd |= {name: what} if (what := oddity(row)) else {}
+                formatted = self.python.formatted(row, name)
+                row = with_our_columns(formatted, self.data.columns, name)
+                samples = encode_row(self._limited, row, name, self.data, self.kind)
+                odd |= {name: what} if (what := oddity(row) or hidden_column(formatted, self.data.columns)) else {}
             except DataError:
                 raise
+            except TooManyTokens as e:
+                assert self.limit is not None
+                raise DataError(
+                    f"{name} has at least {e.least} tokens, more than {self.limit.setting}; {too_long_hint(WIDTH[self.kind])}"
+                ) from e
             except Exception as e:  # the tokenizer and a template may raise any exception
                 raise DataError(f"{name}: {_reason(row, e)}") from e
             if not samples:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...engine.errors import ConfigError
+from ...engine.hf.config import read_config
+from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.dataset import Budget
@@ -49,7 +51,14 @@ def load_data(config: RLConfig) -> Prompts:
     for role, model in models.items():
         if model is not None and model.path != config.model.path:
             check_same_vocabulary(config.model, model, f"{role}.model.path")
+    model = config.actor.model or config.model
+    positions = context_of(read_config(model))
     budget = prompt_budget(config)
+    if positions is not None and positions <= budget.tokens:
+        budget = Budget(
+            tokens=positions - 1,
+            setting=f"the {positions} positions of {model.path} (max_position_embeddings) less one for an answer",
+        )
     train = load_prompts(data.train, tokenizer, data, budget, training=True)
     sampler = Sampler(train.sizes, weights=data.weights, seed=data.seed, shuffle=data.shuffle)
     return Prompts(

@@ -19,7 +19,7 @@ from ..loop.loggers import check_loggers
 from ..loop.logs import configure_logging
 from ..loop.loop import StopReason
 from ..loop.signals import StopSignal
-from ..validate import warn_of_data
+from ..validate import unused_settings, warn_of_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
 from .collect import Prompts, load_data
@@ -128,7 +128,15 @@ class RLTrainer:
                 f"rl.critic_warmup={self.config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "
                 "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
             )
-        return prompts, total_steps, build_roles(self.config, self._algorithm, total_steps)
+        roles = build_roles(self.config, self._algorithm, total_steps)
+        lines: list[str] = []
+        for name in roles.specs.keys() & {"actor", "critic"}:
+            role: Any = roles.specs[name].config
+            has_own = getattr(self.config, name).optim is not None
+            lines += unused_settings(role.optim, role.total_steps, f"{name}.optim" if has_own else "optim")
+        for line in sorted(set(lines)):
+            log.warning("%s", line)
+        return prompts, total_steps, roles
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
