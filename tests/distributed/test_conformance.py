@@ -101,7 +101,8 @@ class TrainsPaddingRow(FSDPEngine):
 
     def initialize(self) -> Self:
         super().initialize()
-        self._root.lm.get_input_embeddings().padding_idx = None
+        lm: Any = self._root.lm
+        lm.get_input_embeddings().padding_idx = None
         return self
 
 
