@@ -16,6 +16,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp.compile import compile_layers
+from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import resolve_device
 from drivetrain.workers.losses.sft import SFTLoss
@@ -74,6 +75,15 @@ def test_layers_are_compiled_once_for_all_lengths(
     # The first layer's input is a leaf of the graph, unlike those of the others.
     assert 0 < graphs[0] <= 2
     assert graphs[-1] == graphs[0]
+    # Counting waits runs one step uncompiled, and no step after it.
+    with HostSyncs("cpu") as syncs:
+        counted.counts["calls"] = 0
+        engine.train_batch(batch, SFTLoss())
+    assert syncs.count > 0
+    assert counted.counts["calls"] == 0
+    engine.train_batch(batch, SFTLoss())
+    assert counted.counts["calls"] == layers
+    assert counted.counts["graphs"] == graphs[0]
     engine.close()
 
 
