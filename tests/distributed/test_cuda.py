@@ -17,7 +17,9 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build, reference_steps, steps
+from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
+from helpers.leader import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -119,3 +121,23 @@ def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
     (graphs,) = run_ranks(rank_recompiles, 1, str(folder), cuda=True, timeout_s=280)
     assert 0 < graphs[0] <= 2
     assert graphs[-1] == graphs[0]
+
+
+def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:
+    # The other tests of workers are not for a GPU machine, which may lack these packages.
+    for name in ("msgspec", "zmq"):
+        pytest.importorskip(name)
+    from drivetrain.workers.model_worker.comm_id import mint
+
+    comm_id, listener = mint()
+    listener.close()
+    allow = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
+    with Worker(0, 1, *allow, environment={VISIBLE: gpu_environment().get(VISIBLE)}) as worker:
+        worker.join(comm_id.hex())
+        assert worker.ask({"op": "nccl_sanity_check"}) == {"op": "nccl_sanity_result", "observed_sum": 1}
+        worker.initialize("troubled", "Troubled", {"rank": -1})
+        # An int32 one, from the device.
+        request = {"op": "call", "id": 1, "role": "troubled", "method": "on_device", "args": []}
+        assert worker.ask_flushed(request)["result"] == {"$": "tensor", "dtype": "int32", "shape": [1], "data": "AQAAAA=="}
+        assert worker.ask({"op": "shutdown"}) == {"op": "bye"}
+        assert worker.process.wait(30) == 0
