@@ -9,8 +9,8 @@ up, and then the device waits for new work. A step of an engine has these, whate
 - once, the sums of the loss and its metrics (`_local_scalar_dense` or a copy in `step.py`);
 - once, the norm of the gradient, which decides whether the step is taken.
 
-Mixtures whose experts are on other ranks wait in every layer too, for how many tokens go where; and AdamW's moments on the host are waited
-for at the end of a step.
+Losses over pairs check them once per micro-batch. Mixtures whose experts are on other ranks wait once in every layer and pass, for how many
+tokens go where; and AdamW's moments on the host are waited for at the end of a step.
 """
 
 import traceback
@@ -22,7 +22,9 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITING = frozenset({"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero"})
+_WAITING = frozenset(
+    {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero", "bincount"}
+)
 """Operators whose result the host needs, or whose result's size depends on data."""
 _CUDA_WARNING = "called a synchronizing CUDA operation"
 """The warning of `torch.cuda.set_sync_debug_mode`."""
