@@ -12,6 +12,7 @@ from drivetrain.engine.ops import kernels
 from drivetrain.engine.ops import linear_head as head_module
 from drivetrain.engine.ops.attention import packed_attention
 from drivetrain.engine.ops.flex import compile_flex, flex
+from drivetrain.engine.ops.head_regions import HeadRegions, chunk_outputs, logit_gradient
 from drivetrain.engine.ops.kernels import by_document
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
@@ -35,12 +36,18 @@ def plain_head(
     return lp.gather(1, y[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
 
 
+@pytest.mark.parametrize("regions", [None, HeadRegions(chunk_outputs, logit_gradient)], ids=["eager", "regions"])
 @pytest.mark.parametrize(
     ("softcap", "entropy", "bias", "promise"),
     itertools.product((None, 5.0), (False, True), (False, True), ("none", "forgotten", "kept", "broken")),
 )
 def test_linear_head_and_its_gradients(
-    softcap: float | None, entropy: bool, bias: bool, promise: str, monkeypatch: pytest.MonkeyPatch
+    softcap: float | None,
+    entropy: bool,
+    bias: bool,
+    promise: str,
+    regions: HeadRegions | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without a promise the logits are kept, or, if they are too many, forgotten and computed again.
     if promise == "forgotten":
@@ -75,6 +82,7 @@ def test_linear_head_and_its_gradients(
                 sum_squared_probs=True,
                 expected=expected,
                 chunk=16,
+                regions=regions,
             )
             assert squares is not None
             assert not squares.requires_grad
