@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers.modeling_layers import GradientCheckpointingLayer
+
 from ..ops.head_regions import compile_regions
 from ..torch_private import compile_settings
 from .packed_model import PackedModel
@@ -9,6 +11,10 @@ from .shard import decoder_layers
 
 GRAPHS = 64
 """Graphs for all layers of all models of a process: two or three for each model and mode."""
+
+RECOMPUTES_INSIDE = "__call__" not in vars(GradientCheckpointingLayer)
+"""Whether layers recompute their activations inside of the compiled code. Those of transformers 5.17 do outside of it, where the products
+of a compiled layer cannot be told from its other operations, so that selective recomputation runs them all again."""
 
 
 def compile_model(root: PackedModel, backend: Any = "inductor") -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,6 +30,7 @@ from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_
+from . import compile as compile_module
 from .build import Built, Described, build, check_config, describe
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
@@ -122,6 +124,8 @@ class FSDPEngine(BaseEngine):
         if config.recompute != "auto" and options.reduce_each_micro_batch != "auto":
             return
         allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
+        if self._selective_is_full:
+            allowed -= {"selective"}
         needs = self._memory_needs()
         choice = choose(needs, memory, config.recompute, options.reduce_each_micro_batch, allowed)
         options = replace(options, reduce_each_micro_batch=choice.reduce_each)
@@ -130,6 +134,21 @@ class FSDPEngine(BaseEngine):
         if needs.unsharded_gradients:
             each = "every micro-batch" if choice.reduce_each else "the last micro-batch of a step"
             self.memory_estimate += f"; gradients are reduced after {each}"
+
+    @property
+    def _selective_is_full(self) -> bool:
+        """Whether selective recomputation takes the time of full recomputation."""
+        return self.config.compile is True and not compile_module.RECOMPUTES_INSIDE
+
+    def describe_settings(self) -> list[str]:
+        """See `BaseEngine.describe_settings`."""
+        lines = super().describe_settings()
+        if self.config.recompute == "selective" and self._selective_is_full:
+            lines.append(
+                f"engine.recompute=selective with compiled layers takes the time of full recomputation with transformers "
+                f"{transformers.__version__}; use auto, none or full, engine.compile=false, or transformers 5.23"
+            )
+        return lines
 
     def _build_model(self) -> None:
         self._model = build(self._described, self.hf_config, self.model_config, self.config, self.options, self.topology)

@@ -1,5 +1,6 @@
 """What an engine keeps in memory: against its estimate, and between micro-batches."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from drivetrain.engine import base as base_module
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.fsdp import compile as compile_module
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import USABLE
@@ -111,6 +113,15 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     memory *= 0.9
     engine = started()
     assert "may not fit" in engine.memory_estimate
+    # Layers that are compiled, and recompute outside of compiled code, save next to nothing by selective recomputation.
+    monkeypatch.setattr(compile_module, "RECOMPUTES_INSIDE", False)
+    engine.config = replace(engine.config, compile=True, recompute="auto")
+    needs = engine._memory_needs()
+    engine._settle(1.001 * needs.total("selective", reduce_each=True) / USABLE)
+    assert engine.config.recompute == "full"
+    assert len(engine.describe_settings()) == 2
+    engine.config = replace(engine.config, recompute="selective")
+    assert "takes the time of full recomputation with transformers" in engine.describe_settings()[-1]
     engine.close()
 
 
