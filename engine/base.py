@@ -74,6 +74,7 @@ class BaseEngine(CheckpointableEngine):
         self._incomplete = ""
         self._offloader = Offloader(self._tensors)
         self._finite = True
+        self._has_gradients = True
         self._was_deterministic: bool | None = None
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
@@ -305,6 +306,8 @@ class BaseEngine(CheckpointableEngine):
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
         accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
+            if not forward_only:
+                self._has_gradients, self._offloader.gradients_are_zero = True, False
             try:
                 micro_batches = plan.micro_batches(batch, self.topology.device)
                 self._run_micro_batches(micro_batches, accumulator, backward=not forward_only)
@@ -368,6 +371,8 @@ class BaseEngine(CheckpointableEngine):
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
         """Clip the gradients and step the optimizer and the schedule, or skip both if the loss or the gradient is not finite.
 
+        Either way the gradients are dropped.
+
         Args:
             result: The result of `forward_backward`, to which the fields of the optimizer step are added.
 
@@ -387,8 +392,10 @@ class BaseEngine(CheckpointableEngine):
             if finite:
                 self._optimizer_step(lr)
                 self.lr_step()
-                return replace(result, grad_norm=norm, lr=lr)
+            # They are not needed any more, and would be taken to the host and back with state that is offloaded.
             self.zero_grad()
+            if finite:
+                return replace(result, grad_norm=norm, lr=lr)
         if self.config.non_finite == "raise":
             raise NonFiniteError(
                 f"step {self.step + 1}: loss {result.loss:g}, gradient norm {norm:g}; the parameters are unchanged. Check "
@@ -404,8 +411,13 @@ class BaseEngine(CheckpointableEngine):
     def zero_grad(self) -> None:
         """Drop the gradients and reset the record of non-finite losses."""
         self._finite = True
+        if not self._has_gradients:
+            return
+        # Offloaded gradients are not fetched to be dropped.
+        self._offloader.discard_gradients()
         with self._offloader.on_device(("grads",)):
             self._zero_grad()
+            self._has_gradients = False
 
     def lr_step(self) -> None:
         """Advance the learning-rate schedule by one step."""

@@ -55,13 +55,19 @@ def free_bytes(device: torch.device, processes: int) -> float:
     return min(limits) / processes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Offloaded:
-    """An offloaded storage and its copy."""
+    """An offloaded storage and its copy; None for zeros."""
 
     storage: torch.UntypedStorage
     size: int
-    copy: Tensor | IO[bytes]
+    copy: Tensor | IO[bytes] | None
+
+    def drop(self) -> None:
+        """Drop the copy; the storage then becomes zeros."""
+        if self.copy is not None and not isinstance(self.copy, Tensor):
+            self.copy.close()
+        self.copy = None
 
 
 class Offloader:
@@ -75,6 +81,8 @@ class Offloader:
         self._tensors = tensors
         self._location: dict[Part, Location] = dict.fromkeys(PARTS, "device")
         self._offloaded: dict[Part, list[_Offloaded]] = {part: [] for part in PARTS}
+        self.gradients_are_zero = False
+        """Whether the memory of the gradients holds only zeros, which are not copied."""
 
     def location_of(self, part: Part) -> Location:
         """Return the location of a part."""
@@ -122,9 +130,14 @@ class Offloader:
     def close(self) -> None:
         """Drop all offloaded copies."""
         for offloaded in (o for storages in self._offloaded.values() for o in storages):
-            if not isinstance(offloaded.copy, Tensor):
-                offloaded.copy.close()
+            offloaded.drop()
         self._offloaded = {part: [] for part in PARTS}
+
+    def discard_gradients(self) -> None:
+        """Replace the gradients, wherever they are, by zeros; on the device only once the engine has zeroed them."""
+        self.gradients_are_zero = True
+        for offloaded in self._offloaded["grads"]:
+            offloaded.drop()
 
     def _offload(self, part: Part, location: Location) -> None:
         # Megatron's optimizer updates float32 parameters in place, so it shares their memory, which belongs to the parameters
@@ -143,7 +156,8 @@ class Offloader:
                 continue
             seen.add(key)
             try:
-                copy = self._copy(_bytes(storage), location)
+                zero = part == "grads" and self.gradients_are_zero
+                copy = None if zero else self._copy(_bytes(storage), location)
             except OSError as e:
                 self._reload(part)
                 raise ConfigError(
@@ -173,7 +187,9 @@ class Offloader:
             offloaded = self._offloaded[part][-1]
             offloaded.storage.resize_(offloaded.size)
             data = _bytes(offloaded.storage)
-            if isinstance(offloaded.copy, Tensor):
+            if offloaded.copy is None:
+                data.zero_()
+            elif isinstance(offloaded.copy, Tensor):
                 data.copy_(offloaded.copy)
             else:
                 host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
