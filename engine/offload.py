@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint.local_shards import host_bytes
 from .errors import ConfigError
+from .pinned import empty_together
 from .torch_private import storage_key
 
 Part = Literal["params", "grads", "optimizer"]
@@ -148,31 +149,29 @@ class Offloader:
             if other != part and part == "optimizer"
             for t in map(_local, self._tensors(other))
         }
-        seen: set[int] = set()
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in map(_local, self._tensors(part)):
-            storage, key = tensor.untyped_storage(), storage_key(tensor)
-            size = storage.nbytes()
-            if key in seen or key in others or not size or (location == "host" and tensor.device.type == "cpu"):
-                continue
-            seen.add(key)
+            key = storage_key(tensor)
+            if key not in others and tensor.untyped_storage().nbytes() and not (location == "host" and tensor.is_cpu):
+                storages[key] = tensor.untyped_storage()
+        data = [_bytes(storage) for storage in storages.values()]
+        zero = part == "grads" and self.gradients_are_zero
+        host = empty_together(data, pinned=True) if location == "host" and not zero else []
+        for number, storage in enumerate(storages.values()):
             try:
-                zero = part == "grads" and self.gradients_are_zero
-                copy = None if zero else self._copy(_bytes(storage), location)
+                copy = None if zero else host[number].copy_(data[number]) if host else self._write(data[number])
             except OSError as e:
                 self._reload(part)
                 raise ConfigError(
                     f"to({location!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with "
                     "enough space, or use 'host'"
                 ) from e
+            self._offloaded[part].append(_Offloaded(storage=storage, size=storage.nbytes(), copy=copy))
             storage.resize_(0)
-            self._offloaded[part].append(_Offloaded(storage=storage, size=size, copy=copy))
 
-    def _copy(self, data: Tensor, location: Location) -> Tensor | IO[bytes]:
-        if location == "host":
-            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            host.copy_(data)
-            return host
-        # The file has no name, so it disappears with this process, however that ends.
+    @staticmethod
+    def _write(data: Tensor) -> IO[bytes]:
+        """Write bytes to a file without a name, which disappears with this process, however that ends."""
         file: IO[bytes] = tempfile.TemporaryFile(prefix="drivetrain-")
         try:
             file.write(host_bytes(data))
