@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.ops import flex as flex_module
-from drivetrain.engine.ops import kernels
+from drivetrain.engine.ops import kernels, ulysses
 from drivetrain.engine.ops import linear_head as head_module
 from drivetrain.engine.ops.attention import packed_attention
 from drivetrain.engine.ops.flex import compile_flex, flex
@@ -271,16 +271,28 @@ def rank_ulysses(heads: int, kv: int) -> float:
     torch.manual_seed(0)
     tokens = BOUNDS[-1]
     group: Any = dist.group.WORLD
-    full = [torch.randn(tokens, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads, kv, kv)]
+    # Values of another size than queries and keys.
+    sizes = ((heads, 8), (kv, 8), (kv, 6))
+    full = [torch.randn(tokens, n, size, dtype=torch.float64, requires_grad=True) for n, size in sizes]
     sinks = torch.randn(heads, dtype=torch.float64)
-    weight = torch.randn(tokens, heads, 8, dtype=torch.float64)
+    weight = torch.randn(tokens, heads, 6, dtype=torch.float64)
     want = packed_attention(full[0], full[1], full[2], context(), scale=0.3, sinks_h=sinks)
     grads = torch.autograd.grad((want * weight).sum(), full)
     mine = [slice_tokens(t, group, 0).detach().requires_grad_() for t in full]
     shared = PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), cp_group=group)
+    exchanges: list[int] = []
+    exchange = ulysses._exchange
+
+    def counted(*args: Any) -> Tensor:
+        exchanges.append(1)
+        return exchange(*args)
+
+    ulysses._exchange = counted
     got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
     # Through the gather that losses see: every rank computes the same loss of whole documents.
     mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
+    # Queries, keys and values together, and the outputs; and back.
+    assert len(exchanges) == 4
     off = [(got - slice_tokens(want, group, 0)).abs().max()]
     off += [(a - slice_tokens(b, group, 0)).abs().max() for a, b in zip(mine_grads, grads, strict=True)]
     return float(max(off))
