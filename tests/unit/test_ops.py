@@ -287,7 +287,7 @@ def rank_ulysses(heads: int, kv: int) -> float:
         exchanges.append(1)
         return exchange(*args)
 
-    ulysses._exchange = counted
+    ulysses._exchange = counted  # type: ignore[assignment]
     got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
     # Through the gather that losses see: every rank computes the same loss of whole documents.
     mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
