@@ -352,7 +352,7 @@ class BaseEngine(CheckpointableEngine):
                 values are requested.
             as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
                 `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
-                training.
+                training, or equal up to rounding where layers are compiled: the compiler fuses a graph without gradients differently.
 
         Returns:
             Output name -> `[T]`, in the order of `batch` and on its device; zero for tokens that were not selected.

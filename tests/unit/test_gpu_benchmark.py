@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_estimate
 from benchmarks.gpu import Row, child, collect
 
 
@@ -41,3 +41,13 @@ def test_no_case_starts_after_the_time(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_case_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.sys, "executable", "/bin/false")
     assert child("--case", "a", "--steps", "1") == {"case": "a", "error": "exit code 1"}
+
+
+def test_the_docs_have_the_estimate_that_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_estimate"])
+    gpu_estimate.main()
+    table = "".join(f"{line}\n" for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
+    assert table.count("\n") == 12
+    assert table in (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
