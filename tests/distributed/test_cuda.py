@@ -79,10 +79,13 @@ def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, An
         assert norm == pytest.approx(want_norm, rel=norm_bound)
 
 
-def rank_waits(folder: str, backend: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    engine = build(folder, backend=backend, compile=False, micro_batch=MicroBatchConfig(max_tokens=32, infer_max_tokens=32))
+def rank_waits(folder: str, backend: str, compiled: bool) -> tuple[int, dict[str, int], dict[str, int]]:
+    sizes = MicroBatchConfig(max_tokens=32, infer_max_tokens=32)
+    engine = build(folder, backend=backend, compile=compiled, micro_batch=sizes)
     batch = from_lists([list(range(i, i + 20)) for i in (3, 10, 20)])
+    # The first calls allocate and compile.
     engine.train_batch(batch, SFTLoss())
+    engine.infer_batch(batch, OutputRequest(log_probs=True))
     torch.cuda.synchronize()
     with HostSyncs("cuda") as training:
         count = engine.train_batch(batch, SFTLoss()).micro_batches
@@ -92,12 +95,12 @@ def rank_waits(folder: str, backend: str) -> tuple[int, dict[str, int], dict[str
     return count, dict(training.places), dict(inference.places)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
-def test_the_host_seldom_waits_for_the_device(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "compiled"), [("fsdp", False), ("fsdp", True), ("mcore", False)])
+def test_the_host_seldom_waits_for_the_device(backend: str, compiled: bool, tmp_path: Path) -> None:
     if not is_installed(backend):
         pytest.skip(f"{backend} is not installed")
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, cuda=True, timeout_s=280)[0]
+    count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, compiled, cuda=True, timeout_s=280)[0]
     # Two per micro-batch; then the sums of the loss, and the norm. See `engine/host_syncs.py`.
     assert sum(training.values()) <= 2 * count + 2, training
     assert sum(inference.values()) <= count + 1, inference
