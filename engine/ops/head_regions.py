@@ -107,5 +107,5 @@ def compile_regions(backend: Any = "inductor") -> HeadRegions:
     Args:
         backend: The backend of torch.compile.
     """
-    settings: dict[str, Any] = {"backend": backend, "dynamic": True, "fullgraph": True, **compile_settings(GRAPHS)}
+    settings: dict[str, Any] = {"backend": backend, "dynamic": True, **compile_settings(GRAPHS)}
     return HeadRegions(torch.compile(chunk_outputs, **settings), torch.compile(logit_gradient, **settings))

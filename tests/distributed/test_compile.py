@@ -70,13 +70,15 @@ def test_layers_are_compiled_once_for_all_lengths(
     layers = 3
     folder = save_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=layers)
     engine = build(folder, compile=True, recompute=mode)
+    # Where a layer recomputes outside of the compiled code, that runs twice.
+    calls = layers if compile_module.RECOMPUTES_INSIDE or mode == "none" else 2 * layers
     graphs = []
     for step in range(20):
         counted.counts["calls"] = 0
         batch = from_lists([list(range(3, 3 + n)) for n in lengths_of(step)])
         engine.train_batch(batch, SFTLoss())
         # The layers, and outputs and gradient of the head if it has several tokens.
-        assert counted.counts["calls"] == layers + (2 if step else 0)
+        assert counted.counts["calls"] == calls + (2 if step else 0)
         graphs.append(counted.counts["graphs"])
     # The first layer's input is a leaf of the graph, unlike those of the others.
     assert 0 < graphs[0] <= 2
@@ -88,11 +90,14 @@ def test_layers_are_compiled_once_for_all_lengths(
     assert syncs.count > 0
     assert counted.counts["calls"] == 0
     engine.train_batch(batch, SFTLoss())
-    assert counted.counts["calls"] == layers + 2
+    assert counted.counts["calls"] == calls + 2
     assert counted.counts["graphs"] == graphs[-1]
     engine.close()
 
 
+@pytest.mark.skipif(
+    not compile_module.RECOMPUTES_INSIDE, reason="a break sends a layer to eager mode inside a checkpoint only"
+)
 def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
     counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
