@@ -88,9 +88,9 @@ def parts(documents: int, rates: Rates, *, compiled: bool, recompute: bool, flas
     # The float32 gradient of the head is read and written for every chunk.
     chunks = -(-tokens // chunk_tokens(s.vocabulary, "cuda"))
     head_bytes = (softmax * tokens * s.vocabulary + 8 * chunks * model.head) / 1e12
-    # Bytes for each parameter in a step, by FSDP2 on one rank. Once: a cast (6) and a copy (4). Gradients: a cast in the first micro-batch
-    # (6), a sum in the others (10), and two copies in the last one (8 each).
-    casts = model.parameters * (6 + 4 + 6 + 10 * (MICRO_BATCHES - 1) + 8 + 8) / MICRO_BATCHES / 1e12
+    # Bytes for each parameter in a step, by FSDP2 on one rank: once a cast (6) and a copy (4); gradients are cast in the first micro-batch
+    # (6) and added in the others (10).
+    casts = model.parameters * (6 + 4 + 6 + 10 * (MICRO_BATCHES - 1)) / MICRO_BATCHES / 1e12
     # AdamW reads four numbers and writes three, the norm reads one.
     optimizer = model.parameters * (28 + 4 + (8 if rates.clips else 0)) / MICRO_BATCHES / 1e12
     again = (gemm / 3 / rates.gemm + attention / 3.5 / flash + elementwise / 3 / MEMORY) if recompute else 0.0
