@@ -63,11 +63,12 @@ coverage: $(SETUP)
 	$(PY) -m coverage report
 	@echo "the fast tests alone: $$(tail -n 3 .coverage-fast.txt | grep TOTAL)"
 
-# What make wheels-gpu collected is used where it is missing.
+# Only the files with tests for a GPU: others import packages that a GPU machine may lack. What make wheels-gpu collected is used as well.
+test-gpu: GPU_TESTS = $(shell grep -rlE --include='test_*.py' '^(pytestmark = |@)pytest\.mark\.gpu' tests/distributed tests/e2e)
 test-gpu: $(SETUP)
 	@for wheel in $(wildcard .wheels/*.whl); do $(PY) -m zipfile -e $$wheel .wheels/site; done
 	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) .ci/gpu_needs.py; lacks=$$?; \
-	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -n 0 -m gpu -rs && exit $$lacks
+	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/.wheels/site $(PY) -m pytest -m gpu -rs $(GPU_TESTS) && exit $$lacks
 
 # vLLM has an environment of its own, and no part in continuous integration.
 setup-vllm: $(SETUP)
@@ -77,7 +78,7 @@ test-vllm: setup-vllm
 	PYTHONPATH=$(CURDIR)/.types .venv-vllm/bin/python -m pytest -p no:cacheprovider tests/distributed/test_vllm.py -v -rs
 
 # For a GPU machine without a network that has PyTorch, transformers and pytest, Python 3.12 on Linux, but not these.
-GPU_WHEELS := omegaconf datasets dill multiprocess tensordict pyvers megatron-core
+GPU_WHEELS := omegaconf datasets dill multiprocess tensordict pyvers megatron-core msgspec pyzmq
 wheels-gpu: $(SETUP)
 	rm -rf .wheels
 	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \

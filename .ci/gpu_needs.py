@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 def main(more: list[str]) -> int:
     """Compare what is installed with pyproject.toml, and look for a GPU."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    tests = [r for r in project["optional-dependencies"]["dev"] if r.startswith("pytest")]
+    tests = [r for r in project["optional-dependencies"]["dev"] if Requirement(r).name == "pytest"]
     lacking = []
     for text in (*project["dependencies"], *project["optional-dependencies"]["mcore"], *tests, *more):
         requirement = Requirement(text)

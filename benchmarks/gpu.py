@@ -1,20 +1,26 @@
 """Training speed on GPUs: tokens per second, fraction of the measured matrix ceiling, memory and waits of the host, by setting.
 
-    python -m benchmarks.gpu --part fsdp | mcore | rollout [--model 4B] [--steps 8] [--json FILE]
+    python -m benchmarks.gpu --part fsdp | mcore | rollout [--model 4B] [--steps 8] [--json FILE] [--seconds 480]
     torchrun --nproc-per-node N -m benchmarks.gpu --part fsdp
 
-Qwen3 shapes with random weights, packed documents, two micro-batches per step and rank, AdamW, clipping; medians. `bare` is a loop without
-abstractions of the same kernels in bfloat16 throughout; its like is the engine with bfloat16 parameters. TRL takes part where it is
-installed. A case that runs out of memory is one line of the table. The ceilings of the card (a large bfloat16 product, a copy) are measured
-in the same run. Skipped without a GPU; `--model tiny` runs anywhere, to test the benchmark itself.
+Qwen3 shapes with random weights, which are drawn once, on the device; packed documents, two micro-batches per step and rank, AdamW,
+clipping; medians. `bare` is a loop without abstractions of the same kernels, number formats and sums. TRL takes part where it is
+installed. On one GPU every case has a process of its own, so that none inherits another one's memory or compiled code. `--json` is written
+after every row, and a call that finds rows in it continues with the case after them; none starts after `--seconds`. A case that runs out of
+memory is one line of the table. The ceilings of the card (a large bfloat16 product, a copy) are measured in the same run. The model is
+4B on a card with more than 100 GiB, else 1.7B. Skipped without a GPU; `--model tiny` runs anywhere, to test the benchmark itself.
 """
 
 import argparse
 import json
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +42,7 @@ from drivetrain.workers.rollout.registry import build_generator
 
 MICRO_BATCHES = 2
 WARMUP = 3
+CEILINGS = "ceilings"
 Row = dict[str, Any]
 
 
@@ -60,10 +67,10 @@ def timed(work: Callable[[int], Any], steps: int, device: torch.device) -> float
 def build(case: Case, folder: str) -> BaseEngine:
     """Return the engine of a case."""
     return engine_class(case.who)(
-        model=ModelConfig(path=folder, init="random", head="value" if case.task == "rm" else "lm"),
+        model=ModelConfig(path=folder, head="value" if case.task == "rm" else "lm"),
         engine=EngineConfig(
             backend=case.who,
-            precision=PrecisionConfig(params=case.params, compute="bfloat16", reduce="float32"),
+            precision=PrecisionConfig(params="float32", compute="bfloat16", reduce="float32"),
             micro_batch=MicroBatchConfig(max_tokens=SHAPES[case.model].tokens),
             recompute=case.recompute,  # type: ignore[arg-type]
             compile=case.compiled,
@@ -72,11 +79,18 @@ def build(case: Case, folder: str) -> BaseEngine:
     ).initialize()
 
 
-def measure_engine(case: Case, steps: int, device: torch.device, ceiling: float | None) -> Row:
+def draw(model: str, folder: Path, device: torch.device) -> None:
+    """Write a model with random weights in bfloat16 to a folder."""
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        AutoModelForCausalLM.from_config(SHAPES[model].config(), dtype=torch.bfloat16).save_pretrained(folder)
+    free_memory(device)
+
+
+def measure_engine(case: Case, folder: str, steps: int, device: torch.device, ceiling: float | None) -> Row:
     """Train for some steps and return the row of the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        SHAPES[case.model].config().save_pretrained(Path(folder))
-        engine = build(case, folder)
+    engine = build(case, folder)
     loss, done = loss_of(case.task), []
     batches = [batch_of(case, MICRO_BATCHES, 1000 * dist.get_rank() + i) for i in range(4)]
     try:
@@ -101,8 +115,13 @@ def measure_engine(case: Case, steps: int, device: torch.device, ceiling: float 
         engine.close()
 
 
-def measure(case: Case, steps: int, device: torch.device, ceiling: float | None) -> Row:
+def measure(case: Case, folder: str, steps: int, device: torch.device, ceiling: float | None) -> Row:
     """Return the row of a case; an error for want of memory is its content."""
+    alone = case.who in ("bare", "trl")
+    if (case.who == "trl" and find_spec("trl") is None) or (case.who == "mcore" and not is_installed("mcore")):
+        return {"case": case.name, "error": "not installed"}
+    if alone and dist.get_world_size() > 1:
+        return {"case": case.name, "error": "for one GPU"}
     if device.type == "cuda":
         free_memory(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -120,7 +139,7 @@ def measure(case: Case, steps: int, device: torch.device, ceiling: float | None)
                 "ms_per_step": round(1e3 * seconds, 1),
             }
         else:
-            found = measure_engine(case, steps, device, ceiling)
+            found = measure_engine(case, folder, steps, device, ceiling)
     except (torch.OutOfMemoryError, MemoryError):
         # One rank that is out of memory stops a job of several; the error then ends the benchmark.
         if dist.get_world_size() > 1:
@@ -129,29 +148,25 @@ def measure(case: Case, steps: int, device: torch.device, ceiling: float | None)
     return {"case": case.name, **found}
 
 
-def measure_rollout(model: str, steps: int, device: torch.device) -> Row:
+def measure_rollout(model: str, folder: str, steps: int, device: torch.device) -> Row:
     """Generate 128 tokens for each of 64 prompts of 256 tokens, and return the row of the table."""
     prompts, length, answer = (64, 256, 128) if model != "tiny" else (4, 16, 8)
-    config = SHAPES[model].config()
-    with tempfile.TemporaryDirectory() as folder:
-        from transformers import AutoModelForCausalLM
-
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        generator = build_generator(
-            RolloutConfig(
-                model=ModelConfig(path=folder),
-                generator="continuous",
-                dtype="bfloat16" if device.type == "cuda" else "float32",
-                max_batch_total_tokens=2 * prompts * (length + answer),
-            )
+    generator = build_generator(
+        RolloutConfig(
+            model=ModelConfig(path=folder),
+            generator="continuous",
+            dtype="bfloat16" if device.type == "cuda" else "float32",
+            max_batch_total_tokens=2 * prompts * (length + answer),
         )
-        g = torch.Generator().manual_seed(0)
-        texts = [torch.randint(3, config.vocab_size, (length,), generator=g).tolist() for _ in range(prompts)]
-        options = SamplingOptions(max_tokens=answer, temperature=1.0, ignore_eos=True, seed=1)
-        seconds = timed(lambda step: generator.generate(texts, options), steps, device)
-        generator.close()
+    )
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, SHAPES[model].vocabulary, (length,), generator=g).tolist() for _ in range(prompts)]
+    options = SamplingOptions(max_tokens=answer, temperature=1.0, ignore_eos=True, seed=1)
+    seconds = timed(lambda step: generator.generate(texts, options), steps, device)
+    generator.close()
     return {
-        "case": f"rollout (continuous), {model}, {prompts} x {length} + {answer}",
+        "case": "rollout",
+        "work": f"continuous, {model}, {prompts} x {length} + {answer}",
         "tokens_per_s": round(prompts * answer / seconds),
         "ms_per_step": round(1e3 * seconds, 1),
     }
@@ -166,7 +181,9 @@ def ceilings(device: torch.device) -> Row:
     product = timed(lambda step: torch.mm(a, b), 10, device)
     copy = timed(lambda step: target.copy_(source), 10, device)
     return {
-        "case": f"ceilings of {torch.cuda.get_device_name(device)}",
+        "case": CEILINGS,
+        "work": torch.cuda.get_device_name(device),
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1),
         "matmul_tflops": round(2 * n**3 / product / 1e12, 1),
         "copy_gb_per_s": round(2 * source.numel() / copy / 1e9),
     }
@@ -174,6 +191,9 @@ def ceilings(device: torch.device) -> Row:
 
 COLUMNS = (
     "case",
+    "work",
+    "matmul_tflops",
+    "copy_gb_per_s",
     "tokens_per_s",
     "tflops",
     "of_ceiling",
@@ -193,44 +213,136 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(row.get(n, "") or "") for n in used) + " |" for row in rows)])
 
 
+def collect(names: Sequence[str], run: Callable[[str], Row], rows: list[Row], file: Path | None, deadline: float) -> None:
+    """Add the row of each case that has none yet, and write the file after each.
+
+    Args:
+        names: The names of the cases.
+        run: Measures a case.
+        rows: The rows so far.
+        file: The file for all rows.
+        deadline: The time of `time.monotonic()` after which no case starts.
+    """
+    known = {row["case"] for row in rows}
+    for name in names:
+        if name in known:
+            continue
+        if time.monotonic() > deadline:
+            print(
+                json.dumps({"case": name, "error": "not started for want of time; the same call again continues here"}),
+                flush=True,
+            )
+            return
+        rows.append(run(name))
+        print(json.dumps(rows[-1]), flush=True)
+        if file is not None:
+            file.write_text(json.dumps(rows, indent=1))
+
+
+def child(*words: str) -> Row:
+    """Run one case in a process of its own and return its row; a failure is its content."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        row: Row = json.loads(lines[-1])
+        return row
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"case": words[words.index("--case") + 1], "error": last[:200]}
+
+
+def run_case(name: str, args: argparse.Namespace, device: torch.device, ceiling: float | None) -> Row:
+    """Measure one case in this process."""
+    if name == CEILINGS:
+        return ceilings(device)
+    if name == "draw":
+        draw(args.model, args.folder, device)
+        return {"case": name}
+    if name == "rollout":
+        return measure_rollout(args.model, str(args.folder), args.steps, device)
+    case = next(case for case in cases(args.part, args.model) if case.name == name)
+    return measure(case, str(args.folder), args.steps, device, ceiling)
+
+
+def names_of(part: str, model: str) -> list[str]:
+    """Return the names of the cases of a part."""
+    return ["rollout"] if part == "rollout" else [case.name for case in cases(part, model)]
+
+
+def run_alone(args: argparse.Namespace, rows: list[Row], deadline: float) -> None:
+    """Run each case in a process of its own, on one device."""
+    settings = ["--part", args.part, "--steps", str(args.steps)]
+    if torch.cuda.is_available():
+        collect([CEILINGS], lambda name: child("--case", name), rows, args.json, deadline)
+    card = next((row for row in rows if row["case"] == CEILINGS), {})
+    if args.model == "auto":
+        args.model = "4B" if card.get("memory_gib", 0) > 100 else "1.7B"
+    settings += ["--model", args.model, *(["--ceiling", str(card["matmul_tflops"])] if "matmul_tflops" in card else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        settings += ["--folder", folder]
+        drawn = child("--case", "draw", *settings)
+        if "error" in drawn:
+            sys.exit(f"the model cannot be drawn: {drawn['error']}")
+        collect(names_of(args.part, args.model), lambda name: child("--case", name, *settings), rows, args.json, deadline)
+
+
+def run_together(args: argparse.Namespace, rows: list[Row], deadline: float) -> None:
+    """Run all cases in these processes, of which each has a device."""
+    device = init_distributed()
+    main_rank = dist.get_rank() == 0
+    if args.model == "auto":
+        args.model = "1.7B"
+    shared: list[Any] = [tempfile.mkdtemp() if main_rank else None]
+    dist.broadcast_object_list(shared)
+    args.folder = Path(shared[0])
+    if main_rank:
+        draw(args.model, args.folder, device)
+    dist.barrier()
+    ceiling = None
+    for name in [*([CEILINGS] if device.type == "cuda" else []), *names_of(args.part, args.model)]:
+        row = run_case(name, args, device, ceiling)
+        ceiling = row.get("matmul_tflops", ceiling)
+        rows.append(row)
+        if main_rank:
+            print(json.dumps(row), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(rows, indent=1))
+        late: list[Any] = [time.monotonic() > deadline]
+        dist.broadcast_object_list(late)
+        if late[0]:
+            break
+    if main_rank:
+        shutil.rmtree(args.folder)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Print one line of JSON for each case as it is done, and the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("fsdp", "mcore", "rollout"), default="fsdp")
-    parser.add_argument("--model", choices=sorted(SHAPES), default="4B")
+    parser.add_argument("--model", choices=("auto", *sorted(SHAPES)), default="auto")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="a file for all rows")
+    parser.add_argument("--json", type=Path, help="a file for all rows; the cases that it has are not measured again")
+    parser.add_argument("--seconds", type=float, default=480.0, help="no case starts after this time")
+    parser.add_argument("--case", help="one case alone, in this process")
+    parser.add_argument("--folder", type=Path, help="with --case: the folder of the model")
+    parser.add_argument("--ceiling", type=float, help="with --case: TFLOP/s of the card's matrix products")
     args = parser.parse_args()
     if not torch.cuda.is_available() and args.model != "tiny":
         print(json.dumps({"case": "skipped", "why": "no CUDA device"}))
         return
-    device = init_distributed()
+    if args.case is not None:
+        print(json.dumps(run_case(args.case, args, init_distributed(), args.ceiling)), flush=True)
+        dist.destroy_process_group()
+        return
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
     rows: list[Row] = []
-
-    def report(row: Row) -> None:
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
-
-    ceiling = None
-    if device.type == "cuda":
-        report(ceilings(device))
-        ceiling = rows[0]["matmul_tflops"]
-    if args.part == "rollout":
-        report(measure_rollout(args.model, args.steps, device))
-    else:
-        for case in cases(args.part, args.model):
-            alone = case.who in ("bare", "trl")
-            missing = (case.who == "trl" and find_spec("trl") is None) or (case.who == "mcore" and not is_installed("mcore"))
-            if missing or (alone and dist.get_world_size() > 1):
-                report({"case": case.name, "error": "not installed" if missing else "for one GPU"})
-                continue
-            report(measure(case, args.steps, device, ceiling))
-    if dist.get_rank() == 0:
+    if args.json is not None and args.json.exists() and not together:
+        rows = json.loads(args.json.read_text())
+    deadline = time.monotonic() + args.seconds
+    (run_together if together else run_alone)(args, rows, deadline)
+    if int(os.environ.get("RANK", "0")) == 0:
         print(table(rows), flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps(rows, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ SHAPES = {
     "0.6B": Shape(
         hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_size=128, vocabulary=151936, tokens=16384
     ),
+    "1.7B": Shape(
+        hidden=2048, intermediate=6144, layers=28, heads=16, kv_heads=8, head_size=128, vocabulary=151936, tokens=8192
+    ),
     "4B": Shape(
         hidden=2560, intermediate=9728, layers=36, heads=32, kv_heads=8, head_size=128, vocabulary=151936, tokens=8192
     ),
@@ -72,7 +75,7 @@ class Case:
         task: The loss.
         recompute: `engine.recompute`.
         compiled: Whether layers are compiled.
-        params: The number format of the parameters.
+        params: The number format of the parameters; another one than float32 only for TRL.
         options: More settings of the engine.
     """
 
@@ -105,8 +108,7 @@ def cases(part: str, model: str) -> list[Case]:
     if part == "fsdp":
         return [
             Case(who="fsdp", model=model, recompute="auto", compiled=True),
-            Case(who="bare", model=model, params="bfloat16"),
-            Case(who="fsdp", model=model, params="bfloat16"),
+            Case(who="bare", model=model),
             Case(who="fsdp", model=model),
             Case(who="fsdp", model=model, recompute="selective", compiled=True),
             Case(who="fsdp", model=model, recompute="full", compiled=True),

@@ -3,29 +3,51 @@
     python -m benchmarks.gpu_estimate [--documents 2]
 
 Qwen3 4B, micro-batches of 8,192 tokens, two in a step, bfloat16 arithmetic over float32 parameters, on an H200. Times are those of a
-micro-batch. Rates are what kernels of these sizes are known to reach, well below the data sheet: they are the assumptions.
+micro-batch. Each is the work that the code does, counted in products and in bytes, divided by a rate. Rates, and how often elementwise
+operations pass over memory, are the assumptions: a favorable and an unfavorable set, from what kernels of these sizes are known to reach.
 """
 
 import argparse
+from dataclasses import dataclass
 
 from benchmarks.gpu_cases import SHAPES
 from drivetrain.engine.flops import ModelShape
+from drivetrain.engine.ops.linear_head import chunk_tokens
 
 PEAK = 989.0
 """TFLOP/s of bfloat16 from the data sheet."""
-GEMM = 660.0
-"""TFLOP/s of matrix products of these sizes."""
-FLASH = 290.0
-"""TFLOP/s of FlashAttention 2, forward and backward together, which executes 3.5 times the products of the forward pass."""
-FLASH_3 = 490.0
-"""The same of FlashAttention 3."""
 MEMORY = 3.6
 """TB/s of memory, three quarters of the data sheet's."""
 MICRO_BATCHES = 2
-EAGER_TRAFFIC = 4.5
-"""How many times the bytes of fused elementwise operations separate ones move, with their intermediates in float32."""
-HOST_MS = 10.0
-"""What the two waits of the host and the first kernels after them cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The assumptions.
+
+    Args:
+        gemm: TFLOP/s of matrix products of these sizes.
+        flash: TFLOP/s of FlashAttention 2, forward and backward together, which executes 3.5 times the products of the forward pass.
+        flash_3: The same of FlashAttention 3.
+        eager: How many times the bytes of single passes over memory separate elementwise operations move, with float32 intermediates.
+        compiled: The same of compiled layers: six to eight kernels for norms, rotation and SwiGLU, which the backward pass reads again.
+        clips: Whether the gradient is clipped, which multiplies it once more.
+        eager_host: The milliseconds in which the device waits for the host where every kernel is launched alone.
+        compiled_host: The same where layers are compiled: the waits of the host and the first kernels after them.
+    """
+
+    gemm: float
+    flash: float
+    flash_3: float
+    eager: float
+    compiled: float
+    clips: bool
+    eager_host: float
+    compiled_host: float
+
+
+FAVORABLE = Rates(gemm=660, flash=290, flash_3=490, eager=4.5, compiled=1.6, clips=False, eager_host=20, compiled_host=12)
+UNFAVORABLE = Rates(gemm=600, flash=275, flash_3=450, eager=5.3, compiled=2.1, clips=True, eager_host=40, compiled_host=12)
 
 
 def shape() -> ModelShape:
@@ -47,34 +69,58 @@ def shape() -> ModelShape:
     )
 
 
-def parts(documents: int, *, compiled: bool, recompute: bool, flash: float) -> dict[str, float]:
+def parts(documents: int, rates: Rates, *, compiled: bool, recompute: bool, flash_3: bool) -> dict[str, float]:
     """Return the milliseconds of each part of a micro-batch."""
     s, model = SHAPES["4B"], shape()
     tokens, layers = s.tokens, s.layers
+    flash = rates.flash_3 if flash_3 else rates.flash
     gemm = 6 * model.weights * tokens / 1e12
     seen = documents * (tokens // documents) ** 2 / 2
     attention = 3.5 * 2 * sum(width for width, _ in model.attention) * seen / 1e12
     # Read and written in forward and backward pass, two bytes each: SwiGLU, norms, heads' norms and rotation, residuals.
     widths = (s.heads + 2 * s.kv_heads) * s.head_size
     numbers = 8 * s.intermediate + 12 * s.hidden + 8 * widths + 6 * s.hidden
-    fused = 2 * numbers * layers * tokens / 1e12
-    elementwise = fused * (1 if compiled else EAGER_TRAFFIC)
+    elementwise = 2 * numbers * layers * tokens / 1e12 * (rates.compiled if compiled else rates.eager)
     head = 6 * model.head * tokens / 1e12
-    softmax = 6 * 4 * tokens * s.vocabulary / 1e12
-    # Parameters are cast once per step; gradients are added in float32 in every micro-batch.
-    casts = model.parameters * (6 / MICRO_BATCHES + 10) / 1e12
-    optimizer = model.parameters * (28 + 4) / MICRO_BATCHES / 1e12
-    again = (gemm / 3 / GEMM + attention / 3.5 / flash + elementwise / 3 / MEMORY) if recompute else 0.0
+    # Bytes for each logit. The product writes float32, and two products read the gradient in bfloat16. Between them eager operations
+    # pass over the chunk nine times, two compiled functions read it once each and write the gradient.
+    softmax = (4 + 4 + 2 + 4 if compiled else 4 + 4 + 8 + 8 + 4 + 8 + 8 + 8 + 6) + 4
+    # The float32 gradient of the head is read and written for every chunk.
+    chunks = -(-tokens // chunk_tokens(s.vocabulary, "cuda"))
+    head_bytes = (softmax * tokens * s.vocabulary + 8 * chunks * model.head) / 1e12
+    # Bytes for each parameter in a step, by FSDP2 on one rank: once a cast (6) and a copy (4); gradients are cast in the first micro-batch
+    # (6) and added in the others (10).
+    casts = model.parameters * (6 + 4 + 6 + 10 * (MICRO_BATCHES - 1)) / MICRO_BATCHES / 1e12
+    # AdamW reads four numbers and writes three, the norm reads one.
+    optimizer = model.parameters * (28 + 4 + (8 if rates.clips else 0)) / MICRO_BATCHES / 1e12
+    again = (gemm / 3 / rates.gemm + attention / 3.5 / flash + elementwise / 3 / MEMORY) if recompute else 0.0
     seconds = {
-        "matrix products": gemm / GEMM,
+        "matrix products": gemm / rates.gemm,
         "attention": attention / flash,
         "norms, rotation, SwiGLU": elementwise / MEMORY,
-        "head": head / GEMM + softmax / MEMORY,
+        "head": head / rates.gemm + head_bytes / MEMORY,
         "casts, accumulation": casts / MEMORY,
         "optimizer, clipping": optimizer / MEMORY,
         "recomputation": again,
     }
-    return {**{name: 1e3 * value for name, value in seconds.items()}, "host": HOST_MS}
+    return {
+        **{name: 1e3 * value for name, value in seconds.items()},
+        "host": rates.compiled_host if compiled else rates.eager_host,
+    }
+
+
+COLUMNS = {
+    "eager, full recomputation": {"compiled": False, "recompute": True, "flash_3": False},
+    "eager": {"compiled": False, "recompute": False, "flash_3": False},
+    "compiled": {"compiled": True, "recompute": False, "flash_3": False},
+    "compiled, FlashAttention 3": {"compiled": True, "recompute": False, "flash_3": True},
+}
+
+
+def between(low: float, high: float, form: str) -> str:
+    """Return two numbers as a range, or one if they are printed alike."""
+    first, last = (format(value, form) for value in sorted((low, high)))
+    return first if first == last else f"{first} to {last}"
 
 
 def main() -> None:
@@ -82,22 +128,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=2, help="documents in a micro-batch, of equal length")
     args = parser.parse_args()
-    columns = {
-        "eager, full recomputation": parts(args.documents, compiled=False, recompute=True, flash=FLASH),
-        "eager": parts(args.documents, compiled=False, recompute=False, flash=FLASH),
-        "compiled": parts(args.documents, compiled=True, recompute=False, flash=FLASH),
-        "compiled, FlashAttention 3": parts(args.documents, compiled=True, recompute=False, flash=FLASH_3),
-    }
+    columns = [
+        [parts(args.documents, rates, **settings) for rates in (FAVORABLE, UNFAVORABLE)] for settings in COLUMNS.values()
+    ]
     length = SHAPES["4B"].tokens // args.documents
     flops = shape().flops([length] * args.documents, SHAPES["4B"].tokens, training=True) / 1e12
     print(f"estimate, not measured: {args.documents} documents of {length} tokens, {flops:.0f} TFLOP in a micro-batch\n")
-    print("| ms per micro-batch | " + " | ".join(columns) + " |")
+    print("| ms per micro-batch | " + " | ".join(COLUMNS) + " |")
     print("| --- |" + " --- |" * len(columns))
-    for name in next(iter(columns.values())):
-        print(f"| {name} | " + " | ".join(f"{column[name]:.0f}" for column in columns.values()) + " |")
-    totals = [sum(column.values()) for column in columns.values()]
-    print("| sum | " + " | ".join(f"{total:.0f}" for total in totals) + " |")
-    print(f"| of {PEAK:.0f} TFLOP/s | " + " | ".join(f"{flops / total * 1e3 / PEAK:.0%}" for total in totals) + " |")
+    for name in columns[0][0]:
+        print(f"| {name} | " + " | ".join(between(low[name], high[name], ".0f") for low, high in columns) + " |")
+    totals = [[sum(part.values()) for part in pair] for pair in columns]
+    print("| sum | " + " | ".join(between(low, high, ".0f") for low, high in totals) + " |")
+    shares = [between(flops / low * 1e3 / PEAK, flops / high * 1e3 / PEAK, ".0%") for low, high in totals]
+    print(f"| of {PEAK:.0f} TFLOP/s | " + " | ".join(shares) + " |")
 
 
 if __name__ == "__main__":

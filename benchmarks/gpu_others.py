@@ -33,12 +33,30 @@ AttentionInterface.register("bare_gpu", _attention)
 
 
 def bare_loop(case: Case, micro_batches: int, device: torch.device) -> Callable[[int], int]:
-    """Return a function that makes a step and returns its number of tokens: packed, bfloat16 throughout, fused AdamW, clipping."""
-    model: Any = AutoModelForCausalLM.from_config(
-        SHAPES[case.model].config(), attn_implementation="bare_gpu", dtype=getattr(torch, case.params)
-    )
-    model = model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    """Return a function that makes a step and returns its number of tokens.
+
+    Documents are packed; products are in bfloat16; parameters, sums of gradients, moments and the clipped norm in float32, as in the engine.
+    """
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(
+            SHAPES[case.model].config(), attn_implementation="bare_gpu", dtype=torch.bfloat16
+        ).train()
+    copies = list(model.parameters())
+    parameters = [copy.detach().float().requires_grad_() for copy in copies]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def add_gradients() -> None:
+        for copy, parameter in zip(copies, parameters, strict=True):
+            parameter.grad = copy.grad.float() if parameter.grad is None else parameter.grad.add_(copy.grad)
+            copy.grad = None
+
+    @torch.no_grad()
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for copy, parameter in zip(copies, parameters, strict=True):
+            copy.copy_(parameter)
 
     def step(seed: int) -> int:
         batch = batch_of(case, micro_batches, seed)
@@ -57,9 +75,8 @@ def bare_loop(case: Case, micro_batches: int, device: torch.device) -> Callable[
                 for h, y in zip(hidden.split(2048), part.labels.split(2048), strict=True)
             ]
             (torch.stack(sums).sum() / total).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+            add_gradients()
+        update()
         return batch.num_tokens
 
     return step

@@ -74,6 +74,7 @@ class BaseEngine(CheckpointableEngine):
         self._incomplete = ""
         self._offloader = Offloader(self._tensors)
         self._finite = True
+        self._has_gradients = True
         self._was_deterministic: bool | None = None
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
@@ -303,6 +304,8 @@ class BaseEngine(CheckpointableEngine):
         plan = plan or self._planner.plan(batch, loss, training=not forward_only, total_weights=total_weights)
         accumulator = LossAccumulator(loss, plan, self.router_aux_coef, backward=not forward_only)
         with self.eval_mode() if forward_only else self.train_mode():
+            if not forward_only:
+                self._has_gradients, self._offloader.gradients_are_zero = True, False
             try:
                 micro_batches = plan.micro_batches(batch, self.topology.device)
                 self._run_micro_batches(micro_batches, accumulator, backward=not forward_only)
@@ -347,7 +350,7 @@ class BaseEngine(CheckpointableEngine):
                 values are requested.
             as_in_training: Whether to split the batch into the same micro-batches as `train_batch` instead of those of
                 `infer_max_tokens`. With the same model weights and layout, the outputs are then bitwise equal to those in
-                training.
+                training, or equal up to rounding where layers are compiled: the compiler fuses a graph without gradients differently.
 
         Returns:
             Output name -> `[T]`, in the order of `batch` and on its device; zero for tokens that were not selected.
@@ -365,6 +368,8 @@ class BaseEngine(CheckpointableEngine):
 
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
         """Clip the gradients and step the optimizer and the schedule, or skip both if the loss or the gradient is not finite.
+
+        Either way the gradients are dropped.
 
         Args:
             result: The result of `forward_backward`, to which the fields of the optimizer step are added.
@@ -385,8 +390,10 @@ class BaseEngine(CheckpointableEngine):
             if finite:
                 self._optimizer_step(lr)
                 self.lr_step()
-                return replace(result, grad_norm=norm, lr=lr)
+            # They are not needed any more, and would be taken to the host and back with state that is offloaded.
             self.zero_grad()
+            if finite:
+                return replace(result, grad_norm=norm, lr=lr)
         if self.config.non_finite == "raise":
             raise NonFiniteError(
                 f"step {self.step + 1}: loss {result.loss:g}, gradient norm {norm:g}; the parameters are unchanged. Check "
@@ -402,8 +409,13 @@ class BaseEngine(CheckpointableEngine):
     def zero_grad(self) -> None:
         """Drop the gradients and reset the record of non-finite losses."""
         self._finite = True
+        if not self._has_gradients:
+            return
+        # Offloaded gradients are not fetched to be dropped.
+        self._offloader.discard_gradients()
         with self._offloader.on_device(("grads",)):
             self._zero_grad()
+            self._has_gradients = False
 
     def lr_step(self) -> None:
         """Advance the learning-rate schedule by one step."""

@@ -95,7 +95,12 @@ class Capabilities:
                 f"engine.precision.params={pair[0]} with compute={pair[1]}: backend {engine.backend!r} supports "
                 f"{supported}; set engine.precision to one of these"
             )
-
+        if optimizer is not None and pair[0] in ("bfloat16", "float16") and not model.lora.rank:
+            raise CapabilityError(
+                f"engine.precision.params={pair[0]} with model.lora.rank=0: the optimizer would update {pair[0]} parameters, in which most "
+                "updates are rounded away (at a weight of 0.02 every change below 6e-5 in bfloat16); set engine.precision.params=float32 "
+                "and engine.precision.compute=bfloat16, or train adapters (model.lora.rank), which are stored in float32"
+            )
         reduce = engine.precision.reduce
         if reduce not in {*pair, "float32"} or (reduce == "float32" and "float64" in pair):
             raise CapabilityError(

@@ -311,7 +311,10 @@ class PrecisionConfig(Settings):
 
     section: ClassVar[str] = "engine.precision"
 
-    params: DType = setting("float32", "number format of the stored parameters and the optimizer state")
+    params: DType = setting(
+        "float32",
+        "number format of the stored parameters and the optimizer state; bfloat16 only under adapters, or without training",
+    )
     compute: Compute = setting(
         "auto", "number format of matrix products and activations; auto: bfloat16 on CUDA, otherwise that of the parameters"
     )

@@ -9,36 +9,43 @@ up, and then the device waits for new work. A step of an engine has these, whate
 - once, the sums of the loss and its metrics (`_local_scalar_dense` or a copy in `step.py`);
 - once, the norm of the gradient, which decides whether the step is taken.
 
-Mixtures whose experts are on other ranks wait in every layer too, for how many tokens go where; and AdamW's moments on the host are waited
-for at the end of a step.
+Losses over pairs check them once per micro-batch. Mixtures whose experts are on other ranks wait once in every layer and pass, for how many
+tokens go where; and AdamW's moments on the host are waited for at the end of a step.
 """
 
 import traceback
+import warnings
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITING = frozenset({"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero"})
+_WAITING = frozenset(
+    {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero", "bincount"}
+)
 """Operators whose result the host needs, or whose result's size depends on data."""
-_COPIES = frozenset({"_to_copy", "copy_"})
+_CUDA_WARNING = "called a synchronizing CUDA operation"
+"""The warning of `torch.cuda.set_sync_debug_mode`."""
 
 
-class HostSyncs(TorchDispatchMode):
-    """Counts the operators inside a `with` block for which the host waits for the device.
+class HostSyncs:
+    """Counts the operations inside a `with` block for which the host waits for the device.
 
-    Without a GPU it sees the operators whose result goes to the host by nature, but no copies.
+    On CUDA, torch itself reports each of them (`torch.cuda.set_sync_debug_mode`), blocking copies to the device included, but not those
+    of collectives. Elsewhere the operators count whose result goes to the host by nature, but no copies; meanwhile compiled layers run
+    uncompiled, as the compiler would otherwise give up their code for the rest of the process.
 
     Args:
         device_type: The type of the device; operators on other tensors do not count.
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()
         self._device_type = device_type
+        self._stack = ExitStack()
         self.places: Counter[str] = Counter()
-        """How often each operator waited, by operator and line of code."""
+        """How often each operation waited, by operator and line of code; on CUDA, torch does not name the operator."""
 
     @property
     def count(self) -> int:
@@ -46,18 +53,47 @@ class HostSyncs(TorchDispatchMode):
         return self.places.total()
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        with ExitStack() as stack:
+            if self._device_type == "cuda":
+                self._listen(stack)
+            else:
+                # Dynamo skips a frame under a dispatch mode, and marks its code to be skipped from then on.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_WaitingOperators(self._device_type, self.places))
+            self._stack = stack.pop_all()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _listen(self, stack: ExitStack) -> None:
+        """Count torch's warnings until `stack` is closed; all other warnings are shown as before."""
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("always", message=_CUDA_WARNING)
+        show: Any = warnings.showwarning
+
+        def count(message: Any, *args: Any, **kwargs: Any) -> None:
+            if str(message).startswith(_CUDA_WARNING):
+                self.places[f"wait in {_place()}"] += 1
+            else:
+                show(message, *args, **kwargs)
+
+        warnings.showwarning = count
+        stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("warn")
+
+
+class _WaitingOperators(TorchDispatchMode):
+    def __init__(self, device_type: str, places: Counter[str]) -> None:
+        super().__init__()
+        self._device_type, self._places = device_type, places
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        # The last tensor is what is read: `copy_` has its target first.
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        source = tensors[-1] if tensors else None
-        to_host = name in _COPIES and out.device.type == "cpu" != self._device_type
-        if source is not None and source.device.type == self._device_type and (name in _WAITING or to_host):
-            self.places[f"{name} in {_place()}"] += 1
+        source = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        if name in _WAITING and source is not None and source.device.type == self._device_type:
+            self._places[f"{name} in {_place()}"] += 1
         return out
 
 
@@ -65,6 +101,7 @@ def _place() -> str:
     """Return the innermost line of code outside of torch."""
     for frame in reversed(traceback.extract_stack()):
         # Without CUDA each call inside megatron passes through its stand-in.
-        if "/torch/" not in frame.filename and frame.filename != __file__ and not frame.filename.endswith("mcore/cpu.py"):
+        outside = "/torch/" not in frame.filename and not frame.filename.endswith(("mcore/cpu.py", "/warnings.py"))
+        if outside and frame.filename != __file__:
             return "/".join(frame.filename.split("/")[-2:]) + f":{frame.lineno}"
     return "torch"

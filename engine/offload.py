@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint.local_shards import host_bytes
 from .errors import ConfigError
+from .pinned import empty_together
 from .torch_private import storage_key
 
 Part = Literal["params", "grads", "optimizer"]
@@ -83,13 +84,19 @@ def host_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Offloaded:
-    """An offloaded storage and its copy."""
+    """An offloaded storage and its copy; None for zeros."""
 
     storage: torch.UntypedStorage
     size: int
-    copy: Tensor | IO[bytes]
+    copy: Tensor | IO[bytes] | None
+
+    def drop(self) -> None:
+        """Drop the copy; the storage then becomes zeros."""
+        if self.copy is not None and not isinstance(self.copy, Tensor):
+            self.copy.close()
+        self.copy = None
 
 
 class Offloader:
@@ -103,6 +110,8 @@ class Offloader:
         self._tensors = tensors
         self._location: dict[Part, Location] = dict.fromkeys(PARTS, "device")
         self._offloaded: dict[Part, list[_Offloaded]] = {part: [] for part in PARTS}
+        self.gradients_are_zero = False
+        """Whether the memory of the gradients holds only zeros, which are not copied."""
 
     def location_of(self, part: Part) -> Location:
         """Return the location of a part."""
@@ -150,9 +159,14 @@ class Offloader:
     def close(self) -> None:
         """Drop all offloaded copies."""
         for offloaded in (o for storages in self._offloaded.values() for o in storages):
-            if not isinstance(offloaded.copy, Tensor):
-                offloaded.copy.close()
+            offloaded.drop()
         self._offloaded = {part: [] for part in PARTS}
+
+    def discard_gradients(self) -> None:
+        """Replace the gradients, wherever they are, by zeros; on the device only once the engine has zeroed them."""
+        self.gradients_are_zero = True
+        for offloaded in self._offloaded["grads"]:
+            offloaded.drop()
 
     def _offload(self, part: Part, location: Location) -> None:
         # Megatron's optimizer updates float32 parameters in place, so it shares their memory, which belongs to the parameters
@@ -163,30 +177,29 @@ class Offloader:
             if other != part and part == "optimizer"
             for t in map(_local, self._tensors(other))
         }
-        seen: set[int] = set()
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in map(_local, self._tensors(part)):
-            storage, key = tensor.untyped_storage(), storage_key(tensor)
-            size = storage.nbytes()
-            if key in seen or key in others or not size or (location == "host" and tensor.device.type == "cpu"):
-                continue
-            seen.add(key)
+            key = storage_key(tensor)
+            if key not in others and tensor.untyped_storage().nbytes() and not (location == "host" and tensor.is_cpu):
+                storages[key] = tensor.untyped_storage()
+        data = [_bytes(storage) for storage in storages.values()]
+        zero = part == "grads" and self.gradients_are_zero
+        host = empty_together(data, pinned=True) if location == "host" and not zero else []
+        for number, storage in enumerate(storages.values()):
             try:
-                copy = self._copy(_bytes(storage), location)
+                copy = None if zero else host[number].copy_(data[number]) if host else self._write(data[number])
             except OSError as e:
                 self._reload(part)
                 raise ConfigError(
                     f"to({location!r}): {e.strerror or e} in {tempfile.gettempdir()}; set TMPDIR to a disk with "
                     "enough space, or use 'host'"
                 ) from e
+            self._offloaded[part].append(_Offloaded(storage=storage, size=storage.nbytes(), copy=copy))
             storage.resize_(0)
-            self._offloaded[part].append(_Offloaded(storage=storage, size=size, copy=copy))
 
-    def _copy(self, data: Tensor, location: Location) -> Tensor | IO[bytes]:
-        if location == "host":
-            host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-            host.copy_(data)
-            return host
-        # The file has no name, so it disappears with this process, however that ends.
+    @staticmethod
+    def _write(data: Tensor) -> IO[bytes]:
+        """Write bytes to a file without a name, which disappears with this process, however that ends."""
         file: IO[bytes] = tempfile.TemporaryFile(prefix="drivetrain-")
         try:
             file.write(host_bytes(data))
@@ -201,7 +214,9 @@ class Offloader:
             offloaded = self._offloaded[part][-1]
             offloaded.storage.resize_(offloaded.size)
             data = _bytes(offloaded.storage)
-            if isinstance(offloaded.copy, Tensor):
+            if offloaded.copy is None:
+                data.zero_()
+            elif isinstance(offloaded.copy, Tensor):
                 data.copy_(offloaded.copy)
             else:
                 host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)

@@ -194,7 +194,7 @@ class OutputCollector:
         """Return the outputs that the head has to compute for a micro-batch."""
         part = self._parts[micro_batch.index]
         mask = torch.zeros(1, dtype=torch.bool) if micro_batch.is_dummy else self._mask[self._batch.token_index(part)]
-        return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device))
+        return HeadRequest(outputs=self._request, mask=mask.to(micro_batch.batch.device, non_blocking=True))
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs, aux: Tensor | None = None) -> Tensor:
         """Keep the outputs of a micro-batch and return a zero, since there is no backward pass."""

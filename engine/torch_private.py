@@ -28,6 +28,8 @@ _NAMES: tuple[tuple[str, bool], ...] = (
     ("FSDPState._fsdp_param_group", hasattr(FSDPState, "_fsdp_param_group")),
     ("FSDPParam._unsharded_param", "_unsharded_param" in FSDPParam.__annotations__),
     ("FSDPParam.unsharded_accumulated_grad", "unsharded_accumulated_grad" in FSDPParam.__annotations__),
+    ("FSDPParam.sharded_param", "sharded_param" in FSDPParam.__annotations__),
+    ("FSDPParam.to_sharded_dtensor", hasattr(FSDPParam, "to_sharded_dtensor")),
     ("_foreach_mul_", hasattr(torch, "_foreach_mul_")),
     ("_foreach_norm", hasattr(torch, "_foreach_norm")),
     ("nn.Module._non_persistent_buffers_set", hasattr(nn.Module(), "_non_persistent_buffers_set")),
@@ -82,6 +84,24 @@ def unsharded_gradients(root: nn.Module) -> Iterator[Tensor]:
         for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
             if gradient is not None:
                 yield gradient
+
+
+def take_unsharded_gradients(root: nn.Module) -> None:
+    """Make the unsharded gradients those of the parameters, without the copies of a reduction, on a rank that shares no parameter.
+
+    Args:
+        root: A module that FSDP2 has sharded over one rank, and whose gradients it was not to reduce.
+    """
+    for parameter in _fsdp_parameters(root):
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is None:
+            continue
+        accumulated = parameter.unsharded_accumulated_grad
+        gradient = unsharded.grad if accumulated is None else accumulated
+        parameter.unsharded_accumulated_grad = unsharded.grad = None
+        if gradient is None:
+            continue
+        parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient.to(parameter.sharded_param.dtype))
 
 
 def _fsdp_parameters(root: nn.Module) -> Iterator[FSDPParam]:

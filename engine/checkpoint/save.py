@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointError, disk_error
 from ..parallel.collectives import all_gather_object, call_on_first, collective_errors
 from ..parallel.topology import Topology
+from ..pinned import empty_together
 from .local_shards import DTYPES, LocalShard, host_bytes
 from .manifest import FORMAT, MODEL, merge_index, write_manifest
 from .retention import folder_name
@@ -47,28 +48,33 @@ class HostCopies:
 
     def reserve(self, local_shards: Iterable[LocalShard]) -> None:
         """Allocate and touch all buffers that `take` will need, so that the first copy is as fast as the others."""
-        for shard in local_shards:
-            if shard.owned and shard.data.numel():
-                self._buffers[key_of(shard)] = self._buffer(None, shard.data).zero_()
+        owned = {key_of(shard): shard.data for shard in local_shards if shard.owned and shard.data.numel()}
+        self._buffers = self._buffers_of(owned)
+        for buffer in self._buffers.values():
+            buffer.zero_()
 
-    @staticmethod
-    def _buffer(buffer: Tensor | None, data: Tensor) -> Tensor:
-        if buffer is not None and (buffer.dtype, buffer.shape) == (data.dtype, data.shape):
-            return buffer
-        return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    def _buffers_of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a buffer for each tensor, those of the last save where they fit."""
+        buffers = {
+            key: buffer
+            for key, tensor in data.items()
+            if (buffer := self._buffers.get(key)) is not None and (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
+        }
+        for pinned in (False, True):
+            missing = [key for key, tensor in data.items() if key not in buffers and tensor.is_cuda == pinned]
+            new = empty_together([data[key] for key in missing], pinned=pinned)
+            buffers |= dict(zip(missing, new, strict=True))
+        return buffers
 
     def take(self, local_shards: Iterable[LocalShard]) -> tuple[LocalShard, ...]:
         """Return the owned shards with copies of their data; the copies are complete on return."""
-        previous, self._buffers = self._buffers, {}
-        copies, cuda = [], False
-        for shard in local_shards:
-            key, data = key_of(shard), shard.data
-            buffer = self._buffer(previous.get(key), data)
-            buffer.copy_(data.detach(), non_blocking=True)
-            cuda = cuda or data.is_cuda
-            self._buffers[key] = buffer
+        shards = {key_of(shard): shard for shard in local_shards}
+        self._buffers = self._buffers_of({key: shard.data for key, shard in shards.items()})
+        copies = []
+        for key, shard in shards.items():
+            buffer = self._buffers[key].copy_(shard.data.detach(), non_blocking=True)
             copies.append(LocalShard(kind=shard.kind, name=shard.name, shape=shard.shape, offset=shard.offset, data=buffer))
-        if cuda:
+        if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
         return tuple(copies)
 

@@ -24,7 +24,7 @@ from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
 from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
-from .compile import compile_layers
+from .compile import compile_model
 from .experts import ExpertShards, check_experts, cut_experts
 from .families import check_family
 from .options import FSDPOptions
@@ -146,7 +146,7 @@ def build(
     experts = cut_experts(root, config, topology)
     recompute(root, engine.recompute)
     if engine.compile is True:
-        compile_layers(root)
+        compile_model(root)
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, meta_model, described.layout, experts, model, engine, topology)

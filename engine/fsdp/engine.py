@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,7 +30,8 @@ from ..resolve import MemoryNeeds, choose
 from ..resolve import describe as describe_needs
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
-from ..torch_private import clear_unsharded_gradients, foreach_mul_
+from ..torch_private import clear_unsharded_gradients, foreach_mul_, take_unsharded_gradients, unsharded_gradients
+from . import compile as compile_module
 from .build import Built, Described, build, check_config, describe
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
@@ -124,6 +126,8 @@ class FSDPEngine(BaseEngine):
         if config.recompute != "auto" and options.reduce_each_micro_batch != "auto":
             return
         allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
+        if self._selective_is_full:
+            allowed -= {"selective"}
         needs = self._memory_needs()
         choice = choose(needs, memory, config.recompute, options.reduce_each_micro_batch, allowed)
         options = replace(options, reduce_each_micro_batch=choice.reduce_each)
@@ -132,6 +136,21 @@ class FSDPEngine(BaseEngine):
         if needs.unsharded_gradients:
             each = "every micro-batch" if choice.reduce_each else "the last micro-batch of a step"
             self.memory_estimate += f"; gradients are reduced after {each}"
+
+    @property
+    def _selective_is_full(self) -> bool:
+        """Whether selective recomputation takes the time of full recomputation."""
+        return self.config.compile is True and not compile_module.RECOMPUTES_INSIDE
+
+    def describe_settings(self) -> list[str]:
+        """See `BaseEngine.describe_settings`."""
+        lines = super().describe_settings()
+        if self.config.recompute == "selective" and self._selective_is_full:
+            lines.append(
+                f"engine.recompute=selective with compiled layers takes the time of full recomputation with transformers "
+                f"{transformers.__version__}; use auto, none or full, engine.compile=false, or transformers 5.23"
+            )
+        return lines
 
     def _build_model(self) -> None:
         self._model = build(self._described, self.hf_config, self.model_config, self.config, self.options, self.topology)
@@ -166,16 +185,23 @@ class FSDPEngine(BaseEngine):
         return (chunk or self._root)(part), scalar_of
 
     def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
-        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one.
+        # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one; those of one rank are not reduced.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch is True
         if isinstance(self._root, FSDPModule):
-            self._root.set_requires_gradient_sync(sync)
+            self._root.set_requires_gradient_sync(sync and not self._holds_all)
             if self.topology.size == 1 and self.options.reshard_after_forward == "auto":
                 self._root.set_reshard_after_backward(micro_batch.is_last)
         scalar.backward()
 
+    @property
+    def _holds_all(self) -> bool:
+        """Whether this rank alone holds all parameters on the device, so that its unsharded gradients are those of the parameters."""
+        return self.topology.size == 1 and isinstance(self._root, FSDPModule) and self.config.offload.params == "none"
+
     def _reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
+        if self._holds_all:
+            take_unsharded_gradients(self._root)
         if self.topology.replicate is not None and not isinstance(self._root, FSDPModule):
             sum_gradients(self._root.parameters(), self.topology.replicate)
         grads = self._optimizer.gradients()
@@ -220,6 +246,8 @@ class FSDPEngine(BaseEngine):
             tensor = parameter if part == "params" else parameter.grad
             if tensor is not None:
                 yield tensor
+        if part == "grads":
+            yield from unsharded_gradients(self._root)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Return a context in which the base model runs without its adapters."""

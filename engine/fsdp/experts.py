@@ -23,6 +23,7 @@ from ..checkpoint.tensor_slices import TensorSlice
 from ..config import ParallelConfig
 from ..errors import TopologyError
 from ..hf.shape import experts_of
+from ..ops.router import count_tokens
 from ..parallel.topology import Topology
 
 IMPLEMENTATION = "drivetrain_expert_parallel"
@@ -156,12 +157,15 @@ def expert_parallel_forward(module: Any, hidden_states: Tensor, top_k_index: Ten
     group, local = module.expert_group, module.num_experts
     chosen_s = top_k_index.reshape(-1)
     order_s = torch.argsort(chosen_s, stable=True)
-    counts = torch.bincount(chosen_s // local, minlength=group.size())
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
-    sent, received = counts.tolist(), arriving.tolist()
+    counts_e = count_tokens(chosen_s, local * group.size())
+    arriving_e = torch.empty_like(counts_e)
+    dist.all_to_all_single(arriving_e, counts_e, group=group)
+    # The only transfer from the device; the host needs the sizes of what is sent and received.
+    sent, received = torch.stack([counts_e, arriving_e]).view(2, group.size(), local).sum(2).tolist()
     rows_rh = _Exchange.apply(hidden_states[order_s // top_k_index.shape[1]], sent, received, group)
-    experts_r = _Exchange.apply((chosen_s % local)[order_s], sent, received, group)
+    # Rows arrive by sender, and those of a sender in the order of the experts.
+    every = torch.arange(local, device=chosen_s.device).repeat(group.size())
+    experts_r = every.repeat_interleave(arriving_e, output_size=sum(received))
     empty = not len(rows_rh)
     if empty:
         # No token chose an expert of this rank. The inputs and parameters still take part in the backward pass, because its

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pinned import empty_together
+
 PART_BYTES = 2**29
 """The moments of a part."""
 ALIGNMENT = 16
@@ -76,9 +78,8 @@ class HostMoments:
         cuda = self._device.type == "cuda"
         largest = max((t.itemsize for t in tensors), default=1) * len(self._kinds)
         self.parts = parts_of([t.numel() for t in tensors], max(1, part_bytes // largest))
-        self.host: list[dict[str, Tensor]] = [
-            {kind: torch.zeros(t.shape, dtype=t.dtype, pin_memory=cuda) for kind in self._kinds} for t in tensors
-        ]
+        moments = iter(empty_together([t for t in tensors for _ in self._kinds], pinned=cuda))
+        self.host: list[dict[str, Tensor]] = [{kind: next(moments).zero_() for kind in self._kinds} for _ in tensors]
         """The moments of each tensor, by kind."""
         self._to_device: Any = torch.cuda.Stream(self._device) if cuda else None
         self._to_host: Any = torch.cuda.Stream(self._device) if cuda else None

@@ -45,9 +45,11 @@ def memory_needs(
         vocabulary = shape.vocabulary * shape.hidden
         layers = 2 / len(shape.attention) if ranks > 1 or options.reshard_after_forward is True else 1
         state += compute * (vocabulary + layers * (shape.parameters - vocabulary))
+    # One rank's unsharded gradients are those of the parameters, which are counted above.
+    waits = wrapped and training and (ranks > 1 or config.offload.params == "host")
     return MemoryNeeds(
         state=state,
-        unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce] if wrapped and training else 0.0,
+        unsharded_gradients=shape.parameters_trained * ITEMSIZE[config.precision.reduce] if waits else 0.0,
         activations=activation_bytes(shape, config, p, config.micro_batch.max_tokens),
         head=head_bytes(shape.vocabulary, shape.hidden, device, training=training, trained=shape.head_trained > 0),
     )

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ModelError
 from ..hf.model import HFModel
+from ..ops.head_regions import HeadRegions
 from ..ops.linear_head import LogitTransform, linear_head
 from ..ops.router import RouterSettings, balancing_loss
 from ..rank_slice import RankSlice
@@ -31,6 +32,8 @@ class PackedModel(HFModel):
         super().__init__(lm, value_head=value_head)
         self.transform = transform
         self.router = router
+        self.head_regions: HeadRegions | None = None
+        """The compiled work of the head on its logits; None if the model is not compiled."""
 
     def forward(
         self,
@@ -76,5 +79,6 @@ class PackedModel(HFModel):
             greedy=part.outputs.greedy,
             sum_squared_probs=part.outputs.sum_squared_probs,
             expected=part.expected,
+            regions=self.head_regions,
         )
         return {name: value for name, value in head_outputs._asdict().items() if getattr(part.outputs, name)}

@@ -66,7 +66,8 @@ def shard(root: nn.Module, mesh: DeviceMesh, experts: ExpertShards | None, confi
     root_policy = replace(policy, cast_forward_inputs=False)
     fully_shard(root, mesh=mesh, mp_policy=root_policy, offload_policy=offload, reshard_after_forward=False)
     for module in root.modules():
-        if isinstance(module, FSDPModule):
+        # One rank has no mean to avoid, and FSDP would divide its gradients by 1 in memory of its own.
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

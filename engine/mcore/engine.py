@@ -120,12 +120,6 @@ class MCoreEngine(BaseEngine):
     def _check_model(self, parallel: ParallelConfig) -> None:
         decoder, router = self._architecture.decoder, self._architecture.router
         check_layout(decoder, parallel, self.hf_config.model_type)
-        if self.config.precision.params == "bfloat16" and self.optim_config is not None and not self.model_config.lora.rank:
-            raise CapabilityError(
-                "engine.precision.params=bfloat16 with full-parameter training: megatron's optimizer keeps float32 parameters "
-                "in addition to those it computes with; set engine.precision.params=float32, which computes the same with "
-                "compute=bfloat16"
-            )
         if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
             raise CapabilityError(
                 f"model.router_aux_loss_coef={self.router_aux_coef}: a balancing loss is defined only for "

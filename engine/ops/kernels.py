@@ -20,8 +20,8 @@ Kernel = Literal["varlen", "flex", "sdpa", "explicit"]
 LARGEST_HEAD = 256
 """The largest head of FlashAttention's kernel, and of those of FlexAttention that fit the memory of a multiprocessor."""
 HEAD_MULTIPLE = 8
-# torch 2.11's kernel requires as many key/value heads as query heads.
-KERNEL_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# torch 2.11 passes fewer key/value heads than query heads to the kernel, which takes them, without this argument.
+NAMES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def choose_kernel(
@@ -120,7 +120,7 @@ def varlen_backward(
     """Return the gradients of `varlen_forward` with respect to queries, keys and values."""
     leaves = [t.detach().requires_grad_() for t in (k, v)]
     with torch.enable_grad():
-        # Repeated and gathered keys have gradients that autograd adds up.
+        # Gathered keys have gradients that autograd adds up.
         keys, values, size = _kernel_inputs(q, leaves[0], leaves[1], context)
     settings = _kernel_settings(q, keys, context, scale, window)
     dq, dkeys, dvalues = varlen_attn_backward(
@@ -152,9 +152,6 @@ def _kernel_inputs(q: Tensor, k: Tensor, v: Tensor, context: PackedContext) -> t
     if context.parents is not None:
         # The kernel aligns queries with the end of their keys. Gradients of a parent's keys add up over its children.
         k, v = k[context.keys.index], v[context.keys.index]
-    if q.shape[1] != k.shape[1] and not KERNEL_GROUPS_HEADS:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     return _padded(k, size), _padded(v, size), size
 
 
@@ -171,7 +168,7 @@ def _kernel_settings(q: Tensor, keys: Tensor, context: PackedContext, scale: flo
         # Inclusive reach to the left and right; a window includes the token itself.
         "window_size": (-1 if window is None else window - 1, 0),
     }
-    if q.shape[1] != keys.shape[1]:
+    if q.shape[1] != keys.shape[1] and NAMES_GROUPED_HEADS:
         settings["enable_gqa"] = True
     return settings
 

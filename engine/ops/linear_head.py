@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .head_regions import ChunkOutputs, HeadRegions, chunk_outputs
+
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """The size of a chunk's float32 logits: what stays in a CPU's cache, and what keeps a GPU's matrix units busy."""
 KEPT_BYTES = {"cpu": 2**26, "cuda": 2**31}
@@ -99,6 +101,7 @@ def linear_head(
     expected: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
+    regions: HeadRegions | None = None,
 ) -> HeadOutputs:
     """Compute the log-probability of each token's target and, if requested, other numbers of its distribution.
 
@@ -117,9 +120,11 @@ def linear_head(
         chunk: The chunk size C; by default from `chunk_tokens`.
         shard: This rank's rows of the vocabulary, if it is split. The outputs are then equal on every rank of the group, and
             the gradient with respect to the hidden states is this rank's part of a sum over the ranks.
+        regions: The compiled elementwise work, for a vocabulary that is not split; eager operations if None.
     """
+    assert shard is None or regions is None
     size = chunk or chunk_tokens(len(weight_vh), weight_vh.device.type)
-    settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, size, shard)
+    settings = _Settings(transform, temperature, entropy, greedy, sum_squared_probs, size, shard, regions)
     expected_grads = None
     if expected is not None and torch.is_grad_enabled() and (hidden_th.requires_grad or weight_vh.requires_grad):
         expected_grads = (expected.get("log_probs"), expected.get("entropy"))
@@ -140,6 +145,7 @@ class _Settings:
     squares: bool
     chunk: int
     shard: VocabularyShard | None
+    regions: HeadRegions | None
 
 
 _Gradients = tuple[Tensor | None, Tensor | None]
@@ -207,23 +213,11 @@ def _local_rows(targets_c1: Tensor, rows: int, s: _Settings) -> tuple[Tensor, Te
     return local_c1.clamp(0, max(rows - 1, 0)), here_c1
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    log_probs_c: Tensor
-    lse_c1: Tensor
-    entropy_c: Tensor | None
-    greedy_c: Tensor | None
-    squares_c: Tensor | None
-
-
-def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
+def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> ChunkOutputs:
     """Compute the outputs of the head for a chunk from its logits."""
     if s.shard is None:
-        lse_c1 = torch.logsumexp(z_cv, 1, keepdim=True)
-        entropy_c = lse_c1[:, 0] - torch.linalg.vecdot((z_cv - lse_c1).exp_(), z_cv) if s.entropy else None
-        squares_c = (z_cv - lse_c1).exp_().square_().sum(1) if s.squares else None
-        greedy_c = z_cv.argmax(1) if s.greedy else None
-        return _Chunk((z_cv.gather(1, targets_c1) - lse_c1)[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
+        compute = chunk_outputs if s.regions is None or len(z_cv) == 1 else s.regions.chunk_outputs
+        return compute(z_cv, targets_c1, entropy=s.entropy, greedy=s.greedy, squares=s.squares)
     group = s.shard.group
     rows = z_cv.shape[1]
     # A rank may have no rows at all if there are about as many ranks as tokens in the vocabulary.
@@ -247,7 +241,7 @@ def _chunk_outputs(z_cv: Tensor, targets_c1: Tensor, s: _Settings) -> _Chunk:
         dist.all_reduce(greedy_c, op=dist.ReduceOp.MIN, group=group)
     entropy_c = lse_c1[:, 0] - totals[2] / totals[0] if s.entropy else None
     squares_c = totals[-1] / totals[0].square() if s.squares else None
-    return _Chunk(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
+    return ChunkOutputs(totals[1] - lse_c1[:, 0], lse_c1, entropy_c, greedy_c, squares_c)
 
 
 class _Accumulator:
@@ -261,10 +255,40 @@ class _Accumulator:
         self.weight = torch.zeros(w_vh.shape, dtype=accurate, device=w_vh.device) if wanted[1] else None
         self.bias = torch.zeros_like(bias_v, dtype=accurate) if bias_v is not None and wanted[2] else None
 
-    def add(self, part: slice, dz_cv: Tensor) -> None:
-        if self.bias is not None:
-            self.bias += dz_cv.sum(0)
-        dz_cv = dz_cv.to(self.h_th.dtype)
+    def add(
+        self,
+        part: slice,
+        z_cv: Tensor,
+        slope_cv: Tensor | None,
+        outputs: tuple[Tensor, Tensor, Tensor | None],
+        gradients: _Gradients,
+        s: _Settings,
+    ) -> None:
+        """Add the gradients of a chunk, whose logits are overwritten in eager mode.
+
+        Args:
+            part: The tokens of the chunk.
+            z_cv: The logits.
+            slope_cv: The derivative of the soft cap, or None.
+            outputs: The targets `[C, 1]`, the logarithms of the denominators `[C, 1]`, and the entropies `[C]` or None.
+            gradients: The gradients of log-probabilities and entropies, `[C]` or None.
+            s: The settings.
+        """
+        targets_c1, lse_c1, entropy_c = outputs
+        # The compiler would make graphs of their own for chunks of one token.
+        if s.regions is None or len(z_cv) == 1:
+            exact_cv = _logit_gradient(z_cv, slope_cv, lse_c1, targets_c1, entropy_c, gradients, s)
+            bias_v = None if self.bias is None else exact_cv.sum(0)
+            dz_cv = exact_cv.to(self.h_th.dtype)
+        else:
+            # Both factors are constants, by which the gradients of the outputs are multiplied instead of those of the logits.
+            factor = s.transform.scale / s.temperature
+            g_lp, g_ent = (g if g is None or factor == 1.0 else g * factor for g in gradients)
+            dz_cv, bias_v = s.regions.logit_gradient(
+                z_cv, slope_cv, lse_c1, targets_c1, entropy_c, g_lp, g_ent, dtype=self.h_th.dtype, bias=self.bias is not None
+            )
+        if self.bias is not None and bias_v is not None:
+            self.bias += bias_v
         if self.hidden is not None:
             torch.mm(dz_cv, self.w_vh, out=self.hidden[part])
         if self.weight is not None:
@@ -354,7 +378,7 @@ class _LinearHead(torch.autograd.Function):
                 entropies[part] = outputs.entropy_c
             if early is not None and expected_grads is not None:
                 chunk_grads = tuple(None if g is None else g[part].to(accurate) for g in expected_grads)
-                early.add(part, _logit_gradient(z_cv, slope_cv, outputs.lse_c1, targets_c1, outputs.entropy_c, chunk_grads, s))  # type: ignore[arg-type]
+                early.add(part, z_cv, slope_cv, (targets_c1, outputs.lse_c1, outputs.entropy_c), chunk_grads, s)  # type: ignore[arg-type]
         ctx.settings, ctx.expected_grads = s, expected_grads
         ctx.early, ctx.kept = None if early is None else early.results(), kept
         ctx.save_for_backward(h_th, w_vh, bias_v, targets_t, lse, entropies)
@@ -378,7 +402,7 @@ class _LinearHead(torch.autograd.Function):
             z_cv, slope_cv = kept[i] if kept else _logits(h_th[part], w_vh, bias_v, s)
             chunk_grads = (None if g_lp is None else g_lp[part], None if g_ent is None else g_ent[part])
             entropy_c = entropies[part] if s.entropy else None
-            total.add(part, _logit_gradient(z_cv, slope_cv, lse[part, None], targets_t[part, None], entropy_c, chunk_grads, s))
+            total.add(part, z_cv, slope_cv, (targets_t[part, None], lse[part, None], entropy_c), chunk_grads, s)
         return *total.results(), None, None, None
 
 

@@ -1,6 +1,6 @@
 """The balancing loss of a mixture of experts.
 
-Axes: T tokens of this rank's slice, E experts.
+Axes: T tokens of this rank's slice, E experts, R rows (a token for each of its experts).
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,16 @@ class RouterSettings:
     per_token: int
 
 
+def count_tokens(experts_r: Tensor, count: int) -> Tensor:
+    """Return how many rows chose each of `count` experts, `[E]` int64. Unlike `torch.bincount`, it does not wait for the device.
+
+    Args:
+        experts_r: The index of the expert of each row, `[R]` int64.
+        count: The number of experts, E.
+    """
+    return experts_r.new_zeros(count).scatter_add_(0, experts_r, torch.ones_like(experts_r))
+
+
 def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens: int, group: ProcessGroup | None) -> Tensor:
     """Compute the load-balancing loss of one packed micro-batch (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6).
 
@@ -35,9 +45,9 @@ def balancing_loss(logits: Sequence[Tensor], router: RouterSettings, real_tokens
     all_te = torch.cat([layer.reshape(-1, layer.shape[-1])[:real_tokens] for layer in logits]).float()
     probabilities = all_te.softmax(-1)
     chosen = torch.topk(probabilities, router.per_token, dim=-1).indices
-    counts_e = torch.bincount(chosen.flatten(), minlength=router.experts).to(probabilities.dtype)
+    counts_e = count_tokens(chosen.flatten(), router.experts).to(probabilities.dtype)
     sums_e = probabilities.sum(0)
-    tokens = torch.tensor(float(len(all_te)), device=all_te.device)
+    tokens = all_te.new_full((), len(all_te))
     if group is not None:
         dist.all_reduce(counts_e, group=group)
         dist.all_reduce(tokens, group=group)

@@ -17,59 +17,53 @@ from ..torch_private import group_of_name
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
-        ctx.axes = (cut, join, group)
-        return _exchange(x, cut, join, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cut, join, group = ctx.axes
-        return _AllToAll.apply(grads[0], join, cut, group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
 
 
-def _exchange(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
-    sent = torch.stack(x.chunk(group.size(), cut))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(0), join)
+def _exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
 
 
 @torch.library.custom_op("drivetrain::all_to_all", mutates_args=())
-def _all_to_all_operator(x: Tensor, cut: int, join: int, group_name: str, size: int) -> Tensor:
-    return _exchange(x, cut, join, group_of_name(group_name))
+def _all_to_all_operator(x: Tensor, group_name: str) -> Tensor:
+    return _exchange(x, group_of_name(group_name))
 
 
 @_all_to_all_operator.register_fake
-def _all_to_all_shape(x: Tensor, cut: int, join: int, group_name: str, size: int) -> Tensor:
-    shape = list(x.shape)
-    shape[cut] = shape[cut] // size
-    shape[join] = shape[join] * size
-    return x.new_empty(shape)
+def _all_to_all_shape(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-def _save_axes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.axes = inputs
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group_name = inputs
 
 
-def _all_to_all_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    cut, join, group_name, size = ctx.axes
-    return torch.ops.drivetrain.all_to_all(grad, join, cut, group_name, size), None, None, None, None
+def _all_to_all_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.drivetrain.all_to_all(grad, ctx.group_name), None
 
 
-_all_to_all_operator.register_autograd(_all_to_all_back, setup_context=_save_axes)
+_all_to_all_operator.register_autograd(_all_to_all_back, setup_context=_save_group)
 
 
-def _all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
-    """Split one axis into C parts, send part r to rank r, and join the received parts along another axis."""
+def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Send row r of `[C, ...]` to rank r, and return what arrives, row r from rank r."""
     if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.drivetrain.all_to_all(x, cut, join, group.group_name, group.size())
+        result: Tensor = torch.ops.drivetrain.all_to_all(x, group.group_name)
     else:
-        result = _AllToAll.apply(x, cut, join, group)
+        result = _AllToAll.apply(x, group)
     return result
 
 
 def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert query, key and value from `[T/C, H, D]` to `[T, H/C, D]`.
+    """Convert query, key and value from `[T/C, H, D]` to `[T, H/C, D]`, in one exchange. The results are views of one buffer.
 
     Key/value heads are repeated if C does not divide their number; query head j keeps its key/value head, since both are split
     in order.
@@ -78,12 +72,20 @@ def gather_seq_scatter_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGrou
     if heads % size:
         repeats = math.lcm(heads, size) // heads
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    return tuple(_all_to_all(t, 1, 0, group) for t in (q, k, v))  # type: ignore[return-value]
+    # Each `[C, T/C, heads of a rank x D]`; the only copy on either side of the exchange is their concatenation.
+    parts = [x.reshape(len(x), size, -1).transpose(0, 1) for x in (q, k, v)]
+    received = _all_to_all(torch.cat(parts, -1), group).flatten(0, 1)
+    split = received.split([part.shape[-1] for part in parts], -1)
+    q_thd, k_thd, v_thd = (
+        x.unflatten(-1, (whole.shape[1] // size, whole.shape[2])) for x, whole in zip(split, (q, k, v), strict=True)
+    )
+    return q_thd, k_thd, v_thd
 
 
 def gather_heads_scatter_seq(out: Tensor, group: ProcessGroup) -> Tensor:
     """Convert an attention output from `[T, H/C, D]` to `[T/C, H, D]`."""
-    return _all_to_all(out, 0, 1, group)
+    received = _all_to_all(out.unflatten(0, (group.size(), -1)), group)
+    return received.transpose(0, 1).flatten(1, 2)
 
 
 class _GatherTokens(torch.autograd.Function):

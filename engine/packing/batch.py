@@ -144,12 +144,14 @@ class PackedBatch:
             first = self.bounds[sequences[0]] if sequences else 0
             tokens: Any = slice(first, first + bounds[-1])
         else:
-            tokens = torch.cat([torch.arange(self.bounds[i], self.bounds[i + 1]) for i in sequences]).to(device)
-        rows = torch.tensor(list(sequences), dtype=torch.long, device=device)
+            tokens = torch.cat([torch.arange(self.bounds[i], self.bounds[i + 1]) for i in sequences]).to(
+                device, non_blocking=True
+            )
+        rows = torch.tensor(list(sequences), dtype=torch.long).to(device, non_blocking=True)
         return self._derive(
             input_ids=self.input_ids[tokens],
             position_ids=self.position_ids[..., tokens],
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True),
             labels=self.labels[tokens],
             token_fields={k: v[tokens] for k, v in self.token_fields.items()},
             sequence_fields={k: v[rows] for k, v in self.sequence_fields.items()},
@@ -182,7 +184,7 @@ class PackedBatch:
         return first._derive(
             input_ids=torch.cat([b.input_ids for b in batches]),
             position_ids=torch.cat([b.position_ids for b in batches], dim=-1),
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=first.device),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(first.device, non_blocking=True),
             labels=torch.cat([b.labels for b in batches]),
             token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
             sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},

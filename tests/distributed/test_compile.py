@@ -1,5 +1,6 @@
 """Compiled layers: that they are compiled in every mode of recomputation, for all lengths at once, and change no number."""
 
+import re
 import shutil
 from collections import Counter
 from functools import partial
@@ -9,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.utils import run_and_get_code
 
 from drivetrain.engine.config import EngineConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.fsdp import build as build_module
-from drivetrain.engine.fsdp.compile import compile_layers
+from drivetrain.engine.fsdp import compile as compile_module
+from drivetrain.engine.fsdp.compile import compile_model
+from drivetrain.engine.host_syncs import HostSyncs
+from drivetrain.engine.ops.head_regions import HeadRegions, compile_regions
+from drivetrain.engine.ops.linear_head import linear_head
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import resolve_device
 from drivetrain.workers.losses.sft import SFTLoss
@@ -46,7 +52,7 @@ class CountingBackend:
 def counted(monkeypatch: pytest.MonkeyPatch) -> CountingBackend:
     torch._dynamo.reset()
     backend = CountingBackend()
-    monkeypatch.setattr(build_module, "compile_layers", partial(compile_layers, backend=backend))
+    monkeypatch.setattr(build_module, "compile_model", partial(compile_model, backend=backend))
     return backend
 
 
@@ -64,19 +70,34 @@ def test_layers_are_compiled_once_for_all_lengths(
     layers = 3
     folder = save_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=layers)
     engine = build(folder, compile=True, recompute=mode)
+    # Where a layer recomputes outside of the compiled code, that runs twice.
+    calls = layers if compile_module.RECOMPUTES_INSIDE or mode == "none" else 2 * layers
     graphs = []
     for step in range(20):
         counted.counts["calls"] = 0
         batch = from_lists([list(range(3, 3 + n)) for n in lengths_of(step)])
         engine.train_batch(batch, SFTLoss())
-        assert counted.counts["calls"] == layers
+        # The layers, and outputs and gradient of the head if it has several tokens.
+        assert counted.counts["calls"] == calls + (2 if step else 0)
         graphs.append(counted.counts["graphs"])
     # The first layer's input is a leaf of the graph, unlike those of the others.
     assert 0 < graphs[0] <= 2
-    assert graphs[-1] == graphs[0]
+    assert graphs[-1] == graphs[1] == graphs[0] + 2
+    # Counting waits runs one step uncompiled, and no step after it.
+    with HostSyncs("cpu") as syncs:
+        counted.counts["calls"] = 0
+        engine.train_batch(batch, SFTLoss())
+    assert syncs.count > 0
+    assert counted.counts["calls"] == 0
+    engine.train_batch(batch, SFTLoss())
+    assert counted.counts["calls"] == calls + 2
+    assert counted.counts["graphs"] == graphs[-1]
     engine.close()
 
 
+@pytest.mark.skipif(
+    not compile_module.RECOMPUTES_INSIDE, reason="a break sends a layer to eager mode inside a checkpoint only"
+)
 def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
     counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +105,8 @@ def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
     monkeypatch.setattr(attention_module, "packed_attention", torch.compiler.disable(attention_module.packed_attention))
     engine = build(save_tiny_model(tmp_path / "model", "qwen3"), compile=True, recompute="full")
     steps(engine, 1)
-    assert counted.counts["calls"] == 0
+    # Those of the head, and no layer.
+    assert counted.counts["graphs"] == 2
     engine.close()
 
 
@@ -127,7 +149,7 @@ def rank_compiled(folder: str, layouts: list[dict[str, Any]]) -> list[tuple[int,
     found = []
     for axes in layouts:
         backend = CountingBackend()
-        build_module.compile_layers = partial(compile_layers, backend=backend)  # type: ignore[attr-defined]
+        build_module.compile_model = partial(compile_model, backend=backend)  # type: ignore[attr-defined]
         engine = build(folder, compile=True, recompute="full", parallel=ParallelConfig(**axes))
         found.append((0, steps(engine)))
         found[-1] = (backend.counts["calls"], found[-1][1])
@@ -174,10 +196,41 @@ def test_layers_that_exchange_tokens_are_not_compiled(tmp_path: Path, process_gr
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_the_compiler_gives_the_same_numbers(mode: Any, tmp_path: Path, process_group: None) -> None:
+def test_the_compiler_gives_the_same_numbers(
+    mode: Any, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # One layer: compiling takes nearly all of this test's time.
     torch._dynamo.reset()
+    if mode == "none":
+        monkeypatch.setattr(compile_module, "compile_regions", lambda backend: None)
     folder = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     engine = build(folder, compile=True, recompute=mode)
     close_to(steps(engine, 1), reference_steps(folder, 1))
     engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_compiled_head_writes_no_array_of_logits_but_the_gradient(dtype: torch.dtype, entropy: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    values, targets, gradient = (torch.randn(100, 16), torch.randn(1001, 16)), torch.randint(0, 1001, (100,)), torch.randn(100)
+
+    def run(regions: HeadRegions | None) -> list[Any]:
+        leaves = [value.to(dtype).requires_grad_() for value in values]
+        # The last chunk has another length.
+        outputs = linear_head(leaves[0], leaves[1], targets, entropy=entropy, temperature=1.3, chunk=64, regions=regions)
+        wanted = [value for value in (outputs.log_probs, outputs.entropy) if value is not None]
+        torch.autograd.backward(wanted, [gradient] * len(wanted))
+        return [*wanted, *(leaf.grad for leaf in leaves)]
+
+    results, codes = run_and_get_code(run, compile_regions())
+    # All arrays with a number for each logit that the two functions create: the gradient, in the format of the weights.
+    arrays = [re.findall(r"= empty_strided_cpu\(\(s\d+, s\d+\), .*?, (torch\.\w+)\)", code) for code in codes]
+    assert arrays == [[], [str(dtype)]]
+    for got, want in zip(results, run(None), strict=True):
+        # Sums of float32 in another order; gradients in 16 bits may be rounded to a neighbor.
+        loose = 2e-5 if got.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got, want, rtol=loose, atol=loose)

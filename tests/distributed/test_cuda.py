@@ -17,7 +17,9 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build, reference_steps, steps
+from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
+from helpers.leader import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -77,10 +79,13 @@ def test_cuda_kernels_agree_with_the_reference(family: str, chosen: dict[str, An
         assert norm == pytest.approx(want_norm, rel=norm_bound)
 
 
-def rank_waits(folder: str, backend: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    engine = build(folder, backend=backend, compile=False, micro_batch=MicroBatchConfig(max_tokens=32, infer_max_tokens=32))
+def rank_waits(folder: str, backend: str, compiled: bool) -> tuple[int, dict[str, int], dict[str, int]]:
+    sizes = MicroBatchConfig(max_tokens=32, infer_max_tokens=32)
+    engine = build(folder, backend=backend, compile=compiled, micro_batch=sizes)
     batch = from_lists([list(range(i, i + 20)) for i in (3, 10, 20)])
+    # The first calls allocate and compile.
     engine.train_batch(batch, SFTLoss())
+    engine.infer_batch(batch, OutputRequest(log_probs=True))
     torch.cuda.synchronize()
     with HostSyncs("cuda") as training:
         count = engine.train_batch(batch, SFTLoss()).micro_batches
@@ -90,12 +95,12 @@ def rank_waits(folder: str, backend: str) -> tuple[int, dict[str, int], dict[str
     return count, dict(training.places), dict(inference.places)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
-def test_the_host_seldom_waits_for_the_device(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "compiled"), [("fsdp", False), ("fsdp", True), ("mcore", False)])
+def test_the_host_seldom_waits_for_the_device(backend: str, compiled: bool, tmp_path: Path) -> None:
     if not is_installed(backend):
         pytest.skip(f"{backend} is not installed")
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, cuda=True, timeout_s=280)[0]
+    count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, compiled, cuda=True, timeout_s=280)[0]
     # Two per micro-batch; then the sums of the loss, and the norm. See `engine/host_syncs.py`.
     assert sum(training.values()) <= 2 * count + 2, training
     assert sum(inference.values()) <= count + 1, inference
@@ -119,3 +124,23 @@ def test_layers_are_compiled_once_for_all_lengths(tmp_path: Path) -> None:
     (graphs,) = run_ranks(rank_recompiles, 1, str(folder), cuda=True, timeout_s=280)
     assert 0 < graphs[0] <= 2
     assert graphs[-1] == graphs[0]
+
+
+def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:
+    # The other tests of workers are not for a GPU machine, which may lack these packages.
+    for name in ("msgspec", "zmq"):
+        pytest.importorskip(name)
+    from drivetrain.workers.model_worker.comm_id import mint
+
+    comm_id, listener = mint()
+    listener.close()
+    allow = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
+    with Worker(0, 1, *allow, environment={VISIBLE: gpu_environment().get(VISIBLE)}) as worker:
+        worker.join(comm_id.hex())
+        assert worker.ask({"op": "nccl_sanity_check"}) == {"op": "nccl_sanity_result", "observed_sum": 1}
+        worker.initialize("troubled", "Troubled", {"rank": -1})
+        # An int32 one, from the device.
+        request = {"op": "call", "id": 1, "role": "troubled", "method": "on_device", "args": []}
+        assert worker.ask_flushed(request)["result"] == {"$": "tensor", "dtype": "int32", "shape": [1], "data": "AQAAAA=="}
+        assert worker.ask({"op": "shutdown"}) == {"op": "bye"}
+        assert worker.process.wait(30) == 0

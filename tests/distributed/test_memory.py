@@ -1,5 +1,6 @@
 """What an engine keeps in memory: against its estimate, and between micro-batches."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from drivetrain.engine import base as base_module
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
+from drivetrain.engine.fsdp import compile as compile_module
+from drivetrain.engine.fsdp import engine as engine_module
+from drivetrain.engine.fsdp.memory import memory_needs
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import USABLE
 from drivetrain.engine.torch_private import storage_key, unsharded_gradients
 from drivetrain.workers.losses.sft import SFTLoss
-from helpers.engines import build
+from helpers.engines import OPTIM, build
 from helpers.harness import run_ranks
 
 WIDE: dict[str, Any] = {
@@ -82,16 +86,22 @@ def test_activations_are_about_what_is_estimated(
     engine.close()
 
 
+def needs_of_two(*args: Any, **settings: Any) -> Any:
+    """What a rank of two needs, whose unsharded gradients are not those of its parameters."""
+    return memory_needs(*args, **{**settings, "ranks": 2})
+
+
 def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3", **WIDE)
     memory = 2.0**40
     monkeypatch.setattr(base_module, "free_bytes", lambda device, size: memory)
+    monkeypatch.setattr(engine_module, "memory_needs", needs_of_two)
 
     def started() -> Any:
         return build(
             folder,
             recompute="auto",
-            # On one rank only what is computed in another format than it is stored in has unsharded gradients.
+            # What is computed in another format than it is stored in has gathered copies, and unsharded gradients.
             precision=PrecisionConfig(compute="bfloat16"),
             micro_batch=MicroBatchConfig(max_tokens=1024),
         )
@@ -111,6 +121,15 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     memory *= 0.9
     engine = started()
     assert "may not fit" in engine.memory_estimate
+    # Layers that are compiled, and recompute outside of compiled code, save next to nothing by selective recomputation.
+    monkeypatch.setattr(compile_module, "RECOMPUTES_INSIDE", False)
+    engine.config = replace(engine.config, compile=True, recompute="auto")
+    needs = engine._memory_needs()
+    engine._settle(1.001 * needs.total("selective", reduce_each=True) / USABLE)
+    assert engine.config.recompute == "full"
+    assert len(engine.describe_settings()) == 2
+    engine.config = replace(engine.config, recompute="selective")
+    assert "takes the time of full recomputation with transformers" in engine.describe_settings()[-1]
     engine.close()
 
 
@@ -125,11 +144,15 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     ],
 )
 def test_the_estimate_knows_whether_fsdp_copies_parameters(
-    precision: PrecisionConfig, lora: int, wrapped: bool, tmp_path: Path, process_group: None
+    precision: PrecisionConfig, lora: int, wrapped: bool, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"lora": LoraConfig(rank=lora)} if lora else {}
-    engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=precision, model=settings)
+    # Parameters in 16 bits are not trained without adapters.
+    optim = OPTIM if lora or precision.params == "float32" else None
+    engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=precision, model=settings, optim=optim)
     assert isinstance(engine._root, FSDPModule) is wrapped
+    assert engine._memory_needs().unsharded_gradients == 0
+    monkeypatch.setattr(engine_module, "memory_needs", needs_of_two)
     assert (engine._memory_needs().unsharded_gradients > 0) is wrapped
     engine.close()
 

@@ -23,7 +23,6 @@ from drivetrain.workers.model_worker.comm_id import CommId, CommIdError, mint, p
 from drivetrain.workers.model_worker.controller import Controller
 from drivetrain.workers.model_worker.names import Names
 from drivetrain.workers.model_worker.transports.zeromq import CurveKeys
-from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
 from helpers.leader import Worker, flush_of, initialize
 
@@ -471,23 +470,6 @@ def rank_leader_is_rank_0(comm_id: str) -> int:
 
 def test_a_leader_in_python_may_be_rank_0() -> None:
     assert run_ranks(rank_leader_is_rank_0, 1, new_comm_id()) == [2]
-
-
-@pytest.mark.gpu
-def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:
-    with Worker(0, 1, *ALLOW, environment={VISIBLE: gpu_environment().get(VISIBLE)}) as worker:
-        worker.join(new_comm_id())
-        assert worker.ask({"op": "nccl_sanity_check"}) == {"op": "nccl_sanity_result", "observed_sum": 1}
-        worker.initialize("troubled", "Troubled", {"rank": -1})
-        # An int32 one, from the device.
-        assert worker.ask_flushed(call("on_device"))["result"] == {
-            "$": "tensor",
-            "dtype": "int32",
-            "shape": [1],
-            "data": "AQAAAA==",
-        }
-        assert worker.ask({"op": "shutdown"}) == {"op": "bye"}
-        assert worker.process.wait(30) == 0
 
 
 @pytest.mark.parametrize(

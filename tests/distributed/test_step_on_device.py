@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
@@ -138,7 +139,16 @@ def test_one_rank_casts_its_parameters_once_per_step(
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     gathered: list[str] = []
+    copied: list[str] = []
     unshard = FSDPParamGroup.unshard
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            # Of gradients to the buffer of a reduction, and of that, divided by 1, to another one.
+            if "chunk_cat" in name or (name == "div" and args[0].dim() == 1 and args[1] == 1.0):
+                copied.append(name)
+            return func(*args, **(kwargs or {}))
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._all_gather_result is None and not self.is_unsharded:
@@ -149,8 +159,11 @@ def test_one_rank_casts_its_parameters_once_per_step(
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     batch = from_lists([list(range(i, i + 20)) for i in (3, 10, 20)])
     engine = build(folder, precision=PrecisionConfig(compute="bfloat16"), micro_batch=MicroBatchConfig(max_tokens=32))
-    first = engine.train_batch(batch, SFTLoss())
+    with Copies():
+        first = engine.train_batch(batch, SFTLoss())
     assert first.micro_batches == 3
+    # Nor are its gradients copied as if they were reduced.
+    assert not copied
     for _ in range(2):
         gathered.clear()
         found = engine.train_batch(batch, SFTLoss())

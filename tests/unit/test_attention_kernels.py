@@ -104,13 +104,14 @@ SEGMENTS, PARENTS = (0, 6, 10, 17, 18, 22, 23), (-1, 0, 0, 0, -1, 4)
 class Flash:
     """The kernel from its definition, with the restrictions of the real one."""
 
-    def __init__(self, groups_heads: bool) -> None:
-        self.groups_heads = groups_heads
+    def __init__(self, names_grouped_heads: bool) -> None:
+        self.names_grouped_heads = names_grouped_heads
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, reach: int) -> Tensor:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         assert q.shape[-1] % 8 == 0
-        assert self.groups_heads or q.shape[1] == k.shape[1]
+        # It takes grouped heads, which would be larger if they were repeated.
+        assert k.shape[1] == v.shape[1] == 2
         assert cu_q.dtype == cu_k.dtype == torch.int32
         out = []
         for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
@@ -121,8 +122,7 @@ class Flash:
         return torch.cat([x[0].transpose(0, 1) for x in out])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_aux: Any = None, enable_gqa: bool = False, **s: Any) -> Any:
-        assert self.groups_heads or not enable_gqa
-        assert enable_gqa == (q.shape[1] != k.shape[1])
+        assert enable_gqa == self.names_grouped_heads
         out = self._run(q, k, v, s["cu_seq_q"], s["cu_seq_k"], s["scale"], s["window_size"][0])
         return out if return_aux is None else (out, torch.zeros(q.shape[1], len(q)))
 
@@ -136,22 +136,22 @@ class Flash:
         return torch.autograd.grad(again, leaves, grad)
 
 
-@pytest.mark.parametrize("groups_heads", [True, False])
+@pytest.mark.parametrize("names_grouped_heads", [True, False])
 @pytest.mark.parametrize(("head", "value"), [(16, 16), (24, 16), (12, 10), (16, 24)])
 @pytest.mark.parametrize(("window", "parents"), [(None, None), (5, None), (None, PARENTS), (5, PARENTS)])
 def test_the_flash_kernel_in_eager_and_compiled_code(
-    groups_heads: bool,
+    names_grouped_heads: bool,
     head: int,
     value: int,
     window: int | None,
     parents: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = Flash(groups_heads)
+    kernel = Flash(names_grouped_heads)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "varlen")
     monkeypatch.setattr(kernels, "varlen_attn", kernel.forward)
     monkeypatch.setattr(kernels, "varlen_attn_backward", kernel.backward)
-    monkeypatch.setattr(kernels, "KERNEL_GROUPS_HEADS", groups_heads)
+    monkeypatch.setattr(kernels, "NAMES_GROUPED_HEADS", names_grouped_heads)
     torch.manual_seed(0)
     context = PackedContext(bounds=SEGMENTS, cu_seqlens=torch.tensor(SEGMENTS, dtype=torch.int32), parents=parents)
     leaves = [

@@ -27,6 +27,22 @@ def test_needs_one():
     assert gpu_environment().get("CUDA_VISIBLE_DEVICES") == {before!r}
 """
 
+ABSENT = """
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = ("msgspec", "zmq", "ray", "pebble", "openai", "uvicorn", "fastapi", "math_verify", "jsonschema", "wandb", "hypothesis")
+
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
 
 @pytest.mark.parametrize(
     ("count", "before", "told"),
@@ -51,13 +67,34 @@ def test_workers_of_xdist_know_of_the_gpus(count: int, before: str | None, told:
     assert told in done.stdout, done.stdout + done.stderr
 
 
-def test_every_test_of_the_gpu_is_collected() -> None:
-    words = ["-m", "pytest", "-m", "gpu", "--collect-only", "-n", "0", "tests"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_every_test_of_the_gpu_is_collected_without_packages_of_other_tests(tmp_path: Path) -> None:
+    make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}"]
+    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = recipe.partition("-m pytest ")[2].partition("&&")[0].split()
+    marked = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if file != Path(__file__) and "pytest.mark.gpu" in file.read_text()
+    }
+    assert {word for word in words if word.endswith(".py")} == marked
+    # A machine with PyTorch, transformers, pytest without plugins, and what else pyproject.toml requires.
+    (tmp_path / "absent.py").write_text(ABSENT)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "absent", "-p", "no:cacheprovider", "--collect-only", *words],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     found = [line for line in done.stdout.splitlines() if "::" in line]
     assert sum("test_cuda_kernels_agree_with_the_reference" in line for line in found) == 16
-    assert sum("test_the_host_seldom_waits_for_the_device" in line for line in found) == 2
+    assert sum("test_the_host_seldom_waits_for_the_device" in line for line in found) == 3
     assert sum("test_engines_agree_in_bfloat16_on_one_gpu" in line for line in found) == 1
+    assert sum("test_a_worker_meets_on_nccl_and_answers_from_its_gpu" in line for line in found) == 1
 
 
 def test_what_a_machine_lacks_is_named() -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.ops import flex as flex_module
-from drivetrain.engine.ops import kernels
+from drivetrain.engine.ops import kernels, ulysses
 from drivetrain.engine.ops import linear_head as head_module
 from drivetrain.engine.ops.attention import packed_attention
 from drivetrain.engine.ops.flex import compile_flex, flex
+from drivetrain.engine.ops.head_regions import HeadRegions, chunk_outputs, logit_gradient
 from drivetrain.engine.ops.kernels import by_document
 from drivetrain.engine.ops.linear_head import LogitTransform, linear_head
 from drivetrain.engine.ops.norm import sum_of_squares
@@ -35,12 +36,18 @@ def plain_head(
     return lp.gather(1, y[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
 
 
+@pytest.mark.parametrize("regions", [None, HeadRegions(chunk_outputs, logit_gradient)], ids=["eager", "regions"])
 @pytest.mark.parametrize(
     ("softcap", "entropy", "bias", "promise"),
     itertools.product((None, 5.0), (False, True), (False, True), ("none", "forgotten", "kept", "broken")),
 )
 def test_linear_head_and_its_gradients(
-    softcap: float | None, entropy: bool, bias: bool, promise: str, monkeypatch: pytest.MonkeyPatch
+    softcap: float | None,
+    entropy: bool,
+    bias: bool,
+    promise: str,
+    regions: HeadRegions | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Without a promise the logits are kept, or, if they are too many, forgotten and computed again.
     if promise == "forgotten":
@@ -75,6 +82,7 @@ def test_linear_head_and_its_gradients(
                 sum_squared_probs=True,
                 expected=expected,
                 chunk=16,
+                regions=regions,
             )
             assert squares is not None
             assert not squares.requires_grad
@@ -263,16 +271,28 @@ def rank_ulysses(heads: int, kv: int) -> float:
     torch.manual_seed(0)
     tokens = BOUNDS[-1]
     group: Any = dist.group.WORLD
-    full = [torch.randn(tokens, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads, kv, kv)]
+    # Values of another size than queries and keys.
+    sizes = ((heads, 8), (kv, 8), (kv, 6))
+    full = [torch.randn(tokens, n, size, dtype=torch.float64, requires_grad=True) for n, size in sizes]
     sinks = torch.randn(heads, dtype=torch.float64)
-    weight = torch.randn(tokens, heads, 8, dtype=torch.float64)
+    weight = torch.randn(tokens, heads, 6, dtype=torch.float64)
     want = packed_attention(full[0], full[1], full[2], context(), scale=0.3, sinks_h=sinks)
     grads = torch.autograd.grad((want * weight).sum(), full)
     mine = [slice_tokens(t, group, 0).detach().requires_grad_() for t in full]
     shared = PackedContext(bounds=BOUNDS, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), cp_group=group)
+    exchanges: list[int] = []
+    exchange = ulysses._exchange
+
+    def counted(*args: Any) -> Tensor:
+        exchanges.append(1)
+        return exchange(*args)
+
+    ulysses._exchange = counted  # type: ignore[assignment]
     got = packed_attention(mine[0], mine[1], mine[2], shared, scale=0.3, sinks_h=sinks)
     # Through the gather that losses see: every rank computes the same loss of whole documents.
     mine_grads = torch.autograd.grad((gather_tokens(got, group) * weight).sum(), mine)
+    # Queries, keys and values together, and the outputs; and back.
+    assert len(exchanges) == 4
     off = [(got - slice_tokens(want, group, 0)).abs().max()]
     off += [(a - slice_tokens(b, group, 0)).abs().max() for a, b in zip(mine_grads, grads, strict=True)]
     return float(max(off))

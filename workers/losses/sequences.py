@@ -24,9 +24,9 @@ MATCHED = "matched_margin"
 
 def sequence_of(batch: PackedBatch) -> Tensor:
     """Return `[T]` int64: the index of the sequence that each token belongs to."""
-    lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=batch.device)
     indices = torch.arange(batch.num_sequences, device=batch.device)
-    return torch.repeat_interleave(indices, lengths, output_size=batch.num_tokens)
+    # Lengths from the boundaries on the device: a list would be copied there, which waits for all earlier work.
+    return indices.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
 
 
 def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
