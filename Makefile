@@ -23,7 +23,7 @@ setup: .types/drivetrain
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
-# GRPO, PPO, Megatron-core, and rewards that teach nothing; about a quarter of an hour.
+# GRPO, PPO, Megatron-core, and rewards that teach nothing; half an hour to an hour on two cores.
 demo-rl: $(SETUP)
 	$(PY) -m drivetrain.cli demo grpo
 	$(PY) -m drivetrain.cli demo grpo --algorithm ppo --output runs/demo-ppo

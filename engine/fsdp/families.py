@@ -50,6 +50,7 @@ UNSUPPORTED = {
     "bamba": "its state-space layers carry state across document boundaries",
     "llama4": "its chunked attention counts positions over the entire packed sequence",
     "llama4_text": "its chunked attention counts positions over the entire packed sequence",
+    "phimoe": "its router draws experts at random in training, with a gradient of its own (SparseMixer, arXiv:2409.12136)",
 }
 
 
