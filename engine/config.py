@@ -436,7 +436,7 @@ class OptimConfig(Settings):
                 f"optim.weight_decay={self.weight_decay} with optim.lr={self.lr}: a step multiplies matrices by 1 less the product of both, "
                 f"{1 - self.lr * self.weight_decay:g}; lower one of them"
             )
-        if self.name == "adamw" and self.clip_grad_norm is not None and self.clip_grad_norm <= self.eps:
+        if self.name == "adamw" and self.clip_grad_norm is not None and self.clip_grad_norm < 1e-3 * self.eps:
             raise ConfigError(
                 f"optim.clip_grad_norm={self.clip_grad_norm} with optim.eps={self.eps}, against which gradients of that norm are nothing; raise "
                 "the norm, or set it to null for no clipping"

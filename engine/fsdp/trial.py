@@ -51,7 +51,7 @@ Kind = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Scale:
-    """By what sizes of a config are divided.
+    """The numbers by which sizes of a config are divided.
 
     Args:
         by_heads: Numbers of heads.
@@ -67,8 +67,8 @@ class Scale:
 def layer_kinds(model: nn.Module) -> list[list[Kind]]:
     """Return the kind of each layer of a model, for each of its lists of layers, in order.
 
-    Two layers are of one kind if they consist of the same classes under the same names, and their switches and windows
-    are set alike; widths do not count.
+    Two layers are of one kind if they consist of the same classes under the same names, and have the same switches and a
+    window or none; widths, and the sizes of windows, do not count.
     """
     return [[_kind(layer) for layer in layers] for layers in _layer_lists(model)]
 
@@ -282,10 +282,7 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> Comparison:
         torch.manual_seed(seed)
         documents, others = ([torch.randint(3, VOCABULARY - 8, (n,)).tolist() for n in LENGTHS] for _ in range(2))
         # A copy for each: transformers keeps the attention's name in the config, and reads it in every call.
-        ours, model = (
-            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32).eval()
-            for name in (IMPLEMENTATION, "eager")
-        )
+        ours, model = (_built(copy.deepcopy(config), name) for name in (IMPLEMENTATION, "eager"))
         _check_interface(ours)
         for parameter in model.parameters():
             _draw(parameter)
@@ -307,6 +304,16 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> Comparison:
     if not math.isfinite(found.difference + found.leak + found.noise):
         raise ModelError("the logits of random weights are not finite, so nothing can be compared")
     return found
+
+
+def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    except KeyError as e:
+        if e.args != (IMPLEMENTATION,):
+            raise
+        raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
+    return model.eval()
 
 
 def _check_interface(model: PreTrainedModel) -> None:

@@ -46,8 +46,14 @@ def check_model_path(path: str) -> None:
 
 def _is_cached(path: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+    try:
+        return isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except HFValidationError as e:
+        raise ModelError(
+            f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
+        ) from e
 
 
 def hub_problem() -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError, RewardError
+from drivetrain.workers.processes import fork_pool
 from drivetrain.workers.rewards.config import RewardsConfig
 from drivetrain.workers.rewards.pool import RewardPool
 from drivetrain.workers.rewards.sample import RewardSample
@@ -262,6 +264,31 @@ def test_a_program_that_starts_its_rewards_when_it_is_imported_is_refused(tmp_pa
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert re.search(r"they import this program, which must start its run under\s+if __name__ == '__main__':", done.stderr)
+
+
+class Gone:
+    """A connection to a program that ends at once, at its n-th message."""
+
+    def __init__(self, sent: int) -> None:
+        self.left = sent
+
+    def receive(self) -> Any:
+        return {}, pickle.dumps((print, ()))
+
+    def send(self, message: object) -> None:
+        if not self.left:
+            raise BrokenPipeError
+        self.left -= 1
+
+    def send_bytes(self, message: bytes) -> None:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_process_whose_program_is_gone_ends_without_a_word(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_pool, "_prepare", lambda preparation: None)
+    monkeypatch.setattr(fork_pool, "_answer", lambda message: b"")
+    fork_pool.serve_one(Gone(sent))  # type: ignore[arg-type]
 
 
 def test_signals_to_a_job_do_not_end_the_processes() -> None:

@@ -364,13 +364,6 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "held-out accuracy" in capfd.readouterr().out
 
 
-def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.cli import main
-
-    assert main(["dpo", "--output", str(tmp_path), "--nproc", "1", "--steps", "1"]) == 1
-    assert "after training; at least 0.9 was expected" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("trainer", "settings", "message"),
     [

@@ -185,6 +185,8 @@ dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of sigmoid, ipo, hinge, exo_p
 dpo dpo.label_smoothing=0.5  =>  dpo.label_smoothing=0.5; it is a fraction of flipped labels, at least 0 and below 0.5
 dpo dpo.loss=simpo dpo.gamma=-1  =>  dpo.gamma=-1.0; it is a margin and must be 0 or more
 dpo dpo.loss=simpo reference.path=/x  =>  reference.* is set with dpo.loss=simpo, which has no reference; unset it
+sft model.path=a--b/c  =>  model.path=a--b/c is not a folder; use a folder with config.json, or a Hugging Face name (org/name)
+sft model.path=a/b.git  =>  model.path=a/b.git is not a folder; use a folder with config.json, or a Hugging Face name (org/name)
 dpo reference.path=/nope  =>  the reference cannot be built (reference.path=/nope): model.path=/nope is not a folder; use a folder
 dpo reference.mode=base  =>  reference.mode=base needs adapters to disable (model.lora.rank); use model or cached
 dpo reference.mode=none  =>  reference.mode=none; it must be one of auto, model, base, cached

@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.errors import ConfigError
+from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.trainers.config.rl import GroupConfig, GRPOConfig, RolloutSettings
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.workers.rollout import memory
@@ -50,7 +50,6 @@ def test_a_cache_is_no_larger_than_it_can_be_used() -> None:
     # The model's config does not say how long it may be.
     assert tokens_that_fit(ALONE, replace(NEEDS, most_tokens=0), "it") > 100_000
     assert tokens_that_fit(ALONE, replace(NEEDS, per_token=0), "it") == TOKENS_WITHOUT_GPU
-    assert tokens_that_fit(None, NEEDS, "it") == TOKENS_WITHOUT_GPU
     # A model of a few positions has no use for the least that is worth a start.
     assert tokens_that_fit(ALONE, replace(NEEDS, most_tokens=64), "it") == 64
 
@@ -94,6 +93,9 @@ def test_sizes_are_chosen_before_a_generator_is_built(tmp_path: Path, monkeypatc
     # Its masks.
     assert memory_needs(replace(config, generator="continuous")).per_token > needs.per_token
     assert with_cache_size(config).max_batch_total_tokens == TOKENS_WITHOUT_GPU
+    (Path(config.model.path) / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"model\.path=.*config\.json"):
+        memory_needs(config)
     seen: list[Any] = []
 
     def gpu(devices: range) -> GpuMemory:

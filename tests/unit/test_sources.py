@@ -149,6 +149,7 @@ def trained(normalizer: Any, splits: Any, model: Any, special: list[str], texts:
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.add_tokens([AddedToken("<user>", lstrip=True, rstrip=True, normalized=False)], special_tokens=True)
+    fast.add_tokens([AddedToken("ZQZQZQZQ", normalized=True)])
     return fast
 
 
@@ -169,13 +170,14 @@ def test_a_text_has_at_least_the_tokens_of_the_bound() -> None:
         "<user>" * 3,
     ]
     texts = ["".join(rng.choices(words, k=rng.choice([1, 5, 60]))) for _ in range(60)]
-    texts.append("\u3000" * 50 + "<user>")
+    texts += ["\u3000" * 50 + "<user>", "ZQZQZQZQ" * 50]
     level, bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False), [f"<0x{i:02X}>" for i in range(256)]
     spaces, joined = normalizers.Replace(" ", "▁"), normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
     fallback = BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     cases = [
         (trained(None, level, BPE(), [], texts, 400), True),
         (trained(joined, level, BPE(), [], texts, 400), True),
+        (trained(normalizers.Lowercase(), level, BPE(), [], texts[:9], 300), True),
         (trained(spaces, pre_tokenizers.Split("▁", "merged_with_next"), fallback, ["<unk>", *bytes_], texts[:9], 600), True),
         (TOKENIZER, True),
         # A word of any length may be one token, and a character without a token none.

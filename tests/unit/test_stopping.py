@@ -13,7 +13,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config import SFTConfig
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.trainer import TrainerConfig
-from drivetrain.trainers.demo import reinforcement
+from drivetrain.trainers.demo import preferences, reinforcement
 from drivetrain.trainers.loop import loop, signals
 from drivetrain.trainers.loop.early_stopping import EarlyStopping
 from drivetrain.trainers.loop.loop import StopReason
@@ -152,6 +152,33 @@ def test_demo_of_rewards_trains_towards_goals_within_bounds(
     assert not any("test.jsonl" in word for words in commands if "answer" not in words for word in words)
     rewarded = next(words for words in commands if "drivetrain.trainers.grpo" in words)
     assert ("trainer.stopping_threshold=null" in rewarded) == shuffled
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.95, 0), (0.85, 1)])
+@pytest.mark.parametrize("task", ["dpo", "rm"])
+def test_demo_of_preferences_reports_rows_that_did_not_decide(
+    task: str, after: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judged: list[str] = []
+    accuracies = iter((0.5, after))
+
+    def stand_in(*words: str) -> None:
+        if f"drivetrain.trainers.{task}" in words:
+            assert not any("test.jsonl" in word for word in words)
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 20, "loss": 0.1}\n')
+
+    def measured(*words: str) -> float:
+        if "processes" in words:
+            return 2.0
+        judged.append(words[-2])
+        return next(accuracies)
+
+    monkeypatch.setattr(preferences, "python", stand_in)
+    monkeypatch.setattr(preferences, "measured", measured)
+    assert preferences.run_preference_demo(task, tmp_path, None, None, 0) == code
+    assert judged == [str(tmp_path / "data" / "test.jsonl")] * 2
+    assert ("after training; at least 0.9 was expected" in capfd.readouterr().err) == bool(code)
 
 
 @pytest.mark.parametrize("recipe", ["sft_demo", "dpo_demo", "rm_demo", "grpo_demo", "ppo_demo"])

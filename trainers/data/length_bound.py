@@ -100,7 +100,8 @@ class LengthBound:
         pipeline = json.loads(tokenizer.backend_tokenizer.to_str())
         self._normalizers = list(_parts(pipeline["normalizer"], "normalizers"))
         splits = list(_parts(pipeline["pre_tokenizer"], "pretokenizers"))
-        added = [token["content"] for token in pipeline["added_tokens"]]
+        # A normalizer may change the text before the added tokens are looked for in it.
+        added = [text for token in pipeline["added_tokens"] for text in (token["content"], token["content"].lower())]
         self._longest = _longest_tokens(pipeline["model"], splits, added)
         """`[256]`: `m(b)`; None if tokens may not cover the whole text."""
 

@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         print("     checking that merging the best checkpoint reproduces the exported model", flush=True)
         tool = ("-m", "drivetrain.cli")
         evaluations = [r for r in records if r.get("split") == "eval"]
-        best = max(evaluations, key=lambda evaluation: evaluation["accuracy"])["step"]
+        # Without an evaluation, since time was up before the first one, the last checkpoint is exported.
+        best = max(evaluations, key=lambda evaluation: evaluation["accuracy"], default=records[-1])["step"]
         python(*tool, "merge", str(run_folder / "checkpoints" / f"step-{best:08d}"), str(run_folder / "merged"))
         python(*tool, "verify", str(run_folder / "merged"), str(run_folder / "hf"))
         print("     asking the merged model held-out questions in plain transformers", flush=True)

@@ -226,17 +226,17 @@ class _Worker:
 
 
 def serve_one(messages: Messages) -> None:
-    """Make the calls of a pool, one after the other, until it is closed."""
-    try:
-        preparation, start = messages.receive()
-        _prepare(preparation)
-        run, arguments = pickle.loads(start)
-        run(*arguments)
-    except BaseException as e:  # of the program, or its end, when it is imported
-        messages.send(f"{type(e).__name__}: {e}")
-        return
-    messages.send("")
-    with suppress(EOFError):
+    """Make the calls of a pool, one after the other, until it is closed or its program has ended."""
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            preparation, start = messages.receive()
+            _prepare(preparation)
+            run, arguments = pickle.loads(start)
+            run(*arguments)
+        except BaseException as e:  # of the program, or its end, when it is imported
+            messages.send(f"{type(e).__name__}: {e}")
+            return
+        messages.send("")
         while True:
             message = messages.receive()
             messages.send("begins")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.config import read_config
-from ...engine.hf.model_path import resolve_folder
+from ...engine.hf.model_path import reason, resolve_folder
 from ...engine.hf.shape import context_of
 from .options import RolloutConfig
 
@@ -84,13 +84,21 @@ def memory_needs(config: RolloutConfig) -> MemoryNeeds:
 
     Args:
         config: The configuration of the generator.
+
+    Raises:
+        ModelError: The model's config cannot be read.
     """
     folder = resolve_folder(config.model.path)
     # What can only be generated with, such as quantized weights, is refused where the config of a model to train is read.
     trust = config.model.trust_remote_code
-    model: Any = (
-        read_config(config.model) if config.model.overrides else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    ).get_text_config(decoder=True)
+    try:
+        model: Any = (
+            read_config(config.model)
+            if config.model.overrides
+            else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        ).get_text_config(decoder=True)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"model.path={config.model.path}: {reason(e, config.model.path, 'its config cannot be read')}") from e
     size, tp = _BYTES[config.dtype], config.options.get("tp", 1)
     tp = tp if isinstance(tp, int) and tp > 0 else 1
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -115,18 +123,18 @@ def memory_needs(config: RolloutConfig) -> MemoryNeeds:
     )
 
 
-def tokens_that_fit(gpu: GpuMemory | None, needs: MemoryNeeds, title: str) -> int:
+def tokens_that_fit(gpu: GpuMemory, needs: MemoryNeeds, title: str) -> int:
     """Return the size of a cache, in tokens, for a generator that is not given one.
 
     Args:
-        gpu: The memory of its device before it is built; None if it is a CPU.
+        gpu: The memory of its device before it is built.
         needs: What the generator needs there.
         title: What is generated with, for messages.
 
     Raises:
         ConfigError: No useful cache fits.
     """
-    if gpu is None or not needs.per_token:
+    if not needs.per_token:
         return TOKENS_WITHOUT_GPU
     room = gpu.free - needs.parameters - needs.workspace
     tokens = int(room * CACHE_SHARE) // needs.per_token if room > 0 else 0
@@ -147,11 +155,13 @@ def with_cache_size(config: RolloutConfig) -> RolloutConfig:
 
     Raises:
         ConfigError: No useful cache fits.
+        ModelError: The model's config cannot be read.
     """
     if config.max_batch_total_tokens:
         return config
-    needs = memory_needs(config)
-    tokens = tokens_that_fit(gpu_memory(devices_of(config)), needs, f"{config.generator} of {config.model.path}")
+    gpu = gpu_memory(devices_of(config))
+    title = f"{config.generator} of {config.model.path}"
+    tokens = TOKENS_WITHOUT_GPU if gpu is None else tokens_that_fit(gpu, memory_needs(config), title)
     return replace(config, max_batch_total_tokens=tokens)
 
 

@@ -72,7 +72,7 @@ class RolloutWorker:
             config, error = self.config, None
             try:
                 config = with_cache_size(self.config)
-            except (ConfigError, ModelError) as e:
+            except Exception as e:  # raised on all ranks by the exchange, in which the others wait
                 error = e
             tokens = min(all_gather_object(config.max_batch_total_tokens, group, error=error))
         finally:

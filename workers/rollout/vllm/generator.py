@@ -81,8 +81,16 @@ class VLLMGenerator(BaseGenerator):
     def _build(self) -> Any:
         import vllm
 
-        arguments = self._model.engine_arguments(self._tp, joined=self._joined)
+        arguments, error = {}, None
+        try:
+            arguments = self._model.engine_arguments(self._tp, joined=self._joined)
+        except Exception as e:  # such as too little memory on this rank's device
+            if not self._joined:
+                raise
+            error = e
         if self._joined:
+            # Before vLLM's start, in which the other ranks would wait for one that has failed.
+            all_gather_object(None, error=error)
             # It makes a model of each `tp` neighboring ranks of the process group, also where there are several models.
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
@@ -192,8 +200,8 @@ class VLLMGenerator(BaseGenerator):
             ModelError: Memory of the old engine is still in use, for which vLLM has no room in the same process.
         """
         self._release()
-        held = _held_bytes()
-        if self._on_any_rank(held > 0):
+        held = max(all_gather_object(_held_bytes())) if self._joined else _held_bytes()
+        if held:
             raise ModelError(
                 f"vLLM failed while it loaded weights, and {held / 2**30:.1f} GiB of its former engine are still in use, so it cannot be "
                 "built anew in this process; start the workers again"
