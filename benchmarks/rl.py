@@ -1,9 +1,10 @@
 """A GRPO step on the task of `rl_case`: its phases, and its answers per CPU second in turns with TRL's GRPOTrainer.
 
-    python -m benchmarks.rl [--rounds 2] [--generator static]
+    python -m benchmarks.rl [--rounds 2] [--lengths lognormal equal] [--generators static continuous]
 
 Without `.venv-trl` (`make bench-trl` builds it) TRL is left out. Each round is a process of its own on one core; reported are medians.
-`to_bare` of a phase compares with the same work on the same engine or generator without workers, references or a controller.
+`to_bare` of a phase compares with the same work on the same engine or generator without workers, references or a controller; `to static`
+compares with the first generator that is named.
 """
 
 import argparse
@@ -21,9 +22,15 @@ ROOT = Path(__file__).parents[1]
 TRL = ROOT / ".venv-trl" / "bin" / "python"
 
 
-def run(words: list[str]) -> dict[str, float]:
+def run(words: list[str], lengths: str) -> dict[str, float]:
     """Run a program on one core and return the numbers that it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "RL_LENGTHS": lengths,
+    }
     done = subprocess.run(["taskset", "-c", "0", *words], env=environment, text=True, capture_output=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{") and '"peak_gib"' in line]
     if done.returncode or not lines:
@@ -48,21 +55,46 @@ def main() -> None:
     """Run and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--generator", default="static", help="static or continuous")
+    parser.add_argument("--lengths", nargs="+", default=["lognormal", "equal"], choices=["lognormal", "equal"])
+    parser.add_argument("--generators", nargs="+", default=["static", "continuous"])
     args = parser.parse_args()
-    ours: list[dict[str, float]] = []
+    for lengths in args.lengths:
+        compare(lengths, args.generators, args.rounds)
+
+
+def compare(lengths: str, generators: list[str], rounds: int) -> None:
+    """Run and print the rows of one list of lengths."""
+    ours: dict[str, list[dict[str, float]]] = {name: [] for name in generators}
     theirs: list[dict[str, float]] = []
-    for _ in range(args.rounds):
-        ours.append(run([sys.executable, "-m", "benchmarks.rl_run", "--generator", args.generator]))
+    for _ in range(rounds):
+        for name, runs in ours.items():
+            runs.append(run([sys.executable, "-m", "benchmarks.rl_run", "--generator", name], lengths))
         if TRL.exists():
-            theirs.append(run([str(TRL), str(ROOT / "benchmarks" / "rl_trl.py")]))
-    answers = len(case.PROMPTS) * case.GROUP
-    own = medians(ours)
-    report(case="drivetrain", answers_per_cpu_s=answers / own["cpu"], **own)
+            theirs.append(run([str(TRL), str(ROOT / "benchmarks" / "rl_trl.py")], lengths))
+    answers = 32 if lengths == "equal" else len(case.PROMPTS) * case.GROUP
+    first = medians(ours[generators[0]])
+    for name, runs in ours.items():
+        own = medians(runs)
+        report(lengths=lengths, case=name, answers_per_cpu_s=answers / own["cpu"], **own)
+        if name != generators[0]:
+            rollout = own["seconds/rollout"] / first["seconds/rollout"]
+            ratios = {
+                "cpu": own["cpu"] / first["cpu"],
+                "rollout_seconds": rollout,
+                "peak_gib": own["peak_gib"] / first["peak_gib"],
+            }
+            report(lengths=lengths, case=f"{name} to {generators[0]}", **ratios)
+        if theirs:
+            other = medians(theirs)
+            report(
+                lengths=lengths,
+                case=f"{name} to trl",
+                answers_per_cpu_s=other["cpu"] / own["cpu"],
+                peak_gib=own["peak_gib"] / other["peak_gib"],
+            )
     if theirs:
         other = medians(theirs)
-        report(case="trl", answers_per_cpu_s=answers / other["cpu"], **other)
-        report(case="to trl", answers_per_cpu_s=other["cpu"] / own["cpu"], peak_gib=own["peak_gib"] / other["peak_gib"])
+        report(lengths=lengths, case="trl", answers_per_cpu_s=answers / other["cpu"], **other)
 
 
 if __name__ == "__main__":

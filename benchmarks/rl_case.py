@@ -1,15 +1,19 @@
 """The task on which reinforcement learning is measured here and in TRL. Imports nothing of ours, for TRL's environment.
 
-16 prompts of about a hundred tokens, 8 answers to each, whose lengths are lognormal and in `rl_lengths.json`; a model of 22 million
-parameters, not trained, so that every answer has exactly the length that the list says, and no other text than words of its own.
+16 prompts of about a hundred tokens, 8 answers to each, whose lengths are lognormal and in `rl_lengths.json`; or, with `RL_LENGTHS=equal`
+in the environment, 8 prompts of 100 tokens and 4 answers of 64 to each. A model of 22 million parameters, not trained, so that every answer
+has exactly the length that the list says, and no other text than words of its own.
 """
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 LENGTHS: dict[str, Any] = json.loads((Path(__file__).parent / "rl_lengths.json").read_text())
+if os.environ.get("RL_LENGTHS") == "equal":
+    LENGTHS = {"prompts": [100] * 8, "answers": [[64] * 4] * 8}
 PROMPTS: list[int] = LENGTHS["prompts"]
 ANSWERS: list[list[int]] = LENGTHS["answers"]
 GROUP = len(ANSWERS[0])

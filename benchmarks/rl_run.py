@@ -36,6 +36,7 @@ def config_of(folder: Path, generator: str) -> RLConfig:
             "rl.max_log_prob_gap=1",
             f"rollout.generator={by_length(generator)}",
             f"rollout.max_tokens={max(lengths)}",
+            "rollout.dtype=float32",
             "rollout.max_batch_total_tokens=32768",
             "rollout.target_tokens_per_batch=512",
             "engine.micro_batch.max_tokens=1024",

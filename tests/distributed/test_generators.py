@@ -133,11 +133,16 @@ def test_a_prompt_that_is_in_the_cache_up_to_its_last_token(folder: Path) -> Non
     """What is left of it is too short to be kept back until all its responses exist."""
     options = SamplingOptions(max_tokens=9, temperature=1.5, samples=4, seed=3)
     expected = responses(build(folder), [LONG], options)
-    generator = build(folder, generator="continuous")
+    generator: Any = build(folder, generator="continuous")
     for _ in range(3):
         before = generator.stats().prefill_tokens
         assert responses(generator, [LONG], options) == expected
     assert generator.stats().prefill_tokens - before == 4
+    assert generator.weight_dtype == "float32"
+    # Pages have the size that is counted with, and nothing has room for each token of a full batch beside each of a full cache.
+    processor = generator._processor
+    assert processor.cache.cache_allocators["full_attention"].tokens_per_page == 32
+    assert processor.inputs_and_outputs.attention_mask is None
 
 
 def test_requests_begin_in_the_order_of_their_arrival(folder: Path) -> None:

@@ -123,14 +123,11 @@ def answers_of(found: Any) -> list[list[list[int]]]:
 
 
 def test_continuous_batching_gives_the_same(folder: Path) -> None:
-    static = worker(folder).generate(PROMPTS, GREEDY)
-    # With room for all of them, and for one at a time.
-    for room in (2048, 24):
-        for (a,), (b,) in zip(
-            static, worker(folder, generator="continuous", max_batch_total_tokens=room).generate(PROMPTS, GREEDY), strict=True
-        ):
-            assert a.response == b.response
-            assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+    # With room for one at a time.
+    narrow = worker(folder, generator="continuous", max_batch_total_tokens=24)
+    for (a,), (b,) in zip(worker(folder).generate(PROMPTS, GREEDY), narrow.generate(PROMPTS, GREEDY), strict=True):
+        assert a.response == b.response
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
     # Drawn ones say how likely they were, depend on the seed, and leave torch's random state alone.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rollout = worker(folder, generator="continuous", max_batch_total_tokens=2048)

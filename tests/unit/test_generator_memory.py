@@ -90,7 +90,7 @@ def test_sizes_are_chosen_before_a_generator_is_built(tmp_path: Path, monkeypatc
     assert memory_needs(replace(config, options={"tp": 2})).per_token == needs.per_token // 2
     assert memory_needs(replace(config, options={"tp": 4})).per_token == needs.per_token // 2
     assert memory_needs(replace(config, dtype="bfloat16")).parameters == needs.parameters // 2
-    # Its masks.
+    # What is gathered from it.
     assert memory_needs(replace(config, generator="continuous")).per_token > needs.per_token
     assert with_cache_size(config).max_batch_total_tokens == TOKENS_WITHOUT_GPU
     (Path(config.model.path) / "config.json").write_text("{")

@@ -21,9 +21,11 @@ from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .options import RolloutConfig, SamplingOptions
+from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
 from .placement import Placement
 from .sampling import Draw, sample_tokens
 from .token_stream import Limits, TokenStream
+from .weight_values import common_dtype
 
 # It reports the size of every cache that it makes.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
@@ -94,6 +96,11 @@ class ContinuousGenerator(BaseGenerator):
         """Return what this generator can take."""
         return self._lm.limits
 
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return common_dtype(self._lm.model.parameters())
+
     def run_step(self) -> None:
         """Begin requests, and run a forward pass over a token of each running request and the tokens of new prompts."""
         if self._processor is None:
@@ -105,7 +112,8 @@ class ContinuousGenerator(BaseGenerator):
             processor.scheduler.block_new_requests = False
             if not processor.prepare_next_batch():
                 raise RuntimeError("transformers' scheduler has requests, but selects none of them")
-        processor._generation_step(self._lm.model)
+        own = self._lm.model.config._attn_implementation == IMPLEMENTATION
+        processor._generation_step(_PagedModel(self._lm.model, self._sampler) if own else self._lm.model)
         processor.update_batch()
         sampler = self._sampler
         self.prefill_tokens += sampler.prefill_tokens
@@ -223,6 +231,9 @@ class ContinuousGenerator(BaseGenerator):
             "safety_margin": 0.0,
         }
         known = {field.name for field in fields(ContinuousBatchingConfig)}
+        if "page_size" not in known:
+            # Its name before transformers 5.20.
+            settings["block_size"] = self._page
         manager = _Manager(
             self._lm.model,
             GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1),
@@ -255,6 +266,39 @@ class _Manager(ContinuousBatchingManager):
         super().__init__(model, settings, config)
         self.logit_processor = sampler
 
+    def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
+        """Give the model kernels that read pages, or our own attention where there are none."""
+        if not SUPPORTED:
+            if "paged|" not in model.config._attn_implementation and model.dtype == torch.float32:
+                # It would take flash attention, which has no float32.
+                model.set_attn_implementation(f"paged|{model.config._attn_implementation}")
+            super().switch_to_cb_friendly_attn(model)
+            return
+        if model.config._attn_implementation == IMPLEMENTATION:
+            return
+        if model.device.type == "cuda":
+            super().switch_to_cb_friendly_attn(model, *switches)
+        if "flash" not in model.config._attn_implementation:
+            model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:
+            # Nor can a model be given another attention that has its own.
+            super().switch_to_cb_friendly_attn(model, *switches)
+
+
+class _PagedModel:
+    """A model that is given what our attention needs in a step."""
+
+    def __init__(self, model: Any, sampler: "_Sampler") -> None:
+        self._model, self._sampler = model, sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the model."""
+        paged = prepare_step(inputs["cache"], inputs, self._sampler.queries, self._sampler.pasts, self._model)
+        return self._model(**inputs, paged=paged)
+
 
 class _Sampler(ContinuousBatchingLogitsProcessorList):
     """Samples the tokens of a step, and leaves nothing else to choose."""
@@ -268,10 +312,16 @@ class _Sampler(ContinuousBatchingLogitsProcessorList):
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.prefill_tokens = 0
+        self.queries: list[int] = []
+        """The number of tokens of each request in the step."""
+        self.pasts: list[int] = []
+        """The number of tokens of each that were processed before."""
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note which requests get a token."""
         self.names = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        self.queries = [request.query_length for request in requests_in_batch]
+        self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
         self.prefill_tokens = sum(r.query_length for r in requests_in_batch if not r.state.generated_tokens)
         return arg_storage
 

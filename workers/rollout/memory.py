@@ -110,8 +110,8 @@ def memory_needs(config: RolloutConfig) -> MemoryNeeds:
     per_token = 2 * model.num_hidden_layers * -(-heads // tp) * width * size
     tokens = max(config.target_tokens_per_batch, config.max_batch_size)
     if config.generator == "continuous":
-        # Without flash attention: up to two masks of the tokens of a pass for those of the cache.
-        per_token += 2 * tokens * size
+        # Without flash attention: the keys and values of a layer are gathered and padded by up to a third, and there is an index of them.
+        per_token += per_token // model.num_hidden_layers * 4 // 3 + 16
     inner = max(getattr(model, "intermediate_size", None) or 0, 4 * model.hidden_size)
     return MemoryNeeds(
         parameters=stored * size // stored_size // tp,
