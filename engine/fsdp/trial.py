@@ -287,7 +287,7 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> Comparison:
         for parameter in model.parameters():
             _draw(parameter)
         alone = _alone(model, documents)
-        embedding = model.get_input_embeddings().weight
+        embedding: Any = model.get_input_embeddings().weight
         embedding.mul_(1 + 1e-7 * torch.randn_like(embedding))
         nearby = _alone(model, documents)
         ours.load_state_dict(model.state_dict())

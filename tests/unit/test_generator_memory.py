@@ -93,9 +93,6 @@ def test_sizes_are_chosen_before_a_generator_is_built(tmp_path: Path, monkeypatc
     # What is gathered from it.
     assert memory_needs(replace(config, generator="continuous")).per_token > needs.per_token
     assert with_cache_size(config).max_batch_total_tokens == TOKENS_WITHOUT_GPU
-    (Path(config.model.path) / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"model\.path=.*config\.json"):
-        memory_needs(config)
     seen: list[Any] = []
 
     def gpu(devices: range) -> GpuMemory:
@@ -111,6 +108,9 @@ def test_sizes_are_chosen_before_a_generator_is_built(tmp_path: Path, monkeypatc
     assert worker.config.max_batch_total_tokens == worker.generator.config.max_batch_total_tokens == needs.most_tokens
     assert worker.state_bytes()["cache"] == needs.most_tokens * needs.per_token
     worker.close()
+    (Path(config.model.path) / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"model\.path=.*config\.json"):
+        memory_needs(config)
 
 
 @pytest.mark.parametrize(

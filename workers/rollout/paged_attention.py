@@ -68,8 +68,8 @@ class Layout:
     ) -> None:
         query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
         self.rows: list[_Rows] = []
-        order: list[Any] = []
-        taken: list[Any] = []
+        orders: list[Any] = []
+        keys_of_rows: list[Any] = []
         for group in [[i] for i in range(len(queries))] if in_order else _groups(queries, keys):
             lengths = np.array([keys[i] for i in group])
             width, first = int(lengths[0]), group[0]
@@ -81,10 +81,10 @@ class Layout:
             if mask is not None:
                 mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask, -torch.inf).to(device)
             self.rows.append(_Rows(len(group), sum(queries[i] for i in group), width, mask))
-            order += [np.arange(query_starts[i], query_starts[i + 1]) for i in group]
+            orders += [np.arange(query_starts[i], query_starts[i + 1]) for i in group]
             # What is padded is a key of the same request: it is masked, but 0 * NaN of another one would be NaN.
-            taken.append((key_starts[group][:, None] + np.where(span < lengths[:, None], span, 0)).reshape(-1))
-        order, taken = np.concatenate(order), np.concatenate(taken)
+            keys_of_rows.append((key_starts[group][:, None] + np.where(span < lengths[:, None], span, 0)).reshape(-1))
+        order, taken = np.concatenate(orders), np.concatenate(keys_of_rows)
         self.order = _index(order, device)
         """Where the tokens of `rows` are in the batch `[T]`; None if they are in its order."""
         self.back = None if self.order is None else torch.from_numpy(np.argsort(order)).to(device)
