@@ -83,7 +83,7 @@ def account(name: str, work: Callable[[], Any], fastest: float) -> None:
         work()
         whole = time.perf_counter() - begin
     spent: Counter[str] = Counter()
-    flops = 0
+    flops = 0.0
     for event in profiler.key_averages():
         spent[part_of(event.key)] += event.self_cpu_time_total / 1e6
         flops += event.flops if part_of(event.key) == "products" else 0
