@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,13 @@ def account(name: str, work: Callable[[], Any], fastest: float) -> None:
         begin = time.perf_counter()
         work()
         whole = time.perf_counter() - begin
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     flops = 0.0
     for event in profiler.key_averages():
         spent[part_of(event.key)] += event.self_cpu_time_total / 1e6
         flops += event.flops if part_of(event.key) == "products" else 0
     spent["rest"] += whole - sum(spent.values())
-    row = {part: round(cpu * value / whole, 3) for part, value in spent.most_common()}
+    row = {part: round(cpu * value / whole, 3) for part, value in sorted(spent.items(), key=lambda item: -item[1])}
     speed = flops / row["products"]
     print(
         json.dumps(
