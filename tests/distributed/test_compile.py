@@ -140,7 +140,8 @@ def test_many_models_of_a_process_stay_compiled(counted: CountingBackend, tmp_pa
         engine = build(folder, compile=True)
         counted.counts["calls"] = 0
         engine.train_batch(batch, SFTLoss())
-        assert counted.counts["calls"] == 2
+        # Two layers, and the head's work on its logits in both directions.
+        assert counted.counts["calls"] == 4
         engine.close()
     assert counted.counts["graphs"] > 8
 
