@@ -105,12 +105,6 @@ def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
             run.early_stopping.metric,
         )
     elif result.reason is StopReason.THRESHOLD:
-        log.info(
-            "stopped after step %d: %s=%.4g has reached trainer.stopping_threshold=%g",
-            result.step,
-            run.early_stopping.metric,
-            run.early_stopping.best,
-            run.config.stopping_threshold,
-        )
+        log.info(run.early_stopping.describe_reached(result.step))
     elif result.step < start.step:
         log.info("step %d of %d is already done; nothing to train", result.step, run.total_steps)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,6 @@ log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_BYTES = 16, 4096
 HUB_SECONDS = 10.0
 """How long the Hub may take to answer before it counts as out of reach."""
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_model_path(path: str) -> None:
@@ -33,7 +30,7 @@ def check_model_path(path: str) -> None:
             nested = [str(p.parent) for p in sorted(Path(path).glob("*/config.json"))]
             hint = f"; did you mean {' or '.join(nested[:5])}?" if nested else "; use a folder in Hugging Face format"
             raise ModelError(f"model.path={path} has no config.json{hint}")
-    elif not _HUB_NAME.fullmatch(path) or path.startswith("."):
+    elif not _is_hub_name(path):
         raise ModelError(
             f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
         )
@@ -44,16 +41,22 @@ def check_model_path(path: str) -> None:
         )
 
 
-def _is_cached(path: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def _is_hub_name(path: str) -> bool:
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     try:
-        return isinstance(try_to_load_from_cache(path, "config.json"), str)
-    except HFValidationError as e:
-        raise ModelError(
-            f"model.path={path} is not a folder; use a folder with config.json, or a Hugging Face name (org/name)"
-        ) from e
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    # The library takes a name without an organization too, which is more often a mistyped folder.
+    return "/" in path
+
+
+def _is_cached(path: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(path, "config.json"), str)
 
 
 def hub_problem() -> str | None:

@@ -183,7 +183,10 @@ def _longest_tokens(
     elif model["type"] != "BPE" or not all(map(_keeps, splits)):
         return None
     elif any(split["type"] == "ByteLevel" for split in splits):
-        byte_of = _byte_characters()
+        # Transformers' modules of tokenizers are imported where one is used.
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         if not all(character in tokens for character in byte_of):
             return None
         written = [bytes(byte_of.get(character, 0) for character in token) for token in tokens]
@@ -197,10 +200,3 @@ def _longest_tokens(
             present = np.frombuffer(visible, np.uint8)
             longest[present] = np.maximum(longest[present], len(visible))
     return longest
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (Radford et al. 2019, `bytes_to_unicode`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

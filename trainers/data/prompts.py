@@ -97,7 +97,7 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
 def _load_source(source: Source, tokenizer: Any, data: PromptsConfig, budget: Budget) -> list[Prompt]:
     prompts: list[Prompt] = []
     skipped = cut = 0
-    hidden: dict[str, str] = {}
+    hidden, first_hidden = 0, ""
     limit = budget.tokens if data.max_length is None else min(budget.tokens, data.max_length)
     setting = budget.setting if limit == budget.tokens else f"data.max_length={limit}"
     limited = LimitedTokenizer(tokenizer, limit) if data.too_long in ("error", "skip") else tokenizer
@@ -105,7 +105,8 @@ def _load_source(source: Source, tokenizer: Any, data: PromptsConfig, budget: Bu
         for number, found in chunk.parsed():
             place = f"{chunk.file}:{number}"
             row = with_our_columns(found, data.columns, place)
-            hidden |= {place: what} if (what := hidden_column(found, data.columns)) else {}
+            if what := hidden_column(found, data.columns):
+                hidden, first_hidden = hidden + 1, first_hidden or f"{place}: {what}"
             try:
                 prompt = encode_prompt(limited, row, place, data)
             except TooManyTokens as e:
@@ -125,8 +126,7 @@ def _load_source(source: Source, tokenizer: Any, data: PromptsConfig, budget: Bu
                 prompt = Prompt(name=prompt.name, ids=ids, content=prompt.content, columns=prompt.columns)
             prompts.append(prompt)
     if hidden:
-        place, what = next(iter(hidden.items()))
-        log.warning("%s: %s%s", place, what, f" (and {len(hidden) - 1} more rows)" if len(hidden) > 1 else "")
+        log.warning("%s%s", first_hidden, f" (and {hidden - 1} more rows)" if hidden > 1 else "")
     if skipped:
         log.warning("left out of %s (data.too_long=skip): %d prompts longer than %s", source.name, skipped, setting)
     if cut:

@@ -74,6 +74,10 @@ class EarlyStopping:
             return False
         return self.best <= self._threshold if self._lower_is_better[self.metric] else self.best >= self._threshold
 
+    def describe_reached(self, step: int) -> str:
+        """Return the line about a run that the threshold has ended."""
+        return f"stopped after step {step}: {self.metric}={self.best:.4g} has reached trainer.stopping_threshold={self._threshold:g}"
+
     @property
     def stop(self) -> bool:
         """Whether the threshold is reached, or the last `patience` evaluations brought no improvement."""

@@ -51,12 +51,7 @@ class StopSignal:
         return time.monotonic() >= self._deadline
 
     def time_is_up_or_requested(self, topology: Topology, error: Exception | None = None) -> tuple[bool, bool]:
-        """Tell whether time is up by the clock of any rank, and whether any was asked to stop. Collective; see `stop_requested`."""
-        ranks = topology.all_gather_object((self.time_is_up_here, self.requested_here), error=error)
-        return any(up for up, _ in ranks), any(requested for _, requested in ranks)
-
-    def stop_requested(self, topology: Topology, error: Exception | None = None) -> bool:
-        """Tell whether any rank was asked to stop. Collective.
+        """Tell whether time is up by the clock of any rank, and whether any was asked to stop. Collective.
 
         The signal reaches the ranks at different times, and a rank that stopped on its own would leave the others waiting in
         the next step.
@@ -65,7 +60,12 @@ class StopSignal:
             topology: The engine's topology.
             error: This rank's error, which the same exchange between ranks raises on all ranks.
         """
-        return any(topology.all_gather_object(self.requested_here, error=error))
+        ranks = topology.all_gather_object((self.time_is_up_here, self.requested_here), error=error)
+        return any(up for up, _ in ranks), any(requested for _, requested in ranks)
+
+    def stop_requested(self, topology: Topology) -> bool:
+        """Tell whether any rank was asked to stop. Collective."""
+        return self.time_is_up_or_requested(topology)[1]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._main:

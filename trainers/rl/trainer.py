@@ -176,13 +176,7 @@ class RLTrainer:
                     self._export(run, Path(config.output_dir) / "exports" / folder_name(step))
         outcome.signal = stop.number
         if run.early_stopping.reached:
-            log.info(
-                "stopped after step %d: %s=%.4g has reached trainer.stopping_threshold=%g",
-                outcome.step,
-                run.early_stopping.metric,
-                run.early_stopping.best,
-                config.stopping_threshold,
-            )
+            log.info(run.early_stopping.describe_reached(outcome.step))
         elif time_is_up and outcome.step < run.total_steps:
             log.info("stopped after step %d of %d: %s", outcome.step, run.total_steps, StopReason.TIME.value)
         return outcome
