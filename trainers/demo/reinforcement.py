@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .processes import measured, python
 
-START_GOAL, START_STEPS, START_MINUTES = 0.25, 2000, 10
+START_GOAL, START_STEPS, START_MINUTES = 0.35, 2000, 10
 """The share of right answers at which supervised fine-tuning ends, and its bounds."""
-ENOUGH, LOW = 0.8, 0.6
+ENOUGH, LOW = 0.8, 0.7
 """The accuracy that the demo must reach, and the one that it must begin below. The first leaves room below the recipe's
 `trainer.stopping_threshold`, since the rows that decide when to stop are few."""
 CONTROL_STEPS = 110
@@ -57,7 +57,7 @@ def run_rl_demo(
         f"trainer.output_dir={root / 'start'}",
         f"trainer.max_steps={START_STEPS}",
         f"trainer.max_minutes={START_MINUTES}",
-        "trainer.eval_every=10",
+        "trainer.eval_every=5",
         "trainer.generate=300",
         "trainer.generate_tokens=4",
         "trainer.metrics=[exact_match]",
