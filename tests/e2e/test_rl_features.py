@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.offload import Offloader
+from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import trainer
+from drivetrain.trainers.rl.collect import Collector, load_data
 from drivetrain.trainers.rl.ledger import MemoryLedger
 from drivetrain.trainers.rl.phases import Phases
-from helpers.rl_runs import make_task, records, train
+from helpers.rl_runs import make_task, records, train, words
 
 SHORT = ("trainer.max_steps=2", "trainer.export_hf=false")
 
@@ -243,7 +245,18 @@ def test_a_task_without_differences_is_warned_of(task: Path, tmp_path: Path, cap
     assert "in the last 2 steps all answers to each prompt had equal rewards (reward/format 0)" in caplog.text
     train(task, tmp_path / "dapo", *SHORT, *more, "rl.algorithm=dapo", "rl.max_resamples=1")
     assert "has 0 groups of different rewards instead of 4 after 2 times" in caplog.text
-    assert "all answers of a step reached rollout.max_tokens=6 without an end" in caplog.text
+
+
+@pytest.mark.parametrize(("truncated", "warned"), [(0.9, False), (1.0, True)])
+def test_answers_that_never_end_are_warned_of(
+    task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, truncated: float, warned: bool
+) -> None:
+    # Of numbers that are given: whether a run of a tiny model samples its end token depends on the processor.
+    config = parse(GRPOConfig, words(task, tmp_path), "")
+    collector = Collector(config, cast(Any, None), load_data(config))
+    for _ in range(2):
+        collector.warn({"truncated": truncated})
+    assert caplog.text.count("all answers of a step reached rollout.max_tokens=6 without an end") == int(warned)
 
 
 def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
