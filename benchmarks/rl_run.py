@@ -37,7 +37,6 @@ def config_of(folder: Path, generator: str) -> RLConfig:
             f"rollout.generator={by_length(generator)}",
             f"rollout.max_tokens={max(lengths)}",
             "rollout.dtype=float32",
-            "rollout.max_batch_total_tokens=32768",
             "rollout.target_tokens_per_batch=512",
             "engine.micro_batch.max_tokens=1024",
             "optim.lr=1e-5",

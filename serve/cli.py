@@ -28,7 +28,7 @@ from ..workers.rollout.registry import generator_class
 from ..workers.rollout.worker import RolloutWorker
 from .app import create_app
 from .model import ServedModel
-from .replicas import Replicas
+from .replicas import Replicas, gpus_of_replicas
 from .settings import ENGINES, ServeSettings
 from .source import is_embedding_model, model_folder
 
@@ -85,9 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-batch-total-tokens",
         type=int,
-        default=RolloutConfig.max_batch_total_tokens,
+        default=0,
         metavar="N",
-        help="tokens of these responses and their prompts together, which is the size of the cache",
+        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
+        "fit on the GPU, 32,768 without one",
     )
     add("--queue-size", type=int, default=1024, metavar="N", help="requests that may wait; more are refused with 429")
     add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
@@ -117,8 +118,11 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
     if args.quant is not None and args.engine != "tensor_parallel":
         raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
-    if args.max_batch_total_tokens < 2:
-        raise ConfigError(f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2")
+    if args.max_batch_total_tokens < 2 and args.max_batch_total_tokens != 0:
+        raise ConfigError(
+            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2, and 0 is as many "
+            "as fit"
+        )
     if args.weights_key is not None and args.weights_dir is None:
         raise ConfigError("--weights-key without --weights-dir DIR, the folder below which weights may be loaded")
     if args.replicas < 1:
@@ -188,7 +192,7 @@ async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSet
     model = ServedModel(
         folder,
         generates=not embeds,
-        room=args.max_batch_total_tokens,
+        room=args.max_batch_total_tokens or None,
         aliases=[args.source, str(folder)],
         trust_remote_code=args.trust_remote_code,
     )
@@ -196,6 +200,9 @@ async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSet
     listener = _listen(settings)
     replicas = await _start(args, folder, embeds=embeds)
     try:
+        if not embeds:
+            # Of replicas on different GPUs, the smallest cache counts, since any of them may get a request.
+            model.limit(min([await worker.acall("largest_request") for worker in replicas.workers]))
         app = create_app(settings, model, replicas)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
@@ -242,14 +249,18 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
         environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
     )
     host: Host | None = None
+    gpus: list[str] = []
     if args.group == "ray":
         host = RayHost(devices=args.tp or 1, count=args.replicas)
+    else:
+        cache_is_given = embeds or args.max_batch_total_tokens > 0
+        gpus = gpus_of_replicas(args.replicas, args.tp or 1, cache_is_given=cache_is_given)
     if embeds:
-        replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings, host)
+        replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings, host, gpus)
         await _started(replicas)
         return replicas
     generator = ENGINES[args.engine]
-    replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings, host)
+    replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings, host, gpus)
     try:
         await _started(replicas)
     except WorkerError as e:
@@ -260,7 +271,7 @@ async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Rep
             "the attention of this model cannot be batched continuously; requests are served in batches one after the other",
             flush=True,
         )
-        replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings, host)
+        replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings, host, gpus)
         await _started(replicas)
     return replicas
 

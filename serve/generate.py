@@ -34,6 +34,7 @@ from ..trainers.data.prompts import Prompt, encode_prompt
 from ..trainers.data.sources import open_source, with_our_columns
 from ..trainers.data.tokenize import Bar
 from ..workers.rollout.generator import BaseGenerator
+from ..workers.rollout.memory import with_cache_size
 from ..workers.rollout.options import RolloutConfig, SamplingOptions
 from ..workers.rollout.registry import build_generator, generator_class
 from ..workers.rollout.token_stream import TokenStream, check_prompt
@@ -103,9 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-batch-total-tokens",
         type=int,
-        default=RolloutConfig.max_batch_total_tokens,
+        default=0,
         metavar="N",
-        help="tokens of these responses and their prompts together, which is the size of the cache",
+        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
+        "fit on the GPU, 32,768 without one",
     )
     add("--overwrite", action="store_true", help="replace OUT if it exists")
     add("--trust-remote-code", action="store_true", help="run code of the model's folder")
@@ -163,7 +165,7 @@ def _respond(
         max_batch_total_tokens=args.max_batch_total_tokens,
         options={} if args.tp is None else {"tp": args.tp},
     )
-    with _built(config) as generator, Bar("generating") as bar:
+    with _built(with_cache_size(config)) as generator, Bar("generating") as bar:
         limits = generator.limits()
         for prompt in prompts:
             check_prompt(prompt.name, prompt.ids, options, limits, generator.config)

@@ -1,6 +1,7 @@
 """What the service knows of its model: its tokens, its limits, its chats."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class ServedModel:
     Args:
         folder: Its folder.
         generates: Whether it generates text; otherwise it embeds texts.
-        room: The number of tokens of a prompt and its response together.
+        room: The number of tokens of a prompt and its response together; None until `limit` is called.
         aliases: Further names by which requests may call it.
         trust_remote_code: Whether code in the folder may run.
 
@@ -31,15 +32,19 @@ class ServedModel:
     """
 
     def __init__(
-        self, folder: Path, *, generates: bool, room: int, aliases: Sequence[str] = (), trust_remote_code: bool = False
+        self, folder: Path, *, generates: bool, room: int | None, aliases: Sequence[str] = (), trust_remote_code: bool = False
     ) -> None:
         self.generates, self.aliases = generates, tuple(aliases)
         self._folder = folder
         self.texts = Texts(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         context = context_of(config.get_text_config())
-        self._room = min(room, context or room)
+        self._room = min(room or sys.maxsize, context or sys.maxsize)
         self._embedding = None if generates else read_folder(folder)
+
+    def limit(self, room: int) -> None:
+        """Set the number of tokens of a prompt and its response together, if the model has no fewer positions."""
+        self._room = min(self._room, room)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors, by their names on disk."""

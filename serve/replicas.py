@@ -6,7 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..engine.errors import WorkerLostError
+import torch
+
+from ..engine.errors import ConfigError, WorkerLostError
+from ..workers.groups.process import visible_gpu
+from ..workers.groups.remote import VISIBLE
 from ..workers.model_worker.hosts import Host
 from ..workers.model_worker.response_stream import ResponseStream
 from ..workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
@@ -20,6 +24,30 @@ class NoWorkerError(WorkerLostError):
     """No worker takes requests now."""
 
 
+def gpus_of_replicas(replicas: int, devices: int, *, cache_is_given: bool) -> list[str]:
+    """Return the GPUs of this machine that each replica has to itself; empty if they share them, or there are none.
+
+    Args:
+        replicas: The number of replicas.
+        devices: The number of devices of each.
+        cache_is_given: Whether their caches have a size; one that takes what is free leaves nothing to another.
+
+    Raises:
+        ConfigError: Replicas without a size for their caches would have to share a GPU.
+    """
+    count = torch.cuda.device_count()
+    if not count or replicas == 1:
+        return []
+    if replicas * devices <= count:
+        return [",".join(visible_gpu(i * devices + j) for j in range(devices)) for i in range(replicas)]
+    if not cache_is_given:
+        raise ConfigError(
+            f"--replicas {replicas} with {devices} GPUs each on a machine with {count}: replicas that share a GPU need "
+            "--max-batch-total-tokens N, the size of the cache of each; or start fewer"
+        )
+    return []
+
+
 class Replicas:
     """Workers with the same model, of which each request gets the one with the fewest.
 
@@ -29,15 +57,23 @@ class Replicas:
         count: The number of workers.
         settings: How each is started and watched; its name gets a number.
         host: Where they run; None is this machine.
+        gpus: The GPUs that each sees, as in CUDA_VISIBLE_DEVICES; empty if all see those of this process.
     """
 
     def __init__(
-        self, factory: Callable[[Any], Any], config: Any, count: int, settings: SupervisorSettings, host: Host | None = None
+        self,
+        factory: Callable[[Any], Any],
+        config: Any,
+        count: int,
+        settings: SupervisorSettings,
+        host: Host | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
-        self.workers: list[SupervisedWorker] = [
-            start_model_worker(factory, config, replace(settings, name=f"{settings.name}-{number}"), host)
-            for number in range(count)
-        ]
+        self.workers: list[SupervisedWorker] = []
+        for number in range(count):
+            environment = {**settings.environment, **({VISIBLE: gpus[number]} if gpus else {})}
+            own = replace(settings, name=f"{settings.name}-{number}", environment=environment)
+            self.workers.append(start_model_worker(factory, config, own, host))
         self._active = [0] * count
         self._lock = asyncio.Lock()
 

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
+from drivetrain.serve.replicas import gpus_of_replicas
 from drivetrain.trainers.config.rl import GroupConfig, GRPOConfig, RolloutSettings
+from drivetrain.trainers.data.prompts import Prompt, PromptSet
+from drivetrain.trainers.rl.collect import Prompts, most_tokens
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.workers.rollout import memory
 from drivetrain.workers.rollout.memory import (
@@ -126,3 +129,51 @@ def test_sizes_are_chosen_before_a_generator_is_built(tmp_path: Path, monkeypatc
 def test_a_generator_fills_a_gpu_that_it_has_to_itself(group: GroupConfig, tokens: int | None, expected: int) -> None:
     config = GRPOConfig(group=group, rollout=RolloutSettings(max_batch_total_tokens=tokens))
     assert rollout_config(config).max_batch_total_tokens == expected
+    # With what all answers of a call can need: no more than that, and never more than before.
+    least = min(expected, 2048) if tokens is None else tokens
+    assert rollout_config(config, 2048).max_batch_total_tokens == least
+    assert rollout_config(config, 10**9).max_batch_total_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "held_out", "expected"),
+    [
+        # Whole pages of 256 tokens for each answer, with the token that begins the next page: 100 and 155 + 1, then 100 and 156 + 1.
+        (["rollout.max_tokens=155"], None, 8 * 256),
+        (["rollout.max_tokens=156"], None, 8 * 512),
+        (["rollout.max_batch_size=3"], None, 3 * 512),
+        # Evaluations answer all held-out prompts together, of which one is longer.
+        (["rl.eval_samples=2"], [10] * 5, 10 * 512),
+        ([], [400], 8 * 768),
+    ],
+)
+def test_no_answer_of_a_step_waits_for_room(settings: list[str], held_out: list[int] | None, expected: int) -> None:
+    def prompts(lengths: list[int]) -> Any:
+        return PromptSet([[Prompt(name="", content="", ids=[3] * length) for length in lengths]])
+
+    config = GRPOConfig.parse("data.batch_size=2", "rl.group_size=4", "rollout.max_tokens=256", *settings)
+    data = Prompts(train=prompts([1, 100, 7]), order=cast(Any, None), held_out=prompts(held_out) if held_out else None)
+    assert most_tokens(config, data) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "replicas", "devices", "cache_is_given", "expected"),
+    [
+        (0, 3, 1, False, []),
+        (4, 1, 2, False, []),
+        (4, 2, 2, False, ["4,5", "6,7"]),
+        (3, 2, 1, True, ["4", "5"]),
+        (2, 3, 1, True, []),
+        (2, 3, 1, False, "--replicas 3 with 1 GPUs each on a machine with 2: .*--max-batch-total-tokens"),
+    ],
+)
+def test_replicas_get_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, count: int, replicas: int, devices: int, cache_is_given: bool, expected: list[str] | str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            gpus_of_replicas(replicas, devices, cache_is_given=cache_is_given)
+    else:
+        assert gpus_of_replicas(replicas, devices, cache_is_given=cache_is_given) == expected

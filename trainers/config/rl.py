@@ -155,7 +155,7 @@ class RolloutSettings(Settings):
     max_batch_size: int = setting(256, "number of answers that a process generates at the same time")
     max_batch_total_tokens: int | None = setting(
         None,
-        "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768",
+        "number of tokens of these answers and their prompts, which bounds the cache; null: as many as fit on the GPU if the generator has it to itself while it generates (group.pools.rollout, or group.offload), otherwise 32768 or what all answers of a call can need, if that is less",
     )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
     options: dict[str, Any] = setting(factory=dict, help="settings that only this generator has")

@@ -8,6 +8,7 @@ from ...engine.errors import ConfigError
 from ...engine.hf.config import read_config
 from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
+from ...workers.rollout.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.dataset import Budget
 from ..data.order import BatchOrder, Cursor, Sampler
@@ -86,6 +87,22 @@ def prompt_budget(config: RLConfig) -> Budget:
             "into together; raise the latter"
         )
     return Budget(tokens=room, setting=f"{name}={most} less rollout.max_tokens={answer}")
+
+
+def most_tokens(config: RLConfig, prompts: Prompts) -> int:
+    """Return the size of a generator's cache, in tokens, that is not full even if all answers of a call are as long as allowed.
+
+    Args:
+        config: The run's settings.
+        prompts: The prompts.
+    """
+    sizes = [(prompts.train, config.data.batch_size * config.rl.group_size)]
+    if prompts.held_out is not None:
+        sizes.append((prompts.held_out, len(prompts.held_out) * config.rl.eval_samples))
+    answers = min(config.rollout.max_batch_size, max(count for _, count in sizes))
+    # One token more than these, and whole pages, as `continuous` reserves them.
+    tokens = max(part.longest for part, _ in sizes) + config.rollout.max_tokens + 1
+    return answers * -(-tokens // PAGE_TOKENS_CUDA) * PAGE_TOKENS_CUDA
 
 
 class Collector:

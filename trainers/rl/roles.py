@@ -43,13 +43,14 @@ class Roles:
     has_own_reference: bool = False
 
 
-def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Roles:
+def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_tokens: int | None = None) -> Roles:
     """Return the roles that a run needs.
 
     Args:
         config: The run's settings.
         algorithm: The algorithm.
         total_steps: The number of steps, for learning-rate schedules that have an end.
+        most_tokens: The size of a generator's cache that is never full, in tokens; None if the prompts are not known.
     """
     each = updates_per_step(config)
     updates = total_steps * each
@@ -97,7 +98,9 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int) -> Rol
         reward = WorkerConfig(model=scored, engine=_frozen_engine(config, config.reward))
         specs["reward"] = RoleSpec(worker=RewardWorker, config=reward, pool=_pool(config, "reward"))
     # After the others, since the size of its cache may depend on the memory that they leave.
-    specs["rollout"] = RoleSpec(worker=RolloutWorker, config=rollout_config(config), pool=_pool(config, "rollout"))
+    specs["rollout"] = RoleSpec(
+        worker=RolloutWorker, config=rollout_config(config, most_tokens), pool=_pool(config, "rollout")
+    )
     for name in config.group.pools:
         if name not in specs:
             raise ConfigError(
@@ -150,14 +153,20 @@ def check_roles(roles: Roles) -> None:
                 raise type(e)(f"the role {name} ({name}.model, {name}.engine, or what they inherit): {e}") from e
 
 
-def rollout_config(config: RLConfig) -> RolloutConfig:
-    """Return the configuration of the generator."""
+def rollout_config(config: RLConfig, most_tokens: int | None = None) -> RolloutConfig:
+    """Return the configuration of the generator.
+
+    Args:
+        config: The run's settings.
+        most_tokens: The size of a cache that is never full, in tokens; None if the prompts are not known.
+    """
     rollout, precision = config.rollout, config.engine.precision
     # Only with float32 parameters `auto` depends on the device, which is the generator's to know.
     compute = precision.params if precision.compute == "auto" and precision.params != "float32" else precision.compute
     model = _model(config, config.actor)
     # Otherwise a cache of all that is free would leave nothing for the activations of the roles that train.
     is_alone = "rollout" in config.group.pools or config.group.offload != "none"
+    shared = min(TOKENS_WITHOUT_GPU, most_tokens or TOKENS_WITHOUT_GPU)
     return RolloutConfig(
         model=ModelConfig(
             path=model.path,
@@ -168,7 +177,7 @@ def rollout_config(config: RLConfig) -> RolloutConfig:
         generator=rollout.generator,
         dtype=rollout.dtype or ("bfloat16" if compute == "bfloat16" else compute if compute == "auto" else "float32"),
         max_batch_size=rollout.max_batch_size,
-        max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else TOKENS_WITHOUT_GPU),
+        max_batch_total_tokens=rollout.max_batch_total_tokens or (0 if is_alone else shared),
         target_tokens_per_batch=rollout.target_tokens_per_batch,
         options=rollout.options,
     )

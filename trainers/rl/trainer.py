@@ -22,7 +22,7 @@ from ..loop.signals import StopSignal
 from ..validate import unused_settings, warn_of_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
-from .collect import Prompts, load_data
+from .collect import Prompts, load_data, most_tokens
 from .dry_run import RLDryRun, dry_run
 from .evaluation import evaluate
 from .lane import check_judged
@@ -128,7 +128,7 @@ class RLTrainer:
                 f"rl.critic_warmup={self.config.rl.critic_warmup} is as many steps as the run has ({total_steps}), so the policy would "
                 "never be trained; lower it, or raise trainer.max_steps or trainer.epochs"
             )
-        roles = build_roles(self.config, self._algorithm, total_steps)
+        roles = build_roles(self.config, self._algorithm, total_steps, most_tokens(self.config, prompts))
         lines: list[str] = []
         for name in roles.specs.keys() & {"actor", "critic"}:
             role: Any = roles.specs[name].config

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from ...engine.errors import ConfigError, ModelError, is_out_of_memory
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
+from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
 from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
 from .placement import Placement
@@ -32,8 +33,6 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 PAGE_TOKENS = 32
 """The number of tokens in a page of the cache on a CPU."""
-PAGE_TOKENS_CUDA = 256
-"""The same on a GPU, where the kernels of flash attention take no smaller pages."""
 _CHILD = "__child#"
 _ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
 """How a token is chosen for a request that nobody waits for any more."""

@@ -16,6 +16,8 @@ from .options import RolloutConfig
 
 TOKENS_WITHOUT_GPU = 32768
 """The size of a cache in tokens where none is given and there is no GPU."""
+PAGE_TOKENS_CUDA = 256
+"""The number of tokens in a page of the cache of `continuous` on a GPU, where the kernels of flash attention take no smaller ones."""
 CACHE_SHARE = 0.9
 """The share of the memory left beside parameters and workspace that a cache gets, since both are estimates."""
 GIB = 2**30

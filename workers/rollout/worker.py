@@ -163,6 +163,11 @@ class RolloutWorker:
         return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
     @register("all")
+    def largest_request(self) -> int:
+        """Return the largest number of tokens of a prompt and its response together."""
+        return self.generator.limits().tokens
+
+    @register("all")
     def state_bytes(self) -> dict[str, int]:
         """Return the size of the parameters and of the full cache in this process, as estimated from the model's config."""
         return estimated_bytes(self.config)
