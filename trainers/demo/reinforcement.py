@@ -15,7 +15,7 @@ from .processes import measured, python
 
 START_GOAL, START_STEPS, START_MINUTES = 0.35, 2000, 10
 """The share of right answers at which supervised fine-tuning ends, and its bounds."""
-ENOUGH, LOW = 0.8, 0.7
+ENOUGH, LOW = 0.65, 0.55
 """The accuracy that the demo must reach, and the one that it must begin below. The first leaves room below the recipe's
 `trainer.stopping_threshold`, since the rows that decide when to stop are few."""
 CONTROL_STEPS = 110
