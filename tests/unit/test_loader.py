@@ -124,7 +124,11 @@ def test_equal_weights_are_equal_over_epochs_of_an_odd_length(caplog: pytest.Log
     assert mixed.drawn(4) == [34, 34]
     # The first epoch is that of checkpoints from before this was so; in the second one they continue in another order.
     batches = BatchOrder(mixed, batch_size=2, digest=str)
-    for cursor, changed in ((Cursor(epoch=0, position=4), False), (Cursor(epoch=1), False), (Cursor(epoch=1, position=4), True)):
+    for cursor, changed in (
+        (Cursor(epoch=0, position=4), False),
+        (Cursor(epoch=1), False),
+        (Cursor(epoch=1, position=4), True),
+    ):
         state = json.loads(json.dumps(batches.state(cursor)))
         batches.restore(state, epochs=True)
         assert caplog.text == ""
