@@ -210,10 +210,11 @@ def _loader(config: RunConfig, data: RunData) -> Loader | StreamLoader:
         return StreamLoader(data.source, batch_size=config.data.batch_size)
     sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
     warn_of_data(config.data, config.data.batch_size, len(sampler))
-    if not min(sampler.epoch_sizes):
+    weights = config.data.weights
+    if weights is not None and min(weights) * len(sampler) < sum(weights):
         log.warning(
-            "data.weights=%s: with %d samples per epoch, at least one source gets no samples",
-            config.data.weights,
+            "data.weights=%s: with %d samples per epoch, at least one source gets no samples in some epochs",
+            weights,
             len(sampler),
         )
     return Loader(data.train, sampler, batch_size=config.data.batch_size)

@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -324,12 +325,30 @@ def test_functions_of_this_program_have_weights() -> None:
         assert scorer.score(samples_of("12")).rewards == [1.5]
 
 
-def test_a_call_for_all_answers_that_hangs() -> None:
-    with RewardScorer(RewardsConfig(use=("length",), timeout_s=1.0), [functions.at_once]) as scorer:
-        scores = scorer.score(samples_of("a", "hang"))
-        assert scores.counts("at_once")["timeout"] == 2
-        assert scores.counts("length")["value"] == 2
-        assert all(math.isnan(reward) for reward in scores.rewards)
+def test_an_answer_that_ends_a_call_for_all_takes_no_other_along() -> None:
+    completions = ["abc", "kill", "hang", "short", "raise", "a"]
+    with RewardScorer(RewardsConfig(use=("length",), timeout_s=1.0), [functions.share, functions.remote]) as scorer:
+        scores = scorer.score(samples_of(*completions))
+        kinds = {
+            name: [o.kind for o in outcomes if o is not None] for name, outcomes in scores.outcomes.items() if name != "length"
+        }
+        # The values of what depends on the others come from one call for those that can be judged.
+        assert [o.value for o in scores.outcomes["share"] if o is not None] == [0.75, None, None, None, None, 0.25]
+        assert kinds == {
+            "share": ["value", "error", "timeout", "error", "error", "value"],
+            "remote": ["value", "error", "value", "value", "value", "value"],
+        }
+        assert scores.counts("length")["value"] == 6
+
+
+def test_answers_that_are_judged_together_are_judged_as_if_alone() -> None:
+    completions = random.Random(4).choices(["a", "abc", "raise", "none", "exit"], k=24)
+    with RewardScorer(RewardsConfig(use=(MOODY,), workers=1)) as scorer:
+        # At first they are asked about singly; of a function that is seen to be fast, several go to a process at once.
+        first = kinds_of(scorer, *completions)
+        assert scorer._answers_per_call(MOODY, 24) > 1
+        assert kinds_of(scorer, *completions) == first
+    assert [kind == "value" for kind in first] == [len(completion) <= 3 for completion in completions]
 
 
 def test_functions_run_in_other_processes_and_end_with_the_scorer() -> None:

@@ -312,6 +312,8 @@ def test_rejected_tokens_and_answers_are_not_learned(task: Path, tmp_path: Path)
     train(task, tmp_path / "plain", *more)
     (plain,) = records(tmp_path / "plain")
     assert "accepted" not in plain
+    # What is rejected was generated all the same.
+    assert strict["tokens"] == loose["tokens"] == plain["tokens"] > 0
     assert (loose["loss"], loose["grad_norm"]) == (plain["loss"], plain["grad_norm"]) != (strict.get("loss"), 0)
 
 

@@ -45,13 +45,21 @@ def moody(completion: str) -> Any:
 
 def at_once(completions: list[str], **columns: Any) -> list[float | None]:
     """The lengths of the answers; empty ones are not its concern."""
-    if "hang" in completions:
-        time.sleep(600)
     return [float(len(completion)) if completion else None for completion in completions]
 
 
+def share(completions: list[str], **columns: Any) -> list[float]:
+    """The share of each answer in the length of all; one that is `short` gets no value."""
+    for completion in completions:
+        moody(completion)
+    total = sum(len(completion) for completion in completions)
+    return [len(completion) / total for completion in completions if completion != "short"]
+
+
 async def remote(completion: str) -> float:
-    """Waits as for a network."""
+    """Waits as for a network; can end its process."""
+    if completion == "kill":
+        moody(completion)
     await asyncio.sleep(0.3)
     return 1.0
 

@@ -128,6 +128,33 @@ def test_divergences_by_hand() -> None:
     assert pairs.divergence_score(log_ratio, "alpha_divergence", 1.0).item() == pytest.approx(math.log(r))
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_lengths_alone_make_no_preference_under_any_divergence(divergence: Any) -> None:
+    def loss_of(kind: Any, chosen: float, rejected: float) -> float:
+        # The chosen side has one token, the rejected one three.
+        batch = from_lists(
+            [[5, 6], [5, 7, 8, 9]],
+            sequence_fields={CHOSEN: [1, 0], REFERENCE: [-1.0 - chosen, -3.0 - rejected]},
+            group_ids=[0, 0],
+        )
+        loss = PreferenceLoss(kind=kind, divergence=divergence, beta=0.25, length_normalize=True)
+        log_probs = torch.tensor([-1.0, 0.0, -1.0, -1.0, -1.0, 0.0], dtype=torch.float64)
+        return float(loss(TokenOutputs(mask=loss.tokens(batch), log_probs=log_probs), batch).terms["preference"])
+
+    # f'(1) = 0, so that a policy that equals its reference prefers neither side, as under the reverse KL divergence.
+    assert loss_of("ipo", 0.0, 0.0) == pytest.approx(4.0, rel=1e-6)
+    assert loss_of("sigmoid", 0.0, 0.0) == pytest.approx(math.log(2.0), rel=1e-6)
+    # TRL's scores since its version 1.10, each divided by its number of tokens.
+    score = {
+        "forward_kl": lambda r: 1 - 1 / r,
+        "js_divergence": lambda r: math.log(2 * r / (r + 1)),
+        "alpha_divergence": lambda r: (r**-0.5 - 1) / -0.5,
+    }[divergence]
+    margin = score(3.0) - score(0.5) / 3
+    assert loss_of("ipo", math.log(3.0), math.log(0.5)) == pytest.approx((margin - 2.0) ** 2, rel=1e-6)
+    assert loss_of("sigmoid", math.log(3.0), math.log(0.5)) == pytest.approx(-math.log(sigma(0.25 * margin)), rel=1e-6)
+
+
 def test_quantiles_are_matched_by_rank() -> None:
     matched = pairs.matched_quantiles(numbers(3.0, -1.0, 2.0), numbers(10.0, 30.0, 20.0))
     assert matched.tolist() == [30.0, 10.0, 20.0]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import random
 import re
 from typing import Any
 
@@ -139,7 +141,7 @@ SAMPLES = [
 
 
 def values(function: Any, samples: list[RewardSample] = SAMPLES, **settings: Any) -> list[Any]:
-    found = judge(function, samples, settings, 5.0)
+    found, _ = judge(function, samples, settings, 5.0)
     return [o.value if o.kind == "value" else (o.kind, o.message) for o in found]
 
 
@@ -185,7 +187,7 @@ def test_functions_that_wait() -> None:
         await asyncio.sleep(0.0 if completion == answer else 60.0)
         return 1.0
 
-    found = judge(wait, SAMPLES, {}, 0.2)
+    found, _ = judge(wait, SAMPLES, {}, 0.2)
     assert [o.kind for o in found] == ["value", "timeout"]
 
     async def together(completions: list[str]) -> list[float]:
@@ -227,13 +229,49 @@ def test_functions_that_fail() -> None:
     kind, message = values(lambda completion: 1 / 0)[0]
     assert (kind, message.partition(" (")[0]) == ("error", "ZeroDivisionError: division by zero")
     assert re.search(r"test_rewards\.py:\d+, in <lambda>\)$", message)
-    # One answer that cannot be judged does not take the others with it, if they are judged alone.
-    assert values(lambda completion: 1 / (int(completion) - 2), [SAMPLES[1]]) == [0.5]
     assert "no column or setting other" in values(lambda completion, other: 1.0)[0][1]
     with pytest.raises(ConfigError, match="does not ask for the answer"):
         signature_of(lambda text: 1.0)
     with pytest.raises(ConfigError, match="has parameters without a name"):
         signature_of(lambda *args: 1.0)
+
+
+class Unreadable(float):
+    """A number that raises when it is read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("unreadable")
+
+
+def test_an_answer_is_judged_alike_whichever_others_are_passed_with_it() -> None:
+    def sync(completion: str, tests: list[str]) -> Any:
+        # A call that changes its arguments changes its own.
+        tests.append(completion)
+        returned: dict[str, Any] = {"none": None, "nan": math.nan, "huge": 10**400, "unreadable": Unreadable(1)}
+        return returned[completion] if completion in returned else len(tests) + 6 / int(completion)
+
+    async def concurrent(completion: str, tests: list[str]) -> Any:
+        return sync(completion, tests)
+
+    def batch(completions: list[str], tests: list[list[str]]) -> Any:
+        return [sync(*one) for one in zip(completions, [list(of_one) for of_one in tests], strict=True)]
+
+    words = ["2", "0", "none", "nan", "huge", "unreadable", "x", "3"]
+    shared = {"tests": ["one"]}
+    for seed in range(4):
+        drawn = random.Random(seed).choices(words, k=12)
+        samples = [RewardSample(prompt="p", completion=word, columns=shared) for word in drawn]
+        for function in (sync, concurrent):
+            singly = [outcome for sample in samples for outcome in values(function, [sample])]
+            for size in (2, 5, 12):
+                assert [o for i in range(0, 12, size) for o in values(function, samples[i : i + size])] == singly
+            assert [isinstance(outcome, float) for outcome in singly] == [word in ("2", "3") for word in drawn]
+    # What a function of all returns is looked at value by value; what it raises stands for all, and is reported as that.
+    good = [RewardSample(prompt="p", completion=word, columns=shared) for word in ("2", "huge", "unreadable", "3")]
+    outcomes, separate = judge(batch, good, {}, 5.0)
+    assert ([o.value for o in outcomes], separate) == ([5.0, None, None, 4.0], True)
+    outcomes, separate = judge(batch, [*good, RewardSample(prompt="p", completion="x", columns=shared)], {}, 5.0)
+    assert ([o.kind for o in outcomes], separate) == (["error"] * 5, False)
 
 
 def test_names() -> None:

@@ -20,6 +20,7 @@ from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import answer_metrics, staleness
 from drivetrain.trainers.rl.roles import rollout_config
+from drivetrain.trainers.rl.state import is_random
 from drivetrain.trainers.rl.update import best_and_worst
 from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.workers.losses.preference import PreferenceLoss
@@ -41,6 +42,24 @@ def answer(group: int, reward: float, *, tokens: int = 3, finished: bool = True,
         rewards=rewards,
         reward=reward,
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"hidden_size": 8, "attention_dropout": 0.0, "router_jitter_noise": 0.0, "moe_jitter_eps": None}, False),
+        ({"attn_pdrop": 0.1}, True),
+        ({"layerdrop": 0.1}, True),
+        # Mixtral's and DBRX's routers.
+        ({"router_jitter_noise": 0.01}, True),
+        ({"ffn_config": {"moe_jitter_eps": 0.01}}, True),
+        ({"text_config": {"router_jitter_noise": 0.01}}, True),
+        ({"vision_config": {"dropout": 0.1}, "text_config": None}, False),
+    ],
+)
+def test_what_is_random_while_a_model_is_trained(settings: dict[str, Any], expected: bool) -> None:
+    assert is_random(settings, 0.0) == expected
+    assert is_random(settings, 0.05)
 
 
 # ---- what depends on the numbers of generator and actor -------------------------------------------------------------------

@@ -6,6 +6,7 @@ A single cursor therefore resumes the order anywhere, on any number of ranks.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class Sampler:
 
     Without weights, an epoch contains every sample once. With weights, an epoch is just as long, but each source fills its
     weighted fraction of it: a source that is too small for its fraction repeats, and one that is too large continues in the
-    next epoch where it stopped, so that over time all samples of a source are used equally often.
+    next epoch where it stopped, so that over time all samples of a source are used equally often. A fraction that is not a whole
+    number of samples is rounded up or down, up for the sources that earlier epochs have given too little.
 
     Args:
         sizes: The number of samples in each source.
@@ -46,12 +48,24 @@ class Sampler:
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
         self.sizes, self.weights, self.seed, self.shuffle = list(sizes), weights, seed, shuffle
         self._starts = np.cumsum([0, *sizes])
-        self.epoch_sizes = list(sizes) if weights is None else apportion(sum(sizes), weights)
-        """The number of samples that an epoch takes from each source."""
+        self._drawn = [[0] * len(self.sizes)]
+        """The number of samples that all epochs before each one take from each source."""
         self._cached: tuple[int, NDArray[Any]] = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def epoch_sizes(self) -> list[int]:
+        """The number of samples that the first epoch takes from each source; with weights, others may take one more or less."""
+        return self.sizes if self.weights is None else self.drawn(1)
+
+    def drawn(self, epoch: int) -> list[int]:
+        """Return the number of samples that all epochs before this one take from each source, with weights."""
+        assert self.weights is not None
+        while len(self._drawn) <= epoch:
+            self._drawn.append(apportion(len(self._drawn) * len(self), self.weights, self._drawn[-1], len(self)))
+        return self._drawn[epoch]
 
     def epoch(self, epoch: int) -> NDArray[Any]:
         """Return the indices of an epoch's samples, in order."""
@@ -74,8 +88,8 @@ class Sampler:
 
     def _draws(self, source: int, epoch: int) -> NDArray[Any]:
         """Return the samples that an epoch takes from a source: a slice of the infinite sequence of passes over the source."""
-        size, count = self.sizes[source], self.epoch_sizes[source]
-        begin, end = epoch * count, (epoch + 1) * count
+        size = self.sizes[source]
+        begin, end = self.drawn(epoch)[source], self.drawn(epoch + 1)[source]
         passes = range(begin // size, -(-end // size))
         permutations = [self._permutation(size, number, source + 1) if self.shuffle else np.arange(size) for number in passes]
         offset = begin // size * size
@@ -94,13 +108,25 @@ class Sampler:
         }
 
 
-def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Return integers proportional to the weights that add up to `total` (largest-remainder method)."""
-    exact = [total * w / sum(weights) for w in weights]
-    counts = [int(x) for x in exact]
-    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
+def apportion(total: int, weights: Sequence[float], before: Sequence[int], count: int) -> list[int]:
+    """Return integers that add up to `total`, after `count` more were given out in proportion to the weights.
+
+    Each one grows by its fraction of `count`, rounded up or down: up where it is then furthest below its fraction of `total`. What
+    rounding has taken from one is made up for later, so that the integers stay within about 1 of their fractions of any total.
+
+    Args:
+        total: The sum afterwards.
+        weights: The weights.
+        before: The integers so far, whose sum is `total - count`.
+        count: How many are given out.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    whole = sum(exact)
+    after = [one + int(count * weight / whole) for one, weight in zip(before, exact, strict=True)]
+    lacking = sorted(range(len(exact)), key=lambda i: after[i] - total * exact[i] / whole)
+    for i in lacking[: total - sum(after)]:
+        after[i] += 1
+    return after
 
 
 class BatchOrder:
@@ -136,8 +162,14 @@ class BatchOrder:
 
     def state(self, cursor: Cursor) -> dict[str, Any]:
         """Return the data to save in a checkpoint: the cursor, and everything that gives it its meaning."""
-        progress = {"epoch": cursor.epoch, "position": cursor.position}
+        progress: dict[str, Any] = {"epoch": cursor.epoch, "position": cursor.position}
+        if self._sampler.weights is not None:
+            progress["drawn"] = self._drawn_at(cursor)
         return {**progress, "batch_size": self.batch_size, **self._sampler.describe(), "digest": self._digest()}
+
+    def _drawn_at(self, cursor: Cursor) -> list[list[int]]:
+        """Return what is drawn from each source before the cursor's epoch and, within one, up to its end."""
+        return [self._sampler.drawn(cursor.epoch + i) for i in range(1 + (cursor.position > 0))]
 
     def restore(self, state: Mapping[str, Any], *, epochs: bool) -> Cursor:
         """Return the cursor at which a checkpoint resumes.
@@ -176,6 +208,15 @@ class BatchOrder:
                 f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self.batch_size}, so the "
                 "steps of trainer.epochs cannot be counted; set trainer.max_steps, or keep the batch size"
             )
+        if self._sampler.weights is not None:
+            # Checkpoints from before rounding was made up for have no such numbers: every epoch drew what the first one draws.
+            first, drawn = self._sampler.drawn(1), self._drawn_at(cursor)
+            earlier = [[(cursor.epoch + i) * count for count in first] for i in range(len(drawn))]
+            if state.get("drawn", earlier) != drawn:
+                log.warning(
+                    "the checkpoint was saved by an earlier version, which rounded data.weights to the same side in every epoch; in the "
+                    "first epoch after it some samples are used again and others left out, and from then on each as often as any other"
+                )
         if digest != self._digest():
             log.warning("the dataset has as many samples as in the checkpoint, but its contents have changed")
         return cursor

@@ -36,7 +36,7 @@ class Phases:
         tokenizer: The tokenizer of the policy.
         ledger: What moves the state of roles.
         adaptive: The settings that a run adapts.
-        has_dropout: Whether the policy drops elements while it is trained.
+        is_random: Whether the policy computes random numbers while it is trained, as with dropout.
         step: The number of the step.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
@@ -50,7 +50,7 @@ class Phases:
     tokenizer: Any
     ledger: MemoryLedger
     adaptive: Adaptive
-    has_dropout: bool = False
+    is_random: bool = False
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class Phases:
     def is_on_policy(self) -> bool:
         """Whether the weights that answered make the only update of a step, so that ratios need no log-probabilities from before.
 
-        With dropout the update's own log-probabilities are not those of the policy that answered.
+        With dropout, or noise at routers, the update's own log-probabilities are not those of the policy that answered.
         """
         rl = self.config.rl
         return (
             rl.mini_batch_size is None
             and rl.epochs == 1
-            and not self.has_dropout
+            and not self.is_random
             and rl.importance == "none"
             and not rl.rejection
             and rl.old_log_probs == "actor"

@@ -20,7 +20,7 @@ from .lane import RewardLane
 from .ledger import MemoryLedger, describe
 from .phases import Phases
 from .roles import Roles, start_group
-from .state import has_dropout, holdings_of, move_with, sync_with, verify_with
+from .state import holdings_of, is_random, move_with, sync_with, verify_with
 
 
 @contextmanager
@@ -80,7 +80,8 @@ def open_phases(
             tokenizer=load_tokenizer(config.model),
             ledger=ledger,
             adaptive=Adaptive(config.rl, algorithm),
-            has_dropout="actor" in group.roles and has_dropout(group, roles),
+            is_random="actor" in group.roles
+            and is_random(group.model_config("actor"), roles.specs["actor"].config.model.lora.dropout),
         )
         yield phases, controllers
 

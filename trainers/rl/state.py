@@ -1,14 +1,19 @@
 """The state of a group's roles, as the memory ledger sees and moves it."""
 
+import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ...engine.errors import WorkerError
 from ...workers.groups.base import WorkerGroup
 from ...workers.rollout.options import SamplingOptions
 from ..config.rl import ROLES, RLConfig
 from .ledger import Holding, Move, Part, Place
-from .roles import Roles
 
+_PARTS = ("text_config", "ffn_config")
+"""Configs inside a model's config that are those of a language model's layers."""
+_RANDOM = re.compile("dropout|layerdrop|pdrop$|jitter")
+"""In the names of settings of a model that are random only while it is trained, if they are above 0."""
 PROBE, PROBE_TOKENS = [1, 2, 3, 4], 4
 """The prompt on which a generator's processes are compared, and the number of tokens that they answer it with."""
 PROBE_GAP = 0.05
@@ -30,18 +35,16 @@ def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, Part
     return found
 
 
-def has_dropout(group: WorkerGroup, roles: Roles) -> bool:
-    """Return whether the policy drops elements while it is trained, by its config and its adapters.
+def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
+    """Return whether a model computes random numbers while it is trained: by dropout, skipped layers, or noise at its routers.
 
     Args:
-        group: The group.
-        roles: The roles.
+        settings: The model's config, as in config.json.
+        lora_dropout: The dropout of its adapters.
     """
-    settings = group.model_config("actor")
-    text = settings.get("text_config") or {}
-    probabilities = [value for name, value in {**settings, **text}.items() if "dropout" in name or name.endswith("pdrop")]
-    probabilities.append(roles.specs["actor"].config.model.lora.dropout)
-    return any(isinstance(value, int | float) and value > 0 for value in probabilities)
+    parts = [settings, *(settings.get(name) or {} for name in _PARTS)]
+    values = [value for part in parts for name, value in part.items() if _RANDOM.search(name)]
+    return any(isinstance(value, int | float) and value > 0 for value in (*values, lora_dropout))
 
 
 def move_with(group: WorkerGroup) -> Move:

@@ -159,7 +159,7 @@ class RLTrainer:
                     answers = add_old_log_probs(phases, phases.score(answers))
                     answers, others = phases.judge(answers)
                     check_judged(answers, {**counts, **others})
-                metrics = {**answer_metrics(answers.rows), **counts, **others}
+                metrics = {**answer_metrics(answers.rows), **counts, **others, "tokens": answers.ref.num_tokens}
                 metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
                 phases.discard(answers.ref)
                 with phases.timed("sync"):
@@ -219,11 +219,10 @@ class RLTrainer:
 
     def _log_step(self, run: Run, cursor: Cursor, metrics: dict[str, float], seconds: float) -> None:
         phases = run.phases
-        tokens = phases.tokens.get("update", 0)
         epoch = cursor.epoch + cursor.position / len(run.prompts.order)
         record: dict[str, Any] = {"step": phases.step, **metrics, **phases.timing(), **phases.adaptive.metrics()}
         idle = seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0)
-        record |= {**phases.ledger.metrics(), "tokens": tokens, "epoch": epoch, "seconds": seconds, "seconds/idle": idle}
+        record |= {**phases.ledger.metrics(), "epoch": epoch, "seconds": seconds, "seconds/idle": idle}
         run.collector.warn(metrics)
 
         def write() -> None:

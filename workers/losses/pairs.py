@@ -16,7 +16,10 @@ MAX_EXPONENT = 80.0
 
 
 def divergence_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 1.0) -> Tensor:
-    """Compute f'(r) up to a constant, which takes the place of the log-ratio if the distance to the reference is measured by f.
+    """Compute f'(r), which takes the place of the log-ratio if the distance to the reference is measured by f.
+
+    f is the one with f'(1) = 0. In a difference of two scores a constant would not matter; where each is divided by its number of tokens
+    it would, and a policy that equals its reference would prefer one side of a pair for its length alone.
 
     With r = pi / pi_ref: log r for the reverse KL divergence (DPO's), 1 - 1 / r for the forward one, log(2 r / (1 + r)) for
     Jensen-Shannon's, (r^(alpha - 1) - 1) / (alpha - 1) for the alpha-divergence, whose limit at alpha = 1 is log r.
@@ -26,7 +29,7 @@ def divergence_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 1
         divergence: f.
         alpha: alpha.
 
-    Source: Wang et al. 2024, "Beyond reverse KL", arXiv:2309.16240, table 1; the alpha-divergence as in TRL.
+    Source: Wang et al. 2024, "Beyond reverse KL", arXiv:2309.16240, table 1; the alpha-divergence and the constants as in TRL since its version 1.10.
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio

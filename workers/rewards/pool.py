@@ -102,8 +102,8 @@ class RewardPool:
             target: The function.
             samples: The answers.
             settings: Further arguments of the function.
-            done: Called in a thread of the pool, with an outcome for each answer, and whether the call came to its end: not if it was
-                killed, or its process died.
+            done: Called in a thread of the pool, with an outcome for each answer, and whether each belongs to its answer alone: not if
+                one failure stands for all, because the call was killed, its process died, or a function of all answers raised.
             calls: For how many calls of `timeout_s` the answers may take.
 
         Raises:
@@ -141,9 +141,10 @@ def title_of(target: Target) -> str:
 
 
 def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Outcome], bool]:
-    """Return the outcome of each answer, and whether the call came to its end."""
+    """Return the outcome of each answer, and whether it belongs to this answer alone."""
     try:
-        return ended.result(), True
+        outcomes, separate = ended.result()
+        return outcomes, separate
     except TimeoutError:
         outcome = Outcome(
             kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
@@ -184,5 +185,7 @@ def _describe(target: Target) -> Signature:
     return signature_of(_resolve(target))
 
 
-def _judge(target: Target, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float) -> list[Outcome]:
+def _judge(
+    target: Target, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float
+) -> tuple[list[Outcome], bool]:
     return judge(_resolve(target), samples, settings, timeout_s)

@@ -5,11 +5,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from ...engine.errors import ConfigError, RewardError
 from .config import RewardsConfig
-from .pool import RewardPool, Target, title_of
+from .pool import Done, RewardPool, Target, title_of
 from .registry import location_of
 from .sample import OUTCOME_KINDS, Outcome, OutcomeKind, RewardSample
 from .signatures import Signature
@@ -177,8 +178,8 @@ class RewardScorer:
         self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
 
     def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
-        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call was killed together with
-        those of others.
+        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call failed together with
+        others, so that only those are lost that it cannot judge by themselves.
 
         Raises:
             ConfigError: A row is routed to a reward that does not exist, or lacks a column.
@@ -203,26 +204,55 @@ class RewardScorer:
         return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
 
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
-        at_once = self._signatures[name].at_once
+        """Ask a function about answers; and about each by itself, if one failure stands for several of them."""
 
-        def done(outcomes: list[Outcome], completed: bool) -> None:
-            if completed or at_once or len(rows) == 1 or self._pool.closed:
+        def done(outcomes: list[Outcome], separate: bool) -> None:
+            if separate or len(rows) == 1:
                 self._note(name, outcomes)
                 pending.add(name, rows, outcomes)
-                return
-            # One of them has killed the process, or taken the time of all: each is asked about by itself, and so are the next ones.
-            with self._lock:
-                self._seconds[name] = _CALL_S
-            for row in rows:
-                self._ask(name, [row], samples, pending)
+            else:
+                # One of them has killed the process, or taken the time of all: the next ones are asked about singly too.
+                with self._lock:
+                    self._seconds[name] = _CALL_S
+                self._ask_singly(name, rows, samples, pending)
 
-        self._pool.submit(
-            self._targets[name],
-            [samples[row] for row in rows],
-            self._config.settings.get(name, {}),
-            done,
-            calls=-(-len(rows) // self._config.workers) if at_once else 1,
-        )
+        self._submit(name, rows, samples, done)
+
+    def _ask_singly(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
+        """Ask a function about each of several answers by itself.
+
+        What a function of all answers makes of one may depend on the others. Its values therefore come from a call for all that it can
+        judge: those that fail by themselves are left out, and it is asked about the others together once more.
+        """
+        singly: dict[int, Outcome] = {}
+
+        def collect(row: int, outcomes: list[Outcome], _: bool) -> None:
+            self._note(name, outcomes)
+            with self._lock:
+                (singly[row],) = outcomes
+                if len(singly) < len(rows):
+                    return
+            able = [row for row in rows if singly[row].kind in ("value", "not_applicable")]
+            if len(able) < 2 or not self._signatures[name].takes_batch:
+                able = []
+            settled = [row for row in rows if row not in set(able)]
+            pending.add(name, settled, [singly[row] for row in settled])
+            if able:
+                self._submit_again(name, able, samples, lambda outcomes, _: pending.add(name, able, outcomes))
+
+        for row in rows:
+            self._submit_again(name, [row], samples, partial(collect, row))
+
+    def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        calls = -(-len(rows) // self._config.workers) if self._signatures[name].at_once else 1
+        settings = self._config.settings.get(name, {})
+        self._pool.submit(self._targets[name], [samples[row] for row in rows], settings, done, calls=calls)
+
+    def _submit_again(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        try:
+            self._submit(name, rows, samples, done)
+        except ConfigError as e:  # it was closed since the first call
+            done([Outcome(kind="error", message=str(e))] * len(rows), False)
 
     def _note(self, name: str, outcomes: Sequence[Outcome]) -> None:
         """Note how long a function takes for an answer."""

@@ -12,6 +12,7 @@
 import asyncio
 import inspect
 import math
+import pickle
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -61,6 +62,11 @@ class Signature:
     optional: frozenset[str] = frozenset()
     takes_all: bool = False
 
+    @property
+    def takes_batch(self) -> bool:
+        """Whether it is called with lists of answers, and returns a list."""
+        return self.convention in _BATCHED
+
 
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return how a function is called.
@@ -101,48 +107,92 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 def judge(
     function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
-) -> list[Outcome]:
+) -> tuple[list[Outcome], bool]:
     """Call a function for answers, and check what it returns. Errors become outcomes.
+
+    A function that is called for each answer is judged answer by answer: an error of one changes nothing for the others, and what a call
+    changes in its arguments is not seen by the next one. Outcomes therefore do not depend on which answers are passed together.
 
     Args:
         function: The function.
         samples: The answers, with columns under the names of its parameters.
         settings: Further arguments.
         timeout_s: For how many seconds an asynchronous function may work on one answer.
+
+    Returns:
+        An outcome for each answer; and whether each belongs to its answer alone: False if a call for all answers has failed, which may
+        be because of a single one of them.
     """
     signature = signature_of(function)
-    began = time.perf_counter()
+    if signature.takes_batch:
+        return _judge_batch(function, signature, samples, settings)
+    if signature.at_once:
+        return asyncio.run(_judge_concurrently(function, signature, samples, settings, timeout_s)), True
+    return [_judge_one(function, signature, sample, settings) for sample in samples], True
+
+
+def _judge_batch(
+    function: Callable[..., Any], signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]
+) -> tuple[list[Outcome], bool]:
+    started = time.perf_counter()
+    separate = True
     try:
-        if signature.convention in _BATCHED:
-            values = _settled(function(**_arguments_at_once(signature, samples, settings)))
-            if isinstance(values, Mapping) or not hasattr(values, "__len__") or isinstance(values, str):
-                raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each answer")
-            if len(values) != len(samples):
-                raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
-            found = [outcome_of(value, none_is_allowed=signature.convention == "trl") for value in values]
-        else:
-            calls = [function(**_arguments(signature, sample, settings)) for sample in samples]
-            if signature.at_once:
-                return asyncio.run(_together(calls, timeout_s))
-            found = [outcome_of(_settled(value)) for value in calls]
+        values = _settled(function(**_arguments_at_once(signature, samples, settings)))
+        if isinstance(values, Mapping) or not hasattr(values, "__len__") or isinstance(values, str):
+            raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each answer")
+        if len(values) != len(samples):
+            raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
+        outcomes = [_checked(value, none_is_allowed=signature.convention == "trl") for value in values]
     except Exception as e:  # the function's own
-        found = [Outcome(kind="error", message=_described(e)) for _ in samples]
-    share = (time.perf_counter() - began) / max(1, len(samples))
-    return [replace(outcome, seconds=share) for outcome in found]
+        outcomes, separate = [Outcome(kind="error", message=_described(e))] * len(samples), False
+    share = (time.perf_counter() - started) / max(1, len(samples))
+    return [replace(outcome, seconds=share) for outcome in outcomes], separate
 
 
-async def _together(calls: Sequence[Awaitable[Any]], timeout_s: float) -> list[Outcome]:
-    async def one(call: Awaitable[Any]) -> Outcome:
-        began = time.perf_counter()
+def _judge_one(
+    function: Callable[..., Any], signature: Signature, sample: RewardSample, settings: Mapping[str, Any]
+) -> Outcome:
+    started = time.perf_counter()
+    try:
+        outcome = _checked(_settled(function(**_arguments(signature, *_copies(sample, settings)))))
+    except Exception as e:  # the function's own
+        outcome = Outcome(kind="error", message=_described(e))
+    return replace(outcome, seconds=time.perf_counter() - started)
+
+
+async def _judge_concurrently(
+    function: Callable[..., Awaitable[Any]],
+    signature: Signature,
+    samples: Sequence[RewardSample],
+    settings: Mapping[str, Any],
+    timeout_s: float,
+) -> list[Outcome]:
+    async def one(sample: RewardSample) -> Outcome:
+        started = time.perf_counter()
         try:
-            found = outcome_of(await asyncio.wait_for(call, timeout_s))
+            call = function(**_arguments(signature, *_copies(sample, settings)))
+            outcome = _checked(await asyncio.wait_for(call, timeout_s))
         except TimeoutError:
-            found = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
+            outcome = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
         except Exception as e:  # the function's own
-            found = Outcome(kind="error", message=_described(e))
-        return replace(found, seconds=time.perf_counter() - began)
+            outcome = Outcome(kind="error", message=_described(e))
+        return replace(outcome, seconds=time.perf_counter() - started)
 
-    return list(await asyncio.gather(*(one(call) for call in calls)))
+    return list(await asyncio.gather(*(one(sample) for sample in samples)))
+
+
+def _copies(sample: RewardSample, settings: Mapping[str, Any]) -> tuple[RewardSample, Mapping[str, Any]]:
+    """Return an answer and settings that share nothing with those of other answers, as the answers to one prompt share their columns."""
+    copies: tuple[RewardSample, Mapping[str, Any]] = pickle.loads(pickle.dumps((sample, settings)))
+    return copies
+
+
+def _checked(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+    """Return what a returned value stands for, whatever its class raises when it is looked at."""
+    try:
+        return outcome_of(value, none_is_allowed=none_is_allowed)
+    except Exception as e:  # of the value's class
+        return Outcome(kind="error", message=f"it returned a {type(value).__name__} that is not a number: {_described(e)}")
 
 
 def _described(error: Exception) -> str:
