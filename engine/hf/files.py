@@ -1,14 +1,20 @@
 """Saving the config, generation config and tokenizer of a trained model, as transformers and peft expect them."""
 
 import copy
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..config import ModelConfig
+from .generation import FILE, end_tokens, read_generation_settings, token_ids
 from .model import HFModel
+from .padding import padding_token
 from .tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: Path) -> None:
@@ -22,17 +28,40 @@ def save_model_files(root: HFModel, model: ModelConfig, adapters: Any, folder: P
     """
     lm: Any = root.lm
     config = lm.config
+    source = Path(model.path)
+    has_tokenizer = not source.is_dir() or (source / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(model) if has_tokenizer else None
     if model.head == "value":
         config = copy.deepcopy(config)
         classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
         if classifier is not None:
             # Its `score` is our value head: one number per sequence, or per token through AutoModelForTokenClassification.
             config.architectures, config.num_labels = [classifier], 1
+        _set_padding(config, tokenizer, model)
     config.save_pretrained(folder)
     if lm.can_generate() and model.head == "lm":
-        lm.generation_config.save_pretrained(folder)
+        settings = read_generation_settings(model)
+        if settings is None:
+            lm.generation_config.save_pretrained(folder)
+        else:
+            # As it is: transformers refuses to save settings that contradict each other, which models on the Hub have.
+            (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if adapters is not None:
         adapters.save_pretrained(folder)
-    source = Path(model.path)
-    if not source.is_dir() or (source / "tokenizer_config.json").is_file():
-        load_tokenizer(model).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _set_padding(config: Any, tokenizer: Any | None, model: ModelConfig) -> None:
+    """Give a classifier and its tokenizer a padding token that ends no sequence."""
+    config.pad_token_id = padding_token(tokenizer, config, end_tokens(model) | token_ids(config.eos_token_id))
+    if config.pad_token_id is None:
+        # Without one, transformers refuses batches; with one that ends sequences, it would score another token.
+        log.warning(
+            "model.path=%s: its vocabulary has no special token that could pad a batch without being one that ends a sequence, so the exported "
+            "classifier has no pad_token_id, and transformers scores with it one sequence at a time; for batches, add a token "
+            "(model.added_tokens=[<pad>])",
+            model.path,
+        )
+    elif tokenizer is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)

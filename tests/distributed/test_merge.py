@@ -13,7 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from drivetrain.checkpoint_tools import compare, inspect, merge, verify
 from drivetrain.checkpoint_tools.cli import main
@@ -26,12 +31,16 @@ from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from helpers.engines import build, steps
 from helpers.harness import run_ranks
+from helpers.texts import byte_tokenizer, save_text_model
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
 RSLORA = {"lora": LoraConfig(rank=4, alpha=8.0, rslora=True)}
 SAVED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens", "lm_head", "norm"))}
 """Embeddings, head and the last norm are trained in full beside the adapters; peft would take `norm` for the layers' norms too."""
 TIED = {"lora": LoraConfig(rank=4, alpha=8.0, modules_to_save=("embed_tokens",))}
+
+GENERATION = {"eos_token_id": [2, 7], "temperature": 0.3, "do_sample": False}
+"""Settings that contradict each other, as some models' on the Hub do; transformers loads them and refuses to save them."""
 
 
 def rank_trains(folder: str, root: str, backend: str, axes: dict[str, Any], settings: dict[str, Any]) -> tuple[str, Any]:
@@ -120,18 +129,30 @@ def test_a_merged_checkpoint_is_the_trained_model(
 
 @pytest.fixture
 def trained(tmp_path: Path, process_group: None) -> tuple[BaseEngine, str]:
-    engine = build(save_tiny_model(tmp_path / "model", "llama"))
+    folder = save_tiny_model(tmp_path / "model", "llama")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    engine = build(folder)
     steps(engine, 1)
     return engine, engine.save_checkpoint(tmp_path / "c", 1)
 
 
-@pytest.mark.parametrize(("model", "tied"), [({}, True), ({}, False), (LORA, False)])
+@pytest.mark.parametrize(("model", "tied", "ends"), [({}, True, 2), ({}, False, [0, 1, 2]), (LORA, False, 2)])
 def test_a_value_model_is_a_classifier_of_one_label(
-    model: dict[str, Any], tied: bool, tmp_path: Path, process_group: None
+    model: dict[str, Any],
+    tied: bool,
+    ends: int | list[int],
+    tmp_path: Path,
+    process_group: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
+    """Of a model that is padded with its end token, which transformers' classifiers skip and training does not."""
+    folder = save_text_model(tmp_path / "model", "qwen3", tie_word_embeddings=tied, pad_token_id=2)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     with contextlib.closing(build(folder, model={"head": "value", **model}, optim=None)) as engine:
-        documents = tiny_documents(3, seed=4)
+        documents = [[*document, 2] for document in tiny_documents(3, seed=4)]
         want = engine.infer_batch(from_lists(documents), OutputRequest(values=True))["values"]
         saved = engine.save_checkpoint(tmp_path / "c", 1)
         export_hf(engine, tmp_path / "export")
@@ -143,10 +164,23 @@ def test_a_value_model_is_a_classifier_of_one_label(
     with torch.no_grad():
         got = torch.cat([loaded[0].eval()(input_ids=torch.tensor([d])).logits[0, :, 0] for d in documents])
         assert torch.allclose(got, want, atol=1e-5)
-        scores: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-        last = torch.cat([scores.eval()(input_ids=torch.tensor([d])).logits[0] for d in documents])
-    ends = torch.tensor([len(d) for d in documents]).cumsum(0) - 1
-    assert torch.allclose(last, want[ends], atol=1e-5)
+        scores: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+        last = torch.cat([scores(input_ids=torch.tensor([d])).logits[0] for d in documents])
+        bounds = torch.tensor([len(d) for d in documents]).cumsum(0) - 1
+        assert torch.allclose(last, want[bounds], atol=1e-5)
+        exported: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+        # All special tokens may end a sequence: nothing can pad, which is told once, and refused by transformers.
+        alone = ends == [0, 1, 2]
+        assert caplog.text.count("its vocabulary has no special token that could pad a batch") == int(alone)
+        assert (scores.config.pad_token_id, exported.pad_token_id) == ((None, 2) if alone else (0, 0))
+        for side in ("left", "right"):
+            batch = exported.pad({"input_ids": documents}, padding_side=side, return_tensors="pt")
+            assert len({len(d) for d in documents}) > 1
+            if alone:
+                with pytest.raises(ValueError, match="no padding token is defined"):
+                    scores(**batch)
+            else:
+                assert torch.allclose(scores(**batch).logits[:, 0], want[bounds], atol=1e-5)
 
 
 def test_another_number_format_on_request(trained: tuple[BaseEngine, str], tmp_path: Path) -> None:
@@ -168,6 +202,15 @@ def test_adapters_of_a_16_bit_base_are_folded_in_its_format(tmp_path: Path, proc
     merge(saved, tmp_path / "out")
     assert compare(tmp_path / "export", tmp_path / "out").same
     assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_the_generation_settings_of_the_model_are_kept(trained: tuple[BaseEngine, str], tmp_path: Path) -> None:
+    """Above all the tokens at which it stops, which its config.json may not list."""
+    merge(trained[1], tmp_path / "out")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.generation_config.eos_token_id == [2, 7]
+    assert loaded.config.eos_token_id == 2
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
 
 
 def test_a_run_is_merged_by_its_folder_and_replaces_an_older_export(trained: tuple[BaseEngine, str], tmp_path: Path) -> None:

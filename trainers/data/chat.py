@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -13,8 +13,11 @@ from ...engine.errors import DataError
 from ..config.data import RESERVED_VARIABLES, Turns
 from .length_bound import TooManyTokens
 from .sample import Sample
+from .turn_ends import TurnEnds
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TAIL = 4
+"""The number of last tokens of a marked turn among which its end is looked for."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -104,12 +107,13 @@ def template_variables(row: Mapping[str, Any], name: str, variables: Mapping[str
     return merged
 
 
-def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
+def encode_chat(tokenizer: Any, chat: Chat, turns: Turns, ends: TurnEnds | None = None) -> list[Sample]:
     """Tokenize a chat, supervised on the assistant turns that are to be learned.
 
     A template with generation marks specifies which tokens those are. With any other template the chat is rendered turn by
     turn, and the text up to the end of each turn must be a prefix of the full chat, because otherwise the turn's span is
-    unknown; the tokens that end a turn are learned with it. If a template renders a turn differently once others follow
+    unknown; the tokens that end a turn are learned with it. If the template writes none, the turn ends with the token that opens the
+    next one, provided that generation stops at it. If a template renders a turn differently once others follow
     (Qwen3's drops earlier thoughts), each answer becomes a sample of its own, with the preceding messages rendered as the
     model will see them when it answers.
 
@@ -117,6 +121,7 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
         tokenizer: A fast tokenizer with a chat template.
         chat: The chat, from `read_chat`.
         turns: The setting `data.turns`.
+        ends: The tokens that may end a turn; None if nothing is generated with the model, and chats remain as they are rendered.
 
     Returns:
         One sample, or one per answer.
@@ -127,23 +132,72 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns) -> list[Sample]:
     # A tokenizer may have several templates, including one for chats with tools.
     if GENERATION_MARK.search(tokenizer.get_chat_template(tools=chat.variables.get("tools"))):
         if turns == "per_turn":
-            return [_encode_marked(tokenizer, _up_to(chat, i)) for i, learned in enumerate(chat.learned) if learned]
-        return [_encode_marked(tokenizer, chat)]
+            return [_encode_marked(tokenizer, _up_to(chat, i), ends) for i, learned in enumerate(chat.learned) if learned]
+        return [_encode_marked(tokenizer, chat, ends)]
     answers = [_render_answer(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
     text = _render(tokenizer, chat, len(chat.messages))
-    consistent = all(text.startswith(rendered) for rendered, _ in answers)
+    consistent = all(text.startswith(answer.text) for answer in answers)
     if turns == "per_turn" or (turns == "auto" and not consistent):
-        return [_encode_spans(tokenizer, chat.name, rendered, [(begin, len(rendered))]) for rendered, begin in answers]
+        return [_encode_answers(tokenizer, chat, answer.text, [answer], ends) for answer in answers]
     if not consistent:
         raise DataError(
             f"{chat.name}: the chat template renders an earlier turn differently once others follow, so the span to learn is "
             "unknown; set data.turns=auto, which makes one sample per answer, or use a template with {% generation %} marks"
         )
-    return [_encode_spans(tokenizer, chat.name, text, [(begin, len(rendered)) for rendered, begin in answers])]
+    return [_encode_answers(tokenizer, chat, text, answers, ends)]
 
 
-def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> tuple[str, int]:
-    """Return the chat rendered up to and including an answer, and the offset at which the answer begins."""
+@dataclass(frozen=True)
+class _Answer:
+    """An answer to learn.
+
+    Args:
+        turn: The number of its message, from 0.
+        text: The chat rendered up to and including it.
+        begin: The offset at which it begins.
+    """
+
+    turn: int
+    text: str
+    begin: int
+
+
+def _encode_answers(tokenizer: Any, chat: Chat, text: str, answers: Sequence[_Answer], ends: TurnEnds | None) -> Sample:
+    """Tokenize a text, supervised on the answers in it and the tokens that end them; each answer's own text begins the text."""
+    openings, ended = set[int](), True
+    for answer in answers:
+        if ends is None or ends.ended(answer.text[answer.begin :]):
+            continue
+        end = len(answer.text)
+        if not text[end:]:
+            text += ends.opening(_next_turn(tokenizer, chat, answer))
+        if ends.opening(text[end:]):
+            openings.add(end)
+        else:
+            ended = False
+    sample = _encode_spans(tokenizer, chat.name, text, [(answer.begin, len(answer.text)) for answer in answers], openings)
+    return replace(sample, ended=ended)
+
+
+def _next_turn(tokenizer: Any, chat: Chat, answer: _Answer) -> str:
+    """Return what the template renders behind an answer if another turn follows; an empty text if that is unknown."""
+    message, *later = chat.messages[answer.turn :]
+    if message.get("tool_calls") or (later and later[0]["role"] == "tool"):
+        before, following = [*chat.messages[: answer.turn + 1]], {"role": "tool", "content": "0"}
+    else:
+        # Of any chat: in this one, a template may drop the answer's thoughts once a question follows.
+        before = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
+        following = {"role": "user", "content": "0"}
+    try:
+        shorter, longer = (str(_apply(tokenizer, chat, m, tokenize=False)) for m in (before, [*before, following]))
+    except DataError:
+        # The template takes only other chats; the answer counts as one without an end, which is warned of.
+        return ""
+    return longer[len(shorter) :] if longer.startswith(shorter) else ""
+
+
+def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
+    """Return an answer as the template renders it."""
     rendered = _render(tokenizer, chat, turn + 1)
     if turn == 0:
         # Templates do not render an empty chat, so the generation prompt is taken from behind the first message.
@@ -159,7 +213,7 @@ def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> tuple[str, int]:
             "data.chat_template_kwargs), so the span to learn is unknown; "
             "use a template with {% generation %} marks (model.chat_template), or prompt and completion as texts"
         )
-    return rendered, len(before)
+    return _Answer(turn, rendered, len(before))
 
 
 def _around_difference(text: str, other: str) -> str:
@@ -178,7 +232,7 @@ def _up_to(chat: Chat, turn: int) -> Chat:
     return Chat(name=chat.name, messages=chat.messages[: turn + 1], learned=learned, variables=chat.variables)
 
 
-def _encode_marked(tokenizer: Any, chat: Chat) -> Sample:
+def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
     rendered = _apply(tokenizer, chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     mask = [bool(m) for m in rendered["assistant_masks"]]
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
@@ -192,7 +246,11 @@ def _encode_marked(tokenizer: Any, chat: Chat) -> Sample:
             )
         flags = iter([chat.learned[i] for i in turns])
         mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
-    return _sample(chat.name, rendered["input_ids"], mask)
+    ids = rendered["input_ids"]
+    sample = _sample(chat.name, ids, mask)
+    # What the template marks is learned, and nothing else.
+    stops = [i for i, (marked, following) in enumerate(pairwise([*mask, False]), 1) if marked and not following]
+    return replace(sample, ended=ends is None or all(ends.ended(tokenizer.decode(ids[max(0, i - TAIL) : i])) for i in stops))
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, **options: Any) -> str:
@@ -208,8 +266,10 @@ def _apply(tokenizer: Any, chat: Chat, messages: Sequence[Any], **options: Any) 
         raise DataError(f"{chat.name}: the chat template rejects this chat: {e}") from e
 
 
-def _encode_spans(tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
-    """Tokenize the full text at once; a token belongs to the span in which it begins.
+def _encode_spans(
+    tokenizer: Any, name: str, text: str, spans: Sequence[tuple[int, int]], openings: Collection[int] = ()
+) -> Sample:
+    """Tokenize the full text at once; a token belongs to the span in which it begins, or is learned if it begins at one of `openings`.
 
     The model never sees a token that crosses a span's boundary when it answers, because its prompt ends there. If there is
     such a token, the text is split at the boundaries and the parts are tokenized separately.
@@ -236,6 +296,7 @@ def _encode_spans(tokenizer: Any, name: str, text: str, spans: Sequence[tuple[in
     inside = np.zeros(len(starts), dtype=np.bool_)
     for low, high in spans:
         inside |= (starts >= low) & (starts < high)
+    inside |= np.isin(starts, list(openings))
     supervised = (inside & (ends > starts)).tolist()
     return _sample(name, ids, supervised)
 

@@ -11,6 +11,7 @@ from .chat import encode_chat, read_chat
 from .conventions import from_alpaca, from_sharegpt, with_prompt
 from .preference import Sides, split_preference
 from .sample import Sample
+from .turn_ends import TurnEnds
 
 Kind = Literal["completions", "pairs", "unpaired"]
 """The data that a trainer learns from: answers, pairs of answers, or single answers labeled good or bad."""
@@ -46,7 +47,12 @@ HINTS: Mapping[Kind, Mapping[str, str]] = {
 
 
 def encode_row(
-    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions"
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    name: str,
+    data: DataConfig,
+    kind: Kind = "completions",
+    ends: TurnEnds | None = None,
 ) -> list[Sample]:
     """Tokenize a row.
 
@@ -56,6 +62,7 @@ def encode_row(
         name: The row's file and number, for error messages.
         data: The data settings; the format, the turns and the template's variables are used.
         kind: The kind of data that the trainer learns from.
+        ends: The tokens that may end a turn of a chat; None if nothing is generated with the model.
 
     Returns:
         One sample, or one per answer of a chat (`data.turns`). For a pair, both sides with the chosen one first, or no samples
@@ -64,11 +71,13 @@ def encode_row(
     Raises:
         DataError: The row cannot be used; the message names it and the problem.
     """
-    samples = _encode(tokenizer, row, name, data, kind)
+    samples = _encode(tokenizer, row, name, data, kind, ends)
     return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.learn == "all" else samples
 
 
-def _encode(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind) -> list[Sample]:
+def _encode(
+    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind, ends: TurnEnds | None
+) -> list[Sample]:
     form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
     if form == "text":
         return [encode_text(tokenizer, row["text"], name)]
@@ -79,7 +88,7 @@ def _encode(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig,
     if form == "preference":
         row = with_prompt(row, name, chat=chat)
         sides = split_preference(row, name)
-        return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data)
+        return [] if sides.equal else _encode_sides(tokenizer, row, sides, name, data, ends)
     if form == "unpaired":
         # A csv file has texts.
         label = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}.get(
@@ -87,22 +96,26 @@ def _encode(tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig,
         )
         if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good answer) or false (a bad one)")
-        (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data)
+        (sample,) = _encode_answers(tokenizer, {**row, "messages": None}, form, name, data, ends)
         return [replace(sample, chosen=label)]
-    return _encode_answers(tokenizer, row, form, name, data)
+    return _encode_answers(tokenizer, row, form, name, data, ends)
 
 
-def _encode_sides(tokenizer: Any, row: Mapping[str, Any], sides: Sides, name: str, data: DataConfig) -> list[Sample]:
+def _encode_sides(
+    tokenizer: Any, row: Mapping[str, Any], sides: Sides, name: str, data: DataConfig, ends: TurnEnds | None
+) -> list[Sample]:
     samples = []
     for chosen, completion in ((True, sides.chosen), (False, sides.rejected)):
         side = f"{name} ({'chosen' if chosen else 'rejected'})"
         columns = {**row, "messages": None, "prompt": sides.prompt, "completion": completion}
-        (sample,) = _encode_answers(tokenizer, columns, "preference", side, data)
+        (sample,) = _encode_answers(tokenizer, columns, "preference", side, data, ends)
         samples.append(replace(sample, chosen=chosen, margin=sides.margin))
     return samples
 
 
-def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str, data: DataConfig) -> list[Sample]:
+def _encode_answers(
+    tokenizer: Any, row: Mapping[str, Any], form: str, name: str, data: DataConfig, ends: TurnEnds | None
+) -> list[Sample]:
     chat = form == "messages" or not (isinstance(row["prompt"], str) or isinstance(row["completion"], str))
     if not chat:
         return [encode_completion(tokenizer, row["prompt"], row["completion"], name)]
@@ -112,7 +125,7 @@ def _encode_answers(tokenizer: Any, row: Mapping[str, Any], form: str, name: str
             "(prompt and completion)"
         )
     chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=data.learn == "last_answer")
-    samples = encode_chat(tokenizer, chat_row, data.turns)
+    samples = encode_chat(tokenizer, chat_row, data.turns, ends)
     if form in ("preference", "unpaired") and len(samples) > 1:
         raise DataError(
             f"{name} has {len(samples)} answers, and the chat template renders earlier ones differently once others follow; "

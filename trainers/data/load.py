@@ -13,6 +13,7 @@ from .python_data import PythonData
 from .sources import check_columns, warn_of_repeated
 from .stream import Broadcast, Gather, Stream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
+from .turn_ends import ends_to_learn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,14 @@ def load_data(
     """
     with collective_errors():
         tokenizer = load_tokenizer(config.model)
+        ends = ends_to_learn(config.model)
 
     limit = length_limit(config.data, budget)
 
     def open_dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
-        caches = load_token_caches(names, tokenizer, config.data, training=training, kind=kind, python=python, limit=limit)
+        caches = load_token_caches(
+            names, tokenizer, config.data, training=training, kind=kind, python=python, limit=limit, ends=ends
+        )
         with collective_errors():
             dataset = Dataset(caches, config.data, budget, names)
         return dataset
@@ -79,7 +83,7 @@ def load_data(
         return Stream(
             sources=sources,
             names=names,
-            encoder=Encoder(tokenizer, config.data, kind, python, limit),
+            encoder=Encoder(tokenizer, config.data, kind, python, limit, ends),
             data=config.data,
             budget=budget,
             gather=gather,

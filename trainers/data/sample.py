@@ -14,6 +14,7 @@ class Sample:
         supervised: For each token, whether it is a target to learn.
         chosen: Whether the document was preferred or labeled good; None if it has no such label.
         margin: The margin by which the chosen side of its pair is better, or 0 if the data have none.
+        ended: Whether each answer to learn ends with a token at which generation can stop.
     """
 
     name: str
@@ -21,3 +22,4 @@ class Sample:
     supervised: Sequence[bool]
     chosen: bool | None = None
     margin: float = 0.0
+    ended: bool = True

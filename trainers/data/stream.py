@@ -27,7 +27,7 @@ from .order import Cursor
 from .sources import Source
 from .token_arrays import TokenArrays
 from .token_cache import FIELDS, EncodedSamples
-from .tokenize import SYNC_SECONDS, Encoder
+from .tokenize import ENDLESS, SYNC_SECONDS, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Stream:
         # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
         encoder = replace(self.encoder, tokenizer=copy.deepcopy(self.encoder.tokenizer))
         threads, stopped = ThreadPoolExecutor(2, "stream"), Event()
-        quiet = False
+        quiet = warned = False
         ready: tuple[RawBlock, Dataset] | None = None
         try:
             reading = threads.submit(self._read, reader)
@@ -181,7 +181,12 @@ class Stream:
                 parts, error = self._outcome(encoding)
                 following, failure = self._outcome(reading)
                 gathered = self.gather(parts, error=error)
-                ready = raw, self._dataset(raw, [part for some in gathered for part in some], quiet=quiet)
+                encoded = [part for some in gathered for part in some]
+                endless = next((p.endless for _, p in encoded if p.endless), "")
+                if endless and not warned and self.rank == 0:
+                    log.warning(ENDLESS, endless)
+                warned = warned or bool(endless)
+                ready = raw, self._dataset(raw, encoded, quiet=quiet)
                 # What is left out is told once, when it first happens.
                 quiet = quiet or ready[1].trimmed
                 raw = self.broadcast(following)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .sample import Sample
 from .token_arrays import TokenArrays
 
-FORMAT = 3
+FORMAT = 4
 """The version of the file format and of the tokenization code's results; incremented when either changes."""
 META = "meta.json"
 STALE_SECONDS = 7 * 24 * 3600
@@ -51,6 +51,7 @@ class EncodedSamples:
         margins: The margin of each sample's pair; `[N]` float32.
         equal: The numbers of the rows that were left out, because they are pairs with equal sides.
         odd: Rows that are probably not what their author meant, and why. They are used, and not stored.
+        endless: The first sample with an answer that has no token at which generation can stop; empty if there is none.
     """
 
     ids: NDArray[Any]
@@ -63,6 +64,7 @@ class EncodedSamples:
     margins: NDArray[Any]
     equal: Sequence[int] = ()
     odd: Mapping[str, str] = field(default_factory=dict)
+    endless: str = ""
 
     @classmethod
     def of(
@@ -86,6 +88,7 @@ class EncodedSamples:
             margins=np.array([s.margin for *_, s in samples], np.float32),
             equal=equal,
             odd=odd or {},
+            endless=next((s.name for *_, s in samples if not s.ended), ""),
         )
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
 from .sources import Source, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
+from .turn_ends import TurnEnds
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,12 @@ FEW_CHUNKS = 64
 """Up to this many chunks, tokenization finishes before additional processes would have started."""
 MAX_WORKERS = 16
 NO_PYTHON = PythonData(rows={})
+ENDLESS = (
+    "%s: the chat template ends an answer with no token at which generation stops (eos_token_id of generation_config.json), so the model does not "
+    "learn to end its answers; use a template that writes such a token behind each answer, inside of {%% generation %%} marks if it has "
+    "some (model.chat_template)"
+)
+"""The warning about answers without an end; for the name of a sample."""
 SYNC_SECONDS = 15.0
 """The longest time between two synchronizations with the waiting ranks, which would otherwise time out."""
 
@@ -55,6 +62,7 @@ def load_token_caches(
     kind: Kind = "completions",
     python: PythonData = NO_PYTHON,
     limit: Budget | None = None,
+    ends: Collection[int] | None = None,
 ) -> list[TokenCache]:
     """Load the token cache of each source, building the missing ones. Collective over all processes of the job.
 
@@ -66,6 +74,7 @@ def load_token_caches(
         kind: The kind of data that the trainer learns from.
         python: The rows in memory and the formatting function of a Python program.
         limit: The limit on the tokens of a document; None for no limit.
+        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
 
     Raises:
         DataError: A source cannot be used; the message names the file, the row and the problem. Raised on the rank that
@@ -85,12 +94,12 @@ def load_token_caches(
             check_columns(data.columns)
             sources = [_open_source(name, data, training, python) for name in names]
             warn_of_repeated(sources, "data.train" if training else "data.eval")
-            shared = shared_key(tokenizer, data, kind) + python.key()
+            shared = shared_key(tokenizer, data, kind, ends) + python.key()
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]
     # Rank 0 builds first; if the cache is not in a shared folder, the first ranks of the other machines follow.
     for builds in (rank == 0, local_rank == 0 and rank != 0):
-        encoder = Encoder(tokenizer, data, kind, python, limit)
+        encoder = Encoder(tokenizer, data, kind, python, limit, ends)
         work = _build(names, sources, folders, encoder, training) if builds else (None for _ in ())
         with closing(work):
             _run_collectively(work)
@@ -109,7 +118,7 @@ def cache_folder(data: DataConfig) -> Path:
     return Path(base).expanduser() / "drivetrain"
 
 
-def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
+def shared_key(tokenizer: Any, data: DataConfig, kind: Kind, ends: Collection[int] | None = None) -> str:
     """Return a hash of everything except the source that a token cache depends on.
 
     These are the tokenizer, its template, the settings, and the versions of this code and of transformers.
@@ -118,6 +127,7 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
         tokenizer: The model's tokenizer.
         data: The data settings.
         kind: The kind of data that the trainer learns from.
+        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
     """
     inputs = {
         "format": FORMAT,
@@ -125,6 +135,7 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind) -> str:
         "vocabulary": tokenizer.backend_tokenizer.to_str(),
         "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
+        "ends": None if ends is None else sorted(ends),
         "settings": [kind, data.format, data.turns, data.chat_template_kwargs, data.columns, data.txt, data.learn],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
@@ -192,6 +203,7 @@ def _build(
     names: Sequence[str], sources: list[Source], folders: Sequence[Path], encoder: "Encoder", training: bool
 ) -> Generator[None, None, None]:
     """Build the missing token caches, yielding after every chunk."""
+    endless = ""
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         if is_complete(folder):
             if is_undamaged(folder):
@@ -206,23 +218,29 @@ def _build(
                 f"the folder for tokenized data, {folder.parent}, cannot be created: {e.strerror}; set data.cache_dir"
             ) from e
         try:
-            yield from _write(source, writer, encoder)
+            first = yield from _write(source, writer, encoder)
+            endless = endless or first
         except OSError as e:
             raise DataError(f"tokenized data cannot be written to {folder.parent}: {e.strerror}; set data.cache_dir") from e
         finally:
             # This also runs if the run is interrupted; after a commit there is nothing left to remove.
             writer.abandon()
+    if endless:
+        log.warning(ENDLESS, endless)
 
 
-def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iterator[None]:
+def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Generator[None, None, str]:
+    """Build a token cache, yielding after every chunk; return the name of the first sample with an answer without an end, or an empty text."""
     files: dict[str, int] = {}
     odd: dict[str, str] = {}
+    endless = ""
     start = time.monotonic()
     with Bar(f"tokenizing {source.name}") as bar:
         for chunk, encoded in _encode_chunks(source.chunks(), encoder):
             encoded.files[:] = files.setdefault(chunk.file, len(files))
             writer.add(encoded, chunk.file)
             odd |= encoded.odd
+            endless = endless or encoded.endless
             bar.advance(chunk.fraction, writer.samples)
             yield
     width = WIDTH[encoder.kind]
@@ -233,6 +251,7 @@ def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Iter
         log.warning("%s: %s%s", place, what, others)
     count, seconds = writer.samples // width, time.monotonic() - start
     log.info("tokenized %s: %d samples, %d tokens, %.1f s", source.name, count, writer.tokens, seconds)
+    return endless
 
 
 @dataclass(frozen=True)
@@ -245,6 +264,7 @@ class Encoder:
         kind: The kind of data that the trainer learns from.
         python: The formatting function of a Python program; its rows are not used.
         limit: The limit on the tokens of a document, if a document beyond it is an error: what certainly exceeds it is not tokenized.
+        ends: The ids of the tokens at which generation stops; None if nothing is generated with the model.
     """
 
     tokenizer: Any
@@ -252,6 +272,11 @@ class Encoder:
     kind: Kind = "completions"
     python: PythonData = NO_PYTHON
     limit: Budget | None = None
+    ends: Collection[int] | None = None
+
+    @cached_property
+    def _turn_ends(self) -> TurnEnds | None:
+        return None if self.ends is None else TurnEnds.of(self.tokenizer, self.ends)
 
     @cached_property
     def _limited(self) -> Any:
@@ -272,7 +297,7 @@ class Encoder:
             try:
                 formatted = self.python.formatted(row, name)
                 row = with_our_columns(formatted, self.data.columns, name)
-                samples = encode_row(self._limited, row, name, self.data, self.kind)
+                samples = encode_row(self._limited, row, name, self.data, self.kind, self._turn_ends)
                 odd |= {name: what} if (what := oddity(row) or hidden_column(formatted, self.data.columns)) else {}
             except DataError:
                 raise

@@ -15,6 +15,7 @@ from ..data.encode import Kind, mark_supervised
 from ..data.sources import open_source, with_our_columns
 from ..data.token_cache import TokenCache
 from ..data.tokenize import load_token_caches
+from ..data.turn_ends import ends_to_learn
 from ..loop.logs import configure_logging
 from .facts import Facts, histogram
 
@@ -39,12 +40,15 @@ def show(config: RunConfig, kind: Kind | None, *, samples: int, picture: Path | 
         raise ConfigError(f"--png {picture}: the folder {picture.absolute().parent} does not exist")
     _limit(config)
     tokenizer = load_tokenizer(config.model)
+    ends = ends_to_learn(config.model)
     kind = kind or kind_of(config)
     init_distributed()
     try:
-        train = load_token_caches(config.data.train, tokenizer, config.data, training=True, kind=kind)
+        train = load_token_caches(config.data.train, tokenizer, config.data, training=True, kind=kind, ends=ends)
         held_out = (
-            load_token_caches(config.data.eval, tokenizer, config.data, training=False, kind=kind) if config.data.eval else []
+            load_token_caches(config.data.eval, tokenizer, config.data, training=False, kind=kind, ends=ends)
+            if config.data.eval
+            else []
         )
     finally:
         close_distributed()
