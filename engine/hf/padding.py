@@ -35,4 +35,4 @@ def padding_token(tokenizer: Any | None, config: PreTrainedConfig, ends: Collect
 
 
 def _fits(token: int | None, config: PreTrainedConfig, ends: Collection[int]) -> bool:
-    return token is not None and 0 <= token < config.vocab_size and token not in ends
+    return token is not None and 0 <= token < config.get_text_config().vocab_size and token not in ends
