@@ -1,6 +1,5 @@
 """The padding token of exported classifiers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,5 +51,5 @@ def test_a_batch_is_padded_with_a_token_that_ends_no_sequence(
 
 @pytest.mark.parametrize(("pad", "wanted"), [(None, None), (0, 0), (2, None), (-1, None), (9, 9), (10, None)])
 def test_without_a_tokenizer_only_the_models_own_token_can_pad(pad: int | None, wanted: int | None) -> None:
-    config: Any = SimpleNamespace(pad_token_id=pad, vocab_size=10)
+    config = Qwen3Config(pad_token_id=pad, vocab_size=10)
     assert padding_token(None, config, {2}) == wanted
