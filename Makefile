@@ -1,5 +1,5 @@
 # Everything a person types. Each target sets up what it needs; PYTHON=path takes an existing environment instead.
-.PHONY: setup demo demo-rl bench-trl test test-all test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
+.PHONY: setup demo demo-rl bench-trl test test-all test-share test-unit durations mutants coverage test-gpu test-vllm setup-vllm wheels-gpu check bench soak decoders docs clean
 
 SHELL := bash
 
@@ -41,6 +41,11 @@ test: $(SETUP)
 
 test-all: $(SETUP)
 	$(PYTEST)
+
+# What continuous integration runs: the fast tests, and the part SHARE of the slow ones.
+SHARE ?= 0/3
+test-share: $(SETUP)
+	$(PYTEST) --slow-share $(SHARE)
 
 test-unit: $(SETUP)
 	$(PYTEST) -m "unit and not slow"

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +25,31 @@ GPUS = hide_gpus()
 KINDS = ("unit", "distributed", "e2e")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that leaves out a part of the slow tests."""
+    parser.addoption("--slow-share", metavar="I/N", default="0/1", help="run the I-th of N parts of the slow tests, I from 0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their folder; tests that are marked `gpu` skip themselves where there is none."""
+    share, parts = (int(number) for number in config.getoption("slow_share").split("/"))
+    if not 0 <= share < parts:
+        raise pytest.UsageError(f"--slow-share {share}/{parts}; the first number must be from 0 to {parts - 1}")
+    left_out = [item for item in items if item.get_closest_marker("slow") is not None and _part(item, parts) != share]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         kind = item.path.parent.name
         if kind in KINDS:
             item.add_marker(kind)
         if item.get_closest_marker("gpu") is not None and not GPUS:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _part(item: pytest.Item, parts: int) -> int:
+    """Return the number of a test's part: the same one for all parameters of a function, whatever tests there are beside it."""
+    function = item.nodeid.partition("[")[0]
+    return zlib.crc32(function.encode()) % parts
 
 
 @pytest.fixture
