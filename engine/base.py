@@ -24,7 +24,8 @@ from .checkpointable import CheckpointableEngine, Mode
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
 from .hf.config import read_config
-from .hf.shape import length_dependent_rope, router_aux_coef
+from .hf.rope import length_dependent_rope
+from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
 from .offload import PARTS, Offloader, Part, free_bytes, free_memory

@@ -102,6 +102,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Family -> config settings in addition to the common tiny sizes."""
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    # Windows in every second layer, which transformers applies by its mask alone.
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}},
+}
+"""Family -> config settings with other switches than in `FAMILIES`, which the tests compare too."""
+
 MAIN_FAMILIES = tuple(FAMILIES)[:10]
 """The families that are also compared under context parallelism."""
 
@@ -110,6 +118,12 @@ def tiny_model_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the config of a tiny model of a family."""
     config: PreTrainedConfig = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **overrides})
     return config
+
+
+def tested_configs(family: str) -> list[PreTrainedConfig]:
+    """Return the configs of a family of `FAMILIES` that the tests compare with plain Hugging Face."""
+    variants: list[dict[str, Any]] = [{}, *([VARIANTS[family]] if family in VARIANTS else [])]
+    return [tiny_model_config(family, **overrides) for overrides in variants]
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

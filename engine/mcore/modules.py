@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..bridge.decoder import Decoder
 from ..errors import ModelError
-from ..hf.shape import BY_LENGTH
+from ..hf.rope import BY_LENGTH
 from ..ops.attention import packed_attention
 from ..rank_slice import RankSlice
 from .config import DecoderConfig
