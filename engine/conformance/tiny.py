@@ -105,7 +105,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     # Windows in every second layer, which transformers applies by its mask alone.
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}},
 }
 """Family -> config settings with other switches than in `FAMILIES`, which the tests compare too."""

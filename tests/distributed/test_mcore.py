@@ -397,6 +397,9 @@ def test_scaled_rotary_embeddings(tmp_path: Path) -> None:
     folders = [
         str(save_tiny_model(tmp_path / r["rope_type"], "llama", rope_parameters={"rope_theta": 10000.0, **r})) for r in ROPES
     ]
+    # Settings for all layers, which transformers keeps beside those of each kind of layers, and does not read.
+    flat = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+    folders.append(str(save_tiny_model(tmp_path / "flat", "olmo3", rope_parameters=flat)))
     for got, want in run_ranks(rank_ropes, 1, folders)[0]:
         close_to(got, want)
 
