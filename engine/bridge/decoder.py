@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ModelError
-from ..hf.rope import rope_by_kind
+from ..rope import rope_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from ..hf.layout import DiskLayout
 from ..hf.model import choose_trainable, empty_lm, vocabulary_names
 from ..hf.model_path import resolve_folder
 from ..hf.names import hf_name
-from ..hf.rope import length_dependent_rope, rope_by_kind
 from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
+from ..rope import length_dependent_rope, rope_by_kind
 from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .compile import compile_model

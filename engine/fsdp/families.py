@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..conformance.tiny import tested_configs
 from ..errors import ModelError
+from ..tiny_configs import tested_configs
 from .trial import DESCRIPTION, TOKEN_ID, compare_packed, trial_config
 
 EXACT = frozenset(

@@ -9,8 +9,8 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..ops.router import RouterSettings
+from ..rope import rope_by_kind
 from .model import HFModel
-from .rope import rope_by_kind
 
 
 def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:

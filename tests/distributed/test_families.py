@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from decoders import decoder_config, judge
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import FAMILIES, MAIN_FAMILIES, VARIANTS, save_tiny_model, tiny_documents, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.fsdp import trial
 from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, unseen_switches
@@ -23,6 +23,7 @@ from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_conf
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
+from drivetrain.engine.tiny_configs import FAMILIES, MAIN_FAMILIES, VARIANTS, tiny_model_config
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -119,7 +120,9 @@ def test_listed_family_with_a_switch_that_no_test_has_seen_is_tried(monkeypatch:
     monkeypatch.setattr(trial, "logit_transform", lambda config: LogitTransform())
     check_family(tiny_model_config("granite", hidden_size=128, num_hidden_layers=3), allow_unverified=False)
     unseen = tiny_model_config("granite", attention_bias=True, logits_scaling=4.0)
-    with pytest.raises(ModelError, match="'granite' is verified, but not with attention_bias=True, and gives different logits"):
+    with pytest.raises(
+        ModelError, match="'granite' is verified, but not with attention_bias=True, and gives different logits"
+    ):
         check_family(unseen, allow_unverified=False)
     names = ("layer_types", "sliding_window", "use_sliding_window")
     windowed = tiny_model_config("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)

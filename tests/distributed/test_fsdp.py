@@ -22,11 +22,12 @@ from drivetrain.engine.config import (
     PrecisionConfig,
 )
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import LossSums, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.tiny_configs import tiny_model_config
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, reference_steps, share, steps, weights
 from helpers.harness import run_ranks
