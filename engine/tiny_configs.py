@@ -100,22 +100,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Family -> config settings in addition to the common tiny sizes."""
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     # Windows in every second layer, which transformers applies by its mask alone.
-    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 48,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "hidden_size_per_layer_input": 0,
-        "use_bidirectional_attention": "vision",
-    },
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}},
-}
-"""Family -> config settings with other switches than in `FAMILIES`, which the tests compare too."""
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    # A "dynamic" rope whose frequencies are fixed.
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}},
+    ),
+    (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # A layer that takes keys and values from the one before it.
+    ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}),
+)
+"""Families with config settings whose switches differ from those of `FAMILIES`; the tests compare them too."""
 
 MAIN_FAMILIES = tuple(FAMILIES)[:10]
 """The families that are also compared under context parallelism."""
@@ -129,5 +139,5 @@ def tiny_model_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 def tested_configs(family: str) -> list[PreTrainedConfig]:
     """Return the configs of a family of `FAMILIES` that the tests compare with plain Hugging Face."""
-    variants: list[dict[str, Any]] = [{}, *([VARIANTS[family]] if family in VARIANTS else [])]
-    return [tiny_model_config(family, **overrides) for overrides in variants]
+    variants = [overrides for name, overrides in VARIANTS if name == family]
+    return [tiny_model_config(family, **overrides) for overrides in ({}, *variants)]

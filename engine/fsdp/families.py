@@ -67,7 +67,7 @@ _NO_SWITCH = re.compile(rf"{TOKEN_ID.pattern}|drop|^(use_cache|tie_word_embeddin
 def unseen_switches(config: PreTrainedConfig) -> list[str]:
     """Return the switches of a config that no config of its family in the tests has, each as `name=value`.
 
-    A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is zero; of a list, which
+    A switch is a setting that is true, false, a word or null. Of a number, it is whether the number is positive; of a list, which
     words it contains, or whether it is empty.
     """
     seen = {switch for tested in tested_configs(config.model_type) for switch in _switches(tested.to_dict())}
@@ -84,10 +84,10 @@ def _switches(fields: dict[Any, Any]) -> Iterator[str]:
             yield from (f"{name}.{switch}" for switch in _switches(value))
         elif isinstance(value, list | tuple):
             yield f"{name}={'+'.join(sorted({v for v in value if isinstance(v, str)})) or ('a list' if value else [])}"
-        elif value is None or isinstance(value, bool | str) or value == 0:
-            yield f"{name}={value}"
-        else:
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             yield f"{name}=a number"
+        else:
+            yield f"{name}={value}"
 
 
 def check_family(config: PreTrainedConfig, *, allow_unverified: bool) -> None:
