@@ -24,7 +24,7 @@ from .checkpointable import CheckpointableEngine, Mode
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
 from .hf.config import read_config
-from .hf.shape import length_dependent_rope, router_aux_coef
+from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
 from .offload import PARTS, Offloader, Part, free_bytes, free_memory
@@ -32,6 +32,7 @@ from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
 from .resolve import describe_resolved, resolve_device
+from .rope import length_dependent_rope
 from .step import LossAccumulator, OutputCollector
 from .step_plan import StepPlan, StepPlanner
 

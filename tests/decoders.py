@@ -43,9 +43,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED},
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["full_attention"] * 2 + ["minimax_m3_sparse"] * 2 + ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4,
+    },
     "ministral": {"head_dim": 128, "layer_types": ["sliding_attention", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 8, "sliding_window": 4096},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 8, "sliding_window": 4096},
     "qwen3_moe": {"mlp_only_layers": [0, 5]},
     "qwen4_exp_text": {
         "indexer_n_heads": 8,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ModelError
+from ..rope import rope_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +182,8 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
     layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",) * layers
     window = getattr(config, "sliding_window", None)
-    rope = config.rope_parameters
-    by_kind = all(isinstance(v, dict) for v in rope.values())
-    for part in rope.values() if by_kind else [rope]:
+    rope = rope_by_kind(config)
+    for part in rope.values():
         if "partial_rotary_factor" not in supported and part.get("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(
                 f"partial_rotary_factor={part['partial_rotary_factor']} in rope_parameters: the bridge of {config.model_type} "
@@ -203,7 +203,7 @@ def read_decoder(config: Any, *, supported: Collection[str] = (), **different: A
         "qkv_bias": bool(getattr(config, "attention_bias", False)),
         "proj_bias": bool(getattr(config, "attention_bias", False)),
         "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        "rotary": tuple(kinds) if by_kind else ("",) * layers,
+        "rotary": ("",) * layers if "" in rope else tuple(kinds),
         "tied": bool(config.tie_word_embeddings),
     }
     return Decoder(**{**fields, **different})

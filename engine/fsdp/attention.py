@@ -16,6 +16,9 @@ from ..ops.packed_context import PackedContext
 
 IMPLEMENTATION = "drivetrain_packed"
 
+_HARMLESS = frozenset({"position_ids"})
+"""Tensors that families pass down with the rest, and that attention does not need: queries and keys are rotated already."""
+
 
 def attention_forward(
     module: torch.nn.Module,
@@ -26,13 +29,17 @@ def attention_forward(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packed: PackedContext | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run packed attention in transformers' signature: query `[1, H, T, D]` in, `[1, T, H, D]` out."""
+    """Run packed attention in transformers' signature: query `[1, H, T, D]` in, `[1, T, H, D]` out.
+
+    Raises:
+        ModelError: The family asks for something other than causal attention over the tokens of a document.
+    """
     if packed is None:
         raise ModelError(
             f"{type(module).__name__} does not pass model arguments down to its attention, so packed documents would "
@@ -46,13 +53,29 @@ def attention_forward(
         raise ModelError(f"{type(module).__name__} passes its own attention mask; it cannot run on packed sequences")
     if dropout:
         raise ModelError(f"attention dropout {dropout} is not supported on packed sequences; set it to 0 in config.json")
+    if is_causal is False:
+        raise ModelError(f"{type(module).__name__} asks for attention in both directions; packed attention is causal")
+    if key.shape[2] != query.shape[2]:
+        raise ModelError(
+            f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]} keys: it adds keys that belong to "
+            "no single token, such as compressed blocks, which may cross document boundaries; it cannot run on packed sequences"
+        )
+    # What would be dropped here in silence, such as a choice of keys or a bias on the logits, is part of the model.
+    for name, other in others.items():
+        if isinstance(other, Tensor) and name not in _HARMLESS:
+            raise ModelError(
+                f"{type(module).__name__} passes {name} to its attention, which packed attention does not compute; it cannot "
+                "run on packed sequences"
+            )
+    # Qwen2-MoE's layers have a window and do not pass it, because transformers' mask applies it, which is not built here.
+    window = others.get("sliding_window", getattr(module, "sliding_window", None))
     out_the = packed_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         packed,
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window,
+        window=window,
         softcap=softcap,
         sinks_h=s_aux,
     )

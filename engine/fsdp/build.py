@@ -22,6 +22,7 @@ from ..hf.names import hf_name
 from ..hf.shape import model_shape, router_settings
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..parallel.topology import Topology
+from ..rope import length_dependent_rope, rope_by_kind
 from ..torch_private import replace_tensor, saved_operators
 from .attention import IMPLEMENTATION
 from .compile import compile_model
@@ -75,6 +76,8 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: Paralle
     Raises:
         ModelError, TopologyError: It cannot; the message names the setting and the way out.
     """
+    check_model(config, model)
+    check_rope(config, model.path)
     check_family(config, allow_unverified=options.allow_unverified_family)
     heads, cp = config.num_attention_heads, parallel.cp
     if heads % cp:
@@ -83,8 +86,6 @@ def check_config(config: PreTrainedConfig, model: ModelConfig, parallel: Paralle
             f"engine.parallel.cp={cp} does not divide the {heads} attention heads of {config.model_type} "
             f"(num_attention_heads={heads}); use one of {legal}"
         )
-    check_model(config, model)
-    check_rope(config, model.path)
     check_experts(config, parallel)
 
 
@@ -96,18 +97,22 @@ def check_rope(config: PreTrainedConfig, path: str) -> None:
     Raises:
         ModelError: They do, so a packed document would be rotated by the length of its neighbor.
     """
-    rope_parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in [rope_parameters, *(v for v in rope_parameters.values() if isinstance(v, dict))]:
-        kind = rope.get("rope_type", "default")
+    if length_dependent_rope(config) is None:
+        return
+    for rope in rope_by_kind(config).values():
+        kind, longest = rope.get("rope_type", "default"), config.max_position_embeddings
         trained_length = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if kind == "dynamic" or (kind == "longrope" and config.max_position_embeddings > (trained_length or 0)):
+        way_out = {
+            "dynamic": f"rope_type in config.json to default, which is the same up to max_position_embeddings={longest} tokens,",
+            "longrope": f"max_position_embeddings in config.json to {trained_length or 'the length that the model was trained on'}",
+        }
+        if kind == "dynamic" or (kind == "longrope" and longest > (trained_length or 0)):
             raise ModelError(
                 f"rope_type={kind} in the config of {path}: its frequencies depend on the longest document of a batch, so "
-                "packed documents would affect each other; set rope_type in config.json to yarn, llama3, linear or default"
-                + (f", or max_position_embeddings to {trained_length} and keep documents within it" if trained_length else "")
-                + ", or use engine.backend=mcore, which rotates each document by its own length"
+                f"packed documents would affect each other; set {way_out[kind]} and keep documents within it, or use "
+                "engine.backend=mcore, which rotates each document by its own length"
             )
 
 

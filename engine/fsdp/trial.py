@@ -34,9 +34,10 @@ _HEADS = re.compile(r"heads$|^n_head$|^(mamba_)?n_?groups$")
 _HEAD_DIM = re.compile(r"head_?dim$|^d_head$|_d_head$|^dim_head$|head_size$|^rotary_dim$")
 _WIDTH = re.compile(r"(size|width|rank|dim)$|^(d_model|n_embd|n_inner|d_ff|dff|dim_ff|d_inner|mamba_d_ssm)$")
 _NOT_A_WIDTH = re.compile(r"vocab|state|conv|kernel|chunk|window|patch|group|block|batch|step|cache|position")
-_WINDOW = re.compile(r"window(_size|_len|_length)?$|^attention_chunk_size$|^index_topk$")
-_TOKEN_ID = re.compile(r"(token_ids?|_token_index)$")
-_DESCRIPTION = (
+# Numbers of tokens, or of blocks of tokens, that attention is limited to: below a document's length they have an effect.
+_WINDOW = re.compile(r"window(_size|_len|_length)?$|^attention_chunk_size$|^index_topk(_blocks)?$|^index_block_size$")
+TOKEN_ID = re.compile(r"(token_ids?|_token_index)$")
+DESCRIPTION = (
     "model_type",
     "transformers_version",
     "architectures",
@@ -189,7 +190,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _cut(config: PreTrainedConfig, layers: int, depth: int, scale: Scale) -> PreTrainedConfig:
-    fields = _scaled({k: v for k, v in config.to_dict().items() if k not in _DESCRIPTION}, layers, depth, scale)
+    fields = _scaled({k: v for k, v in config.to_dict().items() if k not in DESCRIPTION}, layers, depth, scale)
     cut: PreTrainedConfig = type(config)(**fields)
     return cut
 
@@ -210,9 +211,9 @@ def _scaled(fields: dict[str, Any], layers: int, depth: int, scale: Scale) -> di
         whole = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(value, dict) and all(isinstance(k, str) for k in value):
             scaled[name] = _scaled(
-                {k: v for k, v in value.items() if k not in _DESCRIPTION or k == "model_type"}, layers, depth, scale
+                {k: v for k, v in value.items() if k not in DESCRIPTION or k == "model_type"}, layers, depth, scale
             )
-        elif _TOKEN_ID.search(name) and value is not None:
+        elif TOKEN_ID.search(name) and value is not None:
             many = value if isinstance(value, list) else [value]
             small = [v if v < VOCABULARY else VOCABULARY - 1 for v in many]
             scaled[name] = small if isinstance(value, list) else small[0]

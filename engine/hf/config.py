@@ -56,9 +56,11 @@ def check_model(config: PreTrainedConfig, model: ModelConfig) -> None:
                 f"{name}={getattr(config, name)} in the config of {model.path}: dropout on attention weights is not supported "
                 f"on packed sequences; set model.overrides.{name}=0"
             )
-    if getattr(config, "use_bidirectional_attention", False):
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    # Gemma 4's "vision" concerns the tokens of images alone, which a text model has none of.
+    if bidirectional not in (None, False, "vision"):
         raise ModelError(
-            f"use_bidirectional_attention=true in the config of {model.path}: packed attention is causal; set it to false, or "
+            f"use_bidirectional_attention={bidirectional} in the config of {model.path}: packed attention is causal; set it to false, or "
             "use a causal model"
         )
     check_stored_head(model)

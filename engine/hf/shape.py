@@ -9,6 +9,7 @@ from ..config import ModelConfig
 from ..errors import ModelError
 from ..flops import ModelShape
 from ..ops.router import RouterSettings
+from ..rope import rope_by_kind
 from .model import HFModel
 
 
@@ -48,26 +49,12 @@ def model_shape(root: HFModel, config: PreTrainedConfig) -> ModelShape:
 def context_of(config: PreTrainedConfig) -> int | None:
     """Return the maximum document length that a model supports, with its RoPE scaling; None if the config does not give it."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Some families have separate settings for each kind of layer.
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     scaled = [
         int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
-        for kind in kinds
+        for kind in rope_by_kind(config).values()
         if positions is not None and kind.get("factor")
     ]
     return max([positions, *scaled]) if positions is not None else None
-
-
-BY_LENGTH = ("dynamic", "longrope")
-"""The types of rotary embeddings whose frequencies depend on a document's length."""
-
-
-def length_dependent_rope(config: PreTrainedConfig) -> str | None:
-    """Return the type of rotary embeddings, if their frequencies may depend on a document's length, otherwise None."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind.get("rope_type") for kind in (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))]
-    return next((kind for kind in kinds if kind in BY_LENGTH), None)
 
 
 def experts_of(config: PreTrainedConfig) -> int | None:

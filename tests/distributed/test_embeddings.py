@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from drivetrain.engine.config import ModelConfig
-from drivetrain.engine.conformance.tiny import tiny_model, tiny_model_config
+from drivetrain.engine.conformance.tiny import tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerError
+from drivetrain.engine.tiny_configs import tiny_model_config
 from drivetrain.workers.embeddings.config import EmbeddingConfig
 from drivetrain.workers.embeddings.embedder import Embedder
 from drivetrain.workers.embeddings.folder import read_folder

@@ -15,14 +15,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from decoders import decoder_config, judge
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import FAMILIES, MAIN_FAMILIES, save_tiny_model, tiny_documents, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.fsdp import trial
-from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family
+from drivetrain.engine.fsdp.attention import attention_forward
+from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, unseen_switches
 from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_config
+from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
+from drivetrain.engine.tiny_configs import FAMILIES, MAIN_FAMILIES, VARIANTS, tiny_model_config
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
@@ -52,12 +55,16 @@ def test_lists_agree() -> None:
     assert not EXACT & set(UNSUPPORTED)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_equals_document_by_document(family: str, tmp_path: Path, process_group: None) -> None:
-    folder = save_tiny_model(tmp_path / "model", family)
-    for loss_off, norm_off in compare(folder, ParallelConfig()):
+@pytest.mark.parametrize(("family", "overrides"), [*((f, {}) for f in FAMILIES), *VARIANTS])
+def test_family_equals_document_by_document(
+    family: str, overrides: dict[str, Any], tmp_path: Path, process_group: None
+) -> None:
+    folder = save_tiny_model(tmp_path / "model", family, **overrides)
+    # Gemma 4 with shared keys amplifies rounding, the more the longer it trains.
+    norm_bound = 1e-4 if overrides else 1e-5
+    for loss_off, norm_off in compare(folder, ParallelConfig(), steps=1 if overrides else 2):
         assert loss_off <= 1e-6
-        assert norm_off <= 1e-5
+        assert norm_off <= norm_bound
 
 
 def rank_families(root: str, cp: int, families: list[str]) -> dict[str, Any]:
@@ -108,6 +115,24 @@ def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(granite, allow_unverified=True)
 
 
+def test_listed_family_with_a_switch_that_no_test_has_seen_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drivetrain.engine.ops.linear_head import LogitTransform
+
+    for family, overrides in [*((f, {}) for f in FAMILIES), *VARIANTS]:
+        assert not unseen_switches(tiny_model_config(family, **overrides))
+    # The trial of this family fails where it is made, which shows whether it is.
+    monkeypatch.setattr(trial, "logit_transform", lambda config: LogitTransform())
+    check_family(tiny_model_config("granite", hidden_size=128, num_hidden_layers=3), allow_unverified=False)
+    unseen = tiny_model_config("granite", attention_bias=True, logits_scaling=4.0)
+    with pytest.raises(
+        ModelError, match="'granite' is verified, but not with attention_bias=True, and gives different logits"
+    ):
+        check_family(unseen, allow_unverified=False)
+    names = ("layer_types", "sliding_window", "use_sliding_window")
+    windowed = tiny_model_config("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert sorted(switch.split("=")[0] for switch in unseen_switches(windowed)) == list(names)
+
+
 @pytest.mark.parametrize("family", ["gemma3n_text", "hunyuan_v1_moe", "longcat_flash", "minicpm3", "ministral", "youtu"])
 def test_family_of_unusual_sizes_is_accepted(family: str) -> None:
     check_family(decoder_config(family), allow_unverified=False)
@@ -120,9 +145,13 @@ NO_INTERFACE = "does not compute attention through transformers' attention inter
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        *((name, STATE) for name in ("inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "minimax")),
-        *((name, STATE) for name in ("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "recurrent_gemma", "zamba2", "zaya")),
-        *((name, NO_INTERFACE) for name in ("codegen", "rwkv", "xlstm")),
+        *((name, STATE) for name in ("jamba", "lfm2", "lfm2_moe", "lfm3", "minimax")),
+        *((name, STATE) for name in ("nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2", "zaya")),
+        *((name, NO_INTERFACE) for name in ("codegen", "gpt_neox_japanese", "rwkv", "xlstm")),
+        *(pytest.param(name, STATE, marks=pytest.mark.slow) for name in ("kimi_linear", "qwen3_5_moe_text")),
+        ("deepseek_v4", "attends from 346 tokens to 348 keys"),
+        ("inkling_text", "passes position_bias to its attention"),
+        ("minimax_m3_vl_text", "passes block_indices to its attention"),
         *((name, "does not pass model arguments down") for name in ("nemotron", "stablelm")),
         *((name, "not among the verified families") for name in ("hy_v4", "mpt", "qwen4_exp_text")),
     ],
@@ -157,6 +186,18 @@ def test_windows_and_order_make_kinds_of_layers() -> None:
     assert depth([full] * 32) == 2
     assert depth([sliding, full] * 16) == 3
     assert depth([sliding] * 31 + [full]) == 32
+    sparse = trial_config(decoder_config("minimax_m3_vl_text"))
+    # A choice of keys that leaves out some of the longest document's, as the model's own does at full length.
+    assert sparse.index_topk_blocks * sparse.index_block_size < max(trial.LENGTHS)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    states = torch.zeros(1, 2, 5, 4)
+    batch = from_lists([[3, 4, 5], [6, 7]])
+    context = PackedContext(bounds=batch.bounds, cu_seqlens=batch.cu_seqlens)
+    attention_forward(torch.nn.Identity(), states, states, states, None, packed=context, is_causal=True)
+    with pytest.raises(ModelError, match="attention in both directions"):
+        attention_forward(torch.nn.Identity(), states, states, states, None, packed=context, is_causal=False)
 
 
 @pytest.mark.slow

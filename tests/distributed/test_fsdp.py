@@ -22,11 +22,12 @@ from drivetrain.engine.config import (
     PrecisionConfig,
 )
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import LossSums, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
+from drivetrain.engine.tiny_configs import tiny_model_config
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, reference_steps, share, steps, weights
 from helpers.harness import run_ranks
@@ -213,10 +214,17 @@ def test_what_cannot_work_is_refused(
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rope_that_looks_at_the_longest_document_is_refused(rope: str, tmp_path: Path, process_group: None) -> None:
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
-    if rope == "longrope":
+    if rope == "dynamic":
+        # HunYuan's factor, which fixes the frequencies; this family does not read it.
+        parameters["alpha"] = 1000.0
+    else:
         parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     tiny_model_config("llama", rope_parameters=parameters).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=f"rope_type={rope} .* set rope_type in config.json to yarn.*engine.backend=mcore"):
+    way_out = {
+        "dynamic": "rope_type in config.json to default, which is the same up to max_position_embeddings=256 tokens",
+        "longrope": "max_position_embeddings in config.json to 128",
+    }
+    with pytest.raises(ModelError, match=f"rope_type={rope} .* set {way_out[rope]}.*engine.backend=mcore"):
         build(tmp_path)
 
 

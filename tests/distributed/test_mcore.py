@@ -16,13 +16,14 @@ from drivetrain.engine.config import EngineConfig, LoraConfig, ModelConfig, Opti
 from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.conformance.engine_factory import engine_factory
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.model import padding_id
 from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.registry import engine_class
+from drivetrain.engine.tiny_configs import tiny_model_config
 from drivetrain.workers.losses.sft import SFTLoss
 from helpers import engines
 from helpers.engines import close_to, share, steps, weights
@@ -397,6 +398,9 @@ def test_scaled_rotary_embeddings(tmp_path: Path) -> None:
     folders = [
         str(save_tiny_model(tmp_path / r["rope_type"], "llama", rope_parameters={"rope_theta": 10000.0, **r})) for r in ROPES
     ]
+    # Settings for all layers, which transformers keeps beside those of each kind of layers, and does not read.
+    flat = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+    folders.append(str(save_tiny_model(tmp_path / "flat", "olmo3", rope_parameters=flat)))
     for got, want in run_ranks(rank_ropes, 1, folders)[0]:
         close_to(got, want)
 

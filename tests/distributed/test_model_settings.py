@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.engine.config import LoraConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.reference import Reference
-from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model, tiny_model_config
+from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model
 from drivetrain.engine.errors import CapabilityError, ModelError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.flops import ModelShape, known_peak_tflops, pairs
@@ -21,6 +21,7 @@ from drivetrain.engine.hf.tokenizer import load_tokenizer
 from drivetrain.engine.hf.weights import WeightFolder, check_head
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.engine.tiny_configs import tiny_model_config
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.workers.losses.sft import SFTLoss

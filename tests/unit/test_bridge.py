@@ -13,9 +13,9 @@ from drivetrain.engine.bridge.decoder import Decoder, read_decoder
 from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
 from drivetrain.engine.bridge.rules import ExpertBiases, ExpertColumns, ExpertRows, Part, StackedExperts
 from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers
-from drivetrain.engine.conformance.tiny import tiny_model_config
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout
+from drivetrain.engine.tiny_configs import tiny_model_config
 
 
 def disk_shapes(family: str, **settings: Any) -> dict[str, tuple[int, ...]]:

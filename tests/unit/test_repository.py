@@ -52,8 +52,8 @@ def test_every_deliberate_defect_fits_the_code() -> None:
 def test_the_page_of_families_says_what_the_code_does() -> None:
     from drivetrain.engine.bridge.family import FAMILIES as BRIDGED
     from drivetrain.engine.bridge.family import find_family
-    from drivetrain.engine.conformance.tiny import MAIN_FAMILIES, tiny_model_config
     from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED
+    from drivetrain.engine.tiny_configs import MAIN_FAMILIES, tiny_model_config
 
     page = (ROOT / "docs" / "families.md").read_text()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]

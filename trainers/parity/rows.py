@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from ...engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from ...engine.conformance.reference import Reference
-from ...engine.conformance.tiny import FAMILIES, save_tiny_model
+from ...engine.conformance.tiny import save_tiny_model
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.packing.batch import IGNORE
 from ...engine.parallel.process import exit_process, report_failure
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...engine.registry import engine_class
+from ...engine.tiny_configs import FAMILIES
 from ...workers.losses.sft import SFTLoss
 from ..config.data import DataConfig
 from ..config.runs import SFTConfig

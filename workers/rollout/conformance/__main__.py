@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
-from ....engine.conformance.tiny import FAMILIES
 from ....engine.errors import ConfigError
+from ....engine.tiny_configs import FAMILIES
 from ..options import RolloutConfig
 from ..registry import generator_class
 from .case import Case, ConformanceError

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ....engine.config import ModelConfig
-from ....engine.conformance.tiny import tiny_model, tiny_model_config
+from ....engine.conformance.tiny import tiny_model
+from ....engine.tiny_configs import tiny_model_config
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
 from ..registry import build_generator
