@@ -356,7 +356,6 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     # A part of the demonstration's steps, whose verdict asks for more.
     demo(["grpo", "--output", str(tmp_path), "--steps", "60"])
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["accuracy_before"] < 0.55
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
     assert Path(summary["export"], "config.json").is_file()
 
@@ -365,7 +364,7 @@ def test_the_demo_fails_where_nothing_was_learned(tmp_path: Path, capfd: pytest.
     from drivetrain.trainers.demo.reinforcement import _verdict
 
     assert [_verdict(*case) for case in ((0.3, 0.93, False), (0.3, 0.39, True))] == [0, 0]
-    assert [_verdict(*case) for case in ((0.3, 0.64, False), (0.6, 0.95, False), (0.3, 0.41, True))] == [1, 1, 1]
+    assert [_verdict(*case) for case in ((0.3, 0.64, False), (0.6, 0.69, False), (0.3, 0.41, True))] == [1, 1, 1]
     assert "accuracy 0.410 after training on rewards that say nothing" in capfd.readouterr().err
 
 
