@@ -73,3 +73,11 @@ def nap(completion: str) -> float:
 def pid(completion: str) -> int:
     """The process that it runs in."""
     return os.getpid()
+
+
+def fickle(completion_ids: list[int], judged: int) -> float:
+    """A number of the answer's tokens; raises for answers whose tokens add up to a remainder that the row does not judge."""
+    total = sum(completion_ids) + len(completion_ids)
+    if total % 5 >= judged:
+        raise ValueError(f"no reward for an answer whose tokens add up to {total}")
+    return (total % 7) / 4 if judged > 1 else 0.5

@@ -155,6 +155,8 @@ def test_the_geometric_mean_by_hand() -> None:
     # The log-ratio of -1 is clipped at -0.4, and for a negative advantage the larger one counts.
     second = 1.0 * math.exp(-0.4)
     assert float(sums.terms["policy"].detach()) == pytest.approx(first + second)
+    # Nothing is clipped where there is nothing to learn.
+    assert float(sums.metrics["clip_fraction"][0]) == 1
 
 
 def test_tokens_are_selected_by_covariance() -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
@@ -19,9 +19,10 @@ from drivetrain.trainers.rl.answers import Answer, equal_groups
 from drivetrain.trainers.rl.correction import resolve_importance
 from drivetrain.trainers.rl.evaluation import accuracy
 from drivetrain.trainers.rl.metrics import answer_metrics, staleness
+from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.state import is_random
-from drivetrain.trainers.rl.update import best_and_worst
+from drivetrain.trainers.rl.update import best_and_worst, loss_of_step
 from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
 from drivetrain.workers.losses.preference import PreferenceLoss
 
@@ -191,6 +192,31 @@ def test_a_role_inherits_what_is_not_set_for_it() -> None:
 
 
 # ---- what a run adapts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "computes"),
+    [
+        ([], True),
+        (["rl.mini_batch_size=4"], False),
+        (["rl.mini_batch_size=4", "rl.old_log_probs=rollout"], True),
+        (["rl.old_log_probs=rollout", "rl.log_entropy=false"], False),
+    ],
+)
+def test_an_update_computes_the_entropy_that_no_pass_before_it_has(words: list[str], computes: bool) -> None:
+    config = parse(GRPOConfig, ["rl.importance=none", *words], "")
+    algorithm, unused = resolve(config), cast(Any, None)
+    phases = Phases(
+        config=config,
+        algorithm=algorithm,
+        roles=unused,
+        group=unused,
+        rewards=None,
+        tokenizer=None,
+        ledger=unused,
+        adaptive=Adaptive(config.rl, algorithm),
+    )
+    assert loss_of_step(phases).log_entropy == computes
 
 
 def test_the_weight_of_the_kl_penalty_follows_its_target() -> None:

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,26 +149,58 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     return 0
 
 
-def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
-    bundle = Bundle.read(paths[0])
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """An update that was made with the answers of a bundle.
+
+    Args:
+        bundle: The bundle.
+        config: The settings of the update.
+        metrics: All numbers of the update.
+        exported: The folder of the updated model; None if it was not written.
+    """
+
+    bundle: Bundle
+    config: RLConfig
+    metrics: Mapping[str, float]
+    exported: str | None = None
+
+
+def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) -> Replayed:
+    """Make one update of the policy with the scored answers of a bundle, in this process.
+
+    Args:
+        path: The bundle.
+        settings: Changes of its settings, `key=value`.
+        out: The folder for the updated model; None writes none.
+
+    Raises:
+        ConfigError: The answers have no rewards, or a setting is invalid.
+        CheckpointError: The file is not a bundle, or is damaged.
+    """
+    bundle = Bundle.read(path)
     if any(math.isnan(row.reward) for row in bundle.rows):
-        raise ConfigError(f"{paths[0]} has answers without rewards; run drivetrain rl score on it first")
+        raise ConfigError(f"{path} has answers without rewards; run drivetrain rl score on it first")
     config, algorithm, roles = _opened(bundle, settings)
     with open_phases(config, algorithm, roles, only=("actor", "critic", "advantage"), judges=False) as (phases, _):
         for role, folder in bundle.checkpoints.items():
-            phases.group[role].load_checkpoint(str(_inside(paths[0].parent, folder)))
+            phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
         answers = add_old_log_probs(phases, Answers(ref=ref, rows=bundle.rows))
         metrics = train(phases, answers, bundle.step)
-        exported = phases.group["actor"].export(str(paths[1].absolute())) if len(paths) > 1 else None
-    shown = {
-        name: value for name, value in metrics.items() if name.rpartition("/")[2] in ("loss", "grad_norm", "lr", "updates")
-    }
-    print(json.dumps(shown))
-    if exported:
-        print(f"updated model: {exported}")
-    return _compare(bundle.expected, metrics, config) if bundle.expected else 0
+        exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
+    return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
+
+
+def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
+    update = replay(paths[0], settings, paths[1] if len(paths) > 1 else None)
+    names = ("loss", "grad_norm", "lr", "updates")
+    print(json.dumps({name: value for name, value in update.metrics.items() if name.rpartition("/")[2] in names}))
+    if update.exported:
+        print(f"updated model: {update.exported}")
+    expected = update.bundle.expected
+    return _compare(expected, update.metrics, update.config) if expected else 0
 
 
 def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config: RLConfig) -> int:

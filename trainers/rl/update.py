@@ -16,6 +16,8 @@ from ...workers.rollout.sampling import seed_of
 from .answers import Answers
 from .phases import Phases
 
+GAPS = ("log_prob_gap", "log_prob_gap_max")
+"""The metrics that compare the log-probabilities of generator and actor."""
 SPOT_CHECK = 16
 """The number of answers on which the generator's log-probabilities are compared, if the actor computes no others."""
 
@@ -88,7 +90,7 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         return metrics | (_gap_of_some(phases, answers) if phases.is_on_policy else {})
     phases.ledger.enter("train")
     with phases.timed("update", batch.num_tokens):
-        results = phases.group["actor"].update(batch, mini_batches=mini_batches, loss=_loss(phases))
+        results = phases.group["actor"].update(batch, mini_batches=mini_batches, loss=loss_of_step(phases))
     # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
     metrics = means(results) | metrics
     _check_gap(phases, metrics)
@@ -96,11 +98,17 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
     return metrics
 
 
-def _loss(phases: Phases) -> PolicyLoss:
-    """Return the loss of this step."""
-    loss = phases.adaptive.loss or phases.algorithm.loss
+def loss_of_step(phases: Phases) -> PolicyLoss:
+    """Return the loss of a step's updates.
+
+    Args:
+        phases: The phases.
+    """
+    rl, loss = phases.config.rl, phases.adaptive.loss or phases.algorithm.loss
     assert isinstance(loss, PolicyLoss)
-    return replace(loss, on_policy=True, log_entropy=phases.config.rl.log_entropy) if phases.is_on_policy else loss
+    # Where no pass before the update computes the entropy, the update does.
+    before = rl.old_log_probs == "actor" and not phases.is_on_policy
+    return replace(loss, on_policy=phases.is_on_policy, log_entropy=rl.log_entropy and not before)
 
 
 def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
@@ -120,8 +128,10 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
     """Return the batch with importance weights, if they are asked for, and the numbers of its log-probabilities."""
     rl, batch = phases.config.rl, answers.ref
     if rl.old_log_probs == "rollout":
-        gap = _gap_of_some(phases, answers)
-        return batch, {**phases.group["advantage"].summarize(batch), **gap}
+        metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
+        # The generator's log-probabilities are the old ones here, so their gap is not that between generator and actor.
+        of_others = {name: value for name, value in metrics.items() if name not in GAPS}
+        return batch, of_others | _gap_of_some(phases, answers)
     if rl.importance != "none":
         low, high = rl.importance_bounds
         batch |= phases.group["advantage"].compute_importance_weights(
@@ -129,7 +139,7 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
         )
     if rl.rejection:
         batch |= phases.group["advantage"].reject(batch, limits=dict(rl.rejection))
-    metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
+    metrics = phases.group["advantage"].summarize(batch)
     _check_gap(phases, metrics)
     return batch, metrics
 
@@ -151,7 +161,7 @@ def _gap_of_some(phases: Phases, answers: Answers) -> dict[str, float]:
         some |= phases.group["actor"].compute_log_probs(some).rename(log_probs="old_log_probs")
     numbers: dict[str, float] = phases.group["advantage"].summarize(some)
     _check_gap(phases, numbers)
-    return {name: numbers[name] for name in ("log_prob_gap", "log_prob_gap_max")}
+    return {name: numbers[name] for name in GAPS}
 
 
 def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:

@@ -176,7 +176,7 @@ def gmpo_objective(
     means = sequence_sums(pessimistic * mask, batch) / counts
     ratio = means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = -(sequence_sums(advantages * mask, batch) / counts) * ratio
-    return _without_dual(losses[rows], pessimistic.detach() != log_ratio.detach())
+    return _without_dual(losses[rows], (pessimistic != log_ratio).detach() & (advantages != 0))
 
 
 def clip_cov_objective(ratio: Tensor, advantages: Tensor, selected: Tensor, clip_low: float, clip_high: float) -> Clipped:
