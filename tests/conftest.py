@@ -4,12 +4,14 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.gpus import hide_gpus
+from helpers.preloaded import preloaded
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -23,6 +25,8 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # Exact comparisons run on the CPU, also where there is a GPU; tests of CUDA kernels ask `run_ranks` for it.
 GPUS = hide_gpus()
 KINDS = ("unit", "distributed", "e2e")
+LEAST_FOR_SERVER = 5
+"""The number of tests from which on it is worth while to start the server that commands are forked from."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +54,15 @@ def _part(item: pytest.Item, parts: int) -> int:
     """Return the number of a test's part: the same one for all parameters of a function, whatever tests there are beside it."""
     function = item.nodeid.partition("[")[0]
     return zlib.crc32(function.encode()) % parts
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run commands as forks of a process with all imports, if more than a few tests are run that may start any."""
+    count = sum(item.path.parent.name != "unit" for item in request.session.items)
+    # Coverage begins with an interpreter.
+    with nullcontext() if count < LEAST_FOR_SERVER or "COVERAGE_PROCESS_CONFIG" in os.environ else preloaded():
+        yield
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected
+from helpers.preloaded import real_processes
 from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
 
 EXAMPLE = example()
@@ -692,7 +693,7 @@ def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monk
             ProcessWorkerGroup({"actor": actor_role(models)}, grace_s=0)
     # As if there were GPUs, which gpus=0 hides.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*", gpus=0) as group:
+    with real_processes(), ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*", gpus=0) as group:
         assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{process_ids(group)[0]}/environ").read_bytes().split(b"\0")
         for value, message in (
             (lambda: 1, r"args\[0\]: a lambda cannot be sent"),

@@ -20,6 +20,7 @@ from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.loop.loggers import JSONL
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import make_tokenizer
+from helpers.preloaded import real_processes
 from helpers.runs import losses, records, words
 
 TOKENIZER = make_tokenizer()
@@ -351,7 +352,8 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(task: Path, monkeypatch
 
 
 def test_a_folder_in_use_is_refused(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = started(task, ALONE)
+    with real_processes():
+        run = started(task, ALONE)
     try:
         assert main(words(task, "trainer.max_steps=1")) == 1
         assert f"is in use by another run (process {run.pid} on" in capfd.readouterr().err
