@@ -65,7 +65,9 @@ class Party:
 
     @register("all")
     def communicators(self) -> list[str]:
-        return sorted(found.id for found in gc.get_objects() if isinstance(found, PoolCommunicator) and found._group is not None)
+        return sorted(
+            found.id for found in gc.get_objects() if isinstance(found, PoolCommunicator) and found._group is not None
+        )
 
 
 _broadcast = PoolCommunicator.broadcast
@@ -103,7 +105,7 @@ class Giver(Party):
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, (name, tensor) in enumerate(tensors(self.seed)):
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1))  # as an engine gathers a tensor
             if i == 6 and self.trouble == "gives too little":
                 raise RuntimeError("no more weights")
             yield name, tensor

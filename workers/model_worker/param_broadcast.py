@@ -37,6 +37,9 @@ BUCKET_BYTES = 64 * 2**20
 """Size of a bucket, unless a single tensor is larger; three are on the source's device at a time, one on each target's."""
 IN_FLIGHT = 2
 """The number of broadcasts that are under way while the next bucket is filled."""
+BROADCAST_SHARE = 0.9
+"""The part of a group's timeout that a broadcast may take. A process that waits in one then reports it before those that wait for the
+next message of that process."""
 
 Contents = Sequence[tuple[str, str, tuple[int, ...], str]]
 
@@ -100,7 +103,9 @@ class BucketTally:
         for contents, here, there in zip(self.contents, self.values(), expected, strict=True):
             if list(here) != list(there):
                 others = f" or one of the {len(contents) - 1} tensors after it" if len(contents) > 1 else ""
-                raise ModelError(f"{contents[0][0]}{others} arrived with other bytes than it was sent with; sync the weights again")
+                raise ModelError(
+                    f"{contents[0][0]}{others} arrived with other bytes than it was sent with; sync the weights again"
+                )
 
     def receipt(self, version: int | None) -> dict[str, Any]:
         """Return the receipt of the transfer."""
@@ -225,9 +230,7 @@ def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParams) -> 
 # ---- the target ---------------------------------------------------------------------------------------------------------
 
 
-def _received(
-    worker: "ModelWorker", links: Links, hook: SyncParams, tally: BucketTally
-) -> Iterator[tuple[str, Tensor]]:
+def _received(worker: "ModelWorker", links: Links, hook: SyncParams, tally: BucketTally) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
@@ -290,7 +293,7 @@ def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, l
         hook.backend,
         title=f"weights of {hook.source} to {hook.target} over {hook.backend}",
         wait_s=worker.settings.init_s,
-        timeout_s=worker.settings.timeout_s,
+        timeout_s=BROADCAST_SHARE * worker.settings.timeout_s,
         listener=listener,
     )
     return found
