@@ -20,7 +20,7 @@ from drivetrain.workers.groups.remote import comm_backend
 from drivetrain.workers.model_worker import comm_id, param_broadcast, pool_communicator
 from drivetrain.workers.model_worker.hook_runner import abandon_hook, run_hook
 from drivetrain.workers.model_worker.hooks import SyncParams
-from drivetrain.workers.model_worker.param_broadcast import BucketTally
+from drivetrain.workers.model_worker.param_broadcast import BucketSums
 from drivetrain.workers.model_worker.pool_communicator import PoolCommunicator
 from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
@@ -190,7 +190,7 @@ def pair(timeout_s: float = 10.0) -> list[PoolCommunicator]:
         return [PoolCommunicator(run, 0, 2, "gloo", **settings, listener=listener), other.result()]
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     run, listener = comm_id.mint()
     with pytest.raises(WorkerLostError, match=r"^weights of a to b: connecting was not complete within 0\.3 s"):
@@ -232,32 +232,32 @@ def test_the_group_of_nccl_has_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- sums and settings --------------------------------------------------------------------------------------------------
 
 
-def tally_of(*buckets: torch.Tensor) -> BucketTally:
-    tally = BucketTally()
+def sums_of(*buckets: torch.Tensor) -> BucketSums:
+    sums = BucketSums()
     for i, bucket in enumerate(buckets):
-        tally.add([(f"t{i}", "uint8", (bucket.numel(),), "")], bucket)
-    return tally
+        sums.add([(f"t{i}", "uint8", (bucket.numel(),), "")], bucket)
+    return sums
 
 
 def test_sums_of_buckets_see_order_count_and_every_byte() -> None:
     one, two = torch.arange(100, dtype=torch.uint8), torch.arange(100, 200, dtype=torch.uint8)
-    sent = tally_of(one, two)
-    tally_of(one.clone(), two.clone()).check(sent.values())
+    sent = sums_of(one, two)
+    sums_of(one.clone(), two.clone()).check(sent.values())
     assert sent.bytes == 200
     with pytest.raises(ModelError, match="t0 arrived with other bytes"):
-        tally_of(two, one).check(sent.values())
+        sums_of(two, one).check(sent.values())
     with pytest.raises(ModelError, match="1 of 2 buckets"):
-        tally_of(one).check(sent.values())
+        sums_of(one).check(sent.values())
     swapped = two.clone()
     swapped[[3, 70]] = swapped[[70, 3]]
     with pytest.raises(ModelError, match="t1 arrived with other bytes"):
-        tally_of(one, swapped).check(sent.values())
-    assert tally_of(two, one).receipt(1)["digest"] != sent.receipt(1)["digest"] == tally_of(one, two).receipt(None)["digest"]
+        sums_of(one, swapped).check(sent.values())
+    assert sums_of(two, one).receipt(1)["digest"] != sent.receipt(1)["digest"] == sums_of(one, two).receipt(None)["digest"]
     # Nothing at all, and a bucket of nothing.
-    empty = tally_of()
+    empty = sums_of()
     empty.check([])
     assert empty.receipt(None)["tensors"] == empty.bytes == 0
-    tally_of(torch.empty(0, dtype=torch.uint8)).check([[0, 0]])
+    sums_of(torch.empty(0, dtype=torch.uint8)).check([[0, 0]])
 
 
 def test_the_way_of_weights_is_a_setting() -> None:

@@ -439,8 +439,10 @@ class RemoteWorkerGroup(WorkerGroup):
         return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
 
     def _fail(self, outcomes: Sequence[Outcome]) -> None:
-        # Where processes died, the errors of others follow from that; and what one pool only reports, from another one's.
-        worst = min(outcomes, key=lambda outcome: (outcome.whole, not (outcome.lost or outcome.own_errors)))
+        # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another
+        # one's.
+        worst = min(outcomes, key=lambda outcome: (not outcome.ended, not outcome.own_errors, outcome.whole))
         if not all(outcome.whole for outcome in outcomes):
             self._end(worst.reason())
-        worst.fail("rebuild() restarts the group" if self._started else "")
+        others = [outcome for outcome in outcomes if outcome is not worst]
+        worst.fail("rebuild() restarts the group" if self._started else "", others)

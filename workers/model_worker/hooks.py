@@ -9,7 +9,7 @@ from ..data_plane.plan import Column, Round
 WeightDType = Literal["", "float32", "bfloat16", "float16"]
 CommBackend = Literal["", "nccl", "gloo"]
 WeightSync = Literal["auto", "tcp", "nccl", "gloo"]
-"""How weights go from pool to pool, as a group is told."""
+"""The ways from pool to pool that a group can be set to."""
 HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
 
 

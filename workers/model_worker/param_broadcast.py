@@ -21,7 +21,7 @@ from torch import Tensor
 from ...engine import progress
 from ...engine.errors import ConfigError, ModelError, RemoteError
 from ..data_plane.links import Header, Links
-from ..data_plane.plan import aligned
+from ..data_plane.plan import aligned, pool_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from . import comm_id as comm_ids
 from .buckets import Bucket
@@ -58,10 +58,15 @@ def broadcast_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] 
     links = worker.data.links
     if links is None:
         raise ConfigError("this worker has no connections to other pools; send listen and peers first")
+    if pool_of(hook.sources[0]) == pool_of(hook.targets[0]):
+        raise ConfigError(
+            f"backend={hook.backend} for weights of {hook.source} to {hook.target}, whose processes are both in pool "
+            f"{pool_of(hook.targets[0])!r}; leave it empty"
+        )
     if worker.place not in hook.sources:
-        tally = BucketTally()
-        load_stream(worker, hook, _received(worker, links, hook, tally))
-        return tally.receipt(hook.version)
+        sums = BucketSums()
+        load_stream(worker, hook, _received(worker, links, hook, sums))
+        return sums.receipt(hook.version)
     if worker.place == hook.sources[0]:
         return _send_all(worker, links, hook)
     with worker.host.weights(hook.source) as stream:
@@ -70,8 +75,8 @@ def broadcast_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] 
     return None
 
 
-class BucketTally:
-    """What is known of a stream of buckets: their contents, and the sums over the bytes of each, which stay on the device."""
+class BucketSums:
+    """The contents of a stream of buckets, and the sums over the bytes of each, which stay on the device."""
 
     def __init__(self) -> None:
         self.contents: list[Contents] = []
@@ -131,7 +136,7 @@ def _send_all(worker: "ModelWorker", links: Links, hook: SyncParams) -> dict[str
                 progress.advance()
                 sender.add(name, tensor)
             sender.finish()
-            return sender.tally.receipt(hook.version)
+            return sender.sums.receipt(hook.version)
         except Exception as e:
             reason = str(e) if isinstance(e, RemoteError) else f"{worker.place} failed: {type(e).__name__}: {e}"
             for target in hook.targets:
@@ -159,7 +164,7 @@ class BucketSender:
         self._data: Tensor | None = None
         self._size = 0
         self._in_flight: deque[Broadcast] = deque()
-        self.tally = BucketTally()
+        self.sums = BucketSums()
         """What has been sent."""
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -185,7 +190,7 @@ class BucketSender:
         self._flush()
         while self._in_flight:
             self._communicator.wait(self._in_flight.popleft())
-        self._tell(["end", self.tally.values()])
+        self._tell(["end", self.sums.values()])
 
     def _flush(self) -> None:
         if self._data is None:
@@ -193,7 +198,7 @@ class BucketSender:
         while len(self._in_flight) >= IN_FLIGHT:
             self._communicator.wait(self._in_flight.popleft())
         data = self._data[: self._size]
-        self.tally.add(self._contents, data)
+        self.sums.add(self._contents, data)
         self._tell(["bucket", self._contents])
         if self._size:
             self._in_flight.append(self._communicator.broadcast(data))
@@ -230,7 +235,7 @@ def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParams) -> 
 # ---- the target ---------------------------------------------------------------------------------------------------------
 
 
-def _received(worker: "ModelWorker", links: Links, hook: SyncParams, tally: BucketTally) -> Iterator[tuple[str, Tensor]]:
+def _received(worker: "ModelWorker", links: Links, hook: SyncParams, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
@@ -251,14 +256,14 @@ def _received(worker: "ModelWorker", links: Links, hook: SyncParams, tally: Buck
             if kind == "end":
                 break
             bucket = _receive(present, value)
-            tally.add(bucket.contents, bucket.data)
+            sums.add(bucket.contents, bucket.data)
             for name, tensor, _ in bucket.tensors():
                 progress.advance()
                 yield name, tensor
     except Exception as e:
         _discard(worker, hook, f"{worker.place}: {type(e).__name__}: {e}")
         raise
-    tally.check(value)
+    sums.check(value)
 
 
 def _receive(communicator: PoolCommunicator, value: Sequence[Any]) -> Bucket:
@@ -286,7 +291,7 @@ def _members(hook: SyncParams) -> tuple[str, ...]:
 
 def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
     """Return a new communicator, which the next transfer uses again."""
-    found = worker.communicators[_members(hook)] = PoolCommunicator(
+    communicator = worker.communicators[_members(hook)] = PoolCommunicator(
         comm_ids.parse(meeting),
         rank,
         1 + len(hook.targets),
@@ -296,7 +301,7 @@ def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, l
         timeout_s=BROADCAST_SHARE * worker.settings.timeout_s,
         listener=listener,
     )
-    return found
+    return communicator
 
 
 def _discard(worker: "ModelWorker", hook: SyncParams, reason: str = "") -> None:

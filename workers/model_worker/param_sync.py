@@ -2,9 +2,9 @@
 
 The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles hands them on by
 itself. The others get them from the source's first process in buckets: within the pool by a broadcast, and in another pool by a
-connection to the target's first process, which broadcasts them there (`param_broadcast` has the other way to another pool). What travels is rounded at the source to the data type of the
-target, if all of its weights have the same: the target would round it likewise, and fewer bytes travel. A digest of each tensor travels
-with it, and one of all of them at the end; a target that received anything else refuses it.
+connection to the target's first process, which broadcasts them there; `param_broadcast` has the way between GPUs. What travels is
+rounded at the source to the data type of the target, if all of its weights have the same: the target would round it likewise, and fewer
+bytes travel. A digest of each tensor travels with it, and one of all of them at the end; a target that received anything else refuses it.
 """
 
 from collections.abc import Iterator, Sequence

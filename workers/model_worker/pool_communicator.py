@@ -1,7 +1,7 @@
 """A communicator of processes of two pools, beside the default process group of each.
 
 Its backend is NCCL, or gloo, on which the same code runs in tests. A rank that waits for the others never blocks in torch: it looks
-from time to time whether the broadcast is complete, and whether another rank has given up. In a kernel of NCCL it would wait for ever
+from time to time whether the broadcast is complete, and whether another rank has given up. In a kernel of NCCL it would wait forever
 for a rank that failed before the broadcast.
 """
 
