@@ -1,5 +1,6 @@
 """Weights go to another pool by broadcasts from device to device, here over gloo: whole, or with an error on both sides."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
 from drivetrain.trainers.tasks.addition import write_model
+from drivetrain.workers.groups.hooks import SyncParams
 from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.model_worker.hooks import WeightSync
 from drivetrain.workers.model_worker.role_host import RoleSpec
 from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
@@ -23,14 +27,27 @@ from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 COUNT, BYTES = len(tensors(0)), sum(t.numel() * t.itemsize for _, t in tensors(0))
 
 
+ROLES = {
+    "giver": RoleSpec(worker=Giver, config=Nothing(), pool="giving"),
+    "taker": RoleSpec(worker=Taker, config=Nothing(), pool="taking"),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    # Functions of the helpers are imported by the processes.
+    folder = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.shutdown()
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=50)
+    yield
+    ray.shutdown()
+
+
 @contextmanager
 def started(givers: int, takers: int, **options: Any) -> Iterator[ProcessWorkerGroup]:
-    roles = {
-        "giver": RoleSpec(worker=Giver, config=Nothing(), pool="giving"),
-        "taker": RoleSpec(worker=Taker, config=Nothing(), pool="taking"),
-    }
     settings = {"weight_sync": "gloo", "grace_s": 3.0, "timeout_s": 60.0, **options}
-    with ProcessWorkerGroup(roles, pools={"giving": givers, "taking": takers}, **settings) as group:
+    with ProcessWorkerGroup(ROLES, pools={"giving": givers, "taking": takers}, **settings) as group:
         yield group
 
 
@@ -86,10 +103,28 @@ def test_processes_of_a_source_gather_to_the_end_when_a_transfer_fails() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [ProcessWorkerGroup, RayWorkerGroup])
+def test_a_hook_after_a_call_sends_weights_too(kind: Any, request: pytest.FixtureRequest) -> None:
+    """On Ray the address of the source is that of its machine."""
+    options: dict[str, Any] = {}
+    if kind is RayWorkerGroup:
+        request.getfixturevalue("cluster")
+        options = {"cpus": 2 / 3}
+    with kind(ROLES, pools={"giving": 1, "taking": 2}, weight_sync="gloo", timeout_s=60.0, **options) as group:
+        for seed in (1, 2):
+            done = group.submit("giver", "set_trouble", "", 0, seed, after=[SyncParams(source="giver", target="taker")])
+            group.flush()
+            assert done.hook_results()[0]["bytes"] == BYTES
+            assert group["taker"].digests() == [digest_of(tensors(seed))] * 2
+        (first,) = group["giver"].communicators()
+        assert group["taker"].communicators() == [first]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "message"), [("gives nothing", "there are no weights"), ("gives too little", "no more weights")]
 )
-def test_targets_are_told_that_the_source_failed(trouble: str, message: str) -> None:
+def test_targets_raise_when_the_source_failed(trouble: str, message: str) -> None:
     with started(1, 2) as group:
         sync(group, 1)
         began = time.monotonic()
