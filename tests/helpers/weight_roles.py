@@ -60,7 +60,7 @@ class Party:
     def set_trouble(self, trouble: str, rank: int, seed: int = 0) -> None:
         self.seed = seed
         self.trouble = trouble if dist.get_rank() == rank else ""
-        if self.trouble in ("damages", "receives not", "dies", "is late"):
+        if self.trouble in ("damages", "has no room", "dies", "is late"):
             PoolCommunicator.broadcast = _troubled(self.trouble)  # type: ignore[method-assign]
 
     @register("all")
