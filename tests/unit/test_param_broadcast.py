@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_set(monkeypatch:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     run, listener = comm_id.mint()
     with pytest.raises(WorkerLostError, match=r"^weights of a to b: connecting was not complete within 0\.3 s"):
-        PoolCommunicator(run, 0, 2, "gloo", title="weights of a to b", wait_s=0.3, timeout_s=1, listener=listener)
+        PoolCommunicator(run, 0, 2, "gloo", title="weights of a to b", wait_s=0.3, timeout_s=0.3, listener=listener)
     source, target = pair(timeout_s=0.3)
     data = torch.arange(4.0)
     with pytest.raises(WorkerLostError, match=r"a broadcast was not complete within 0\.3 s"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from ...engine.errors import RemoteError, WorkerLostError
+from ...engine.errors import RemoteError, WorkerError, WorkerLostError
 from .comm_id import CommId
 from .hooks import CommBackend
 from .rendezvous import open_store
@@ -64,7 +64,8 @@ class PoolCommunicator:
 
     Raises:
         TopologyError: Rank 0 cannot be reached.
-        RemoteError: Another rank gave up, or the connection failed.
+        RemoteError: Another rank gave up.
+        WorkerError: The connection failed.
         WorkerLostError: The others did not connect in time.
     """
 
@@ -144,7 +145,8 @@ class PoolCommunicator:
             data: The tensor, contiguous, of the same size and data type on all ranks, on `device`.
 
         Raises:
-            RemoteError: The communicator failed, or another rank gave up.
+            RemoteError: Another rank gave up.
+            WorkerError: The communicator failed.
         """
         try:
             sent = _broadcast(self._group, data)
@@ -157,7 +159,8 @@ class PoolCommunicator:
         """Wait until a broadcast is complete here. What the current stream is given afterward sees its result.
 
         Raises:
-            RemoteError: The communicator failed, or another rank gave up.
+            RemoteError: Another rank gave up.
+            WorkerError: The communicator failed.
             WorkerLostError: It was not complete in time.
         """
         self._wait(sent, time.monotonic() + self._timeout_s, "a broadcast", self._timeout_s)
@@ -192,7 +195,7 @@ class PoolCommunicator:
     def _fail(self, what: str, error: Exception) -> NoReturn:
         # Of a connection that another rank has closed the reason is there.
         self._check(float("inf"), what, 0)
-        raise RemoteError(
+        raise WorkerError(
             f"{self.title}: {what} failed ({_line(error)}); weight_sync=tcp does without a communicator"
         ) from error
 
@@ -206,6 +209,8 @@ class PoolCommunicator:
             # If rank 0 has ended, the others see that themselves.
             with suppress(dist.DistError):
                 self._notices.set(_GAVE_UP, reason)
+                # Answered when the note is there: before the others see that their connections to this rank have closed.
+                self._notices.check([_GAVE_UP])
         _last_stores[:] = [self._store]
         held = [self._group, *self._pending]
         self._group, self._pending = None, []
