@@ -107,7 +107,8 @@ class PoolCommunicator:
                 return group, _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=self.device))
 
         make_group = _nccl_group if backend == "nccl" else dist.ProcessGroupGloo
-        timeout = timedelta(seconds=max(wait_s, self._timeout_s))
+        # gloo's is longer, so that this rank reports the end of its time itself.
+        timeout = timedelta(seconds=2 * max(wait_s, self._timeout_s))
         deadline = time.monotonic() + wait_s
         # torch blocks there until all ranks have come. If one has given up, the thread stays behind.
         self._group, first = self._in_thread(connect, deadline, wait_s)
