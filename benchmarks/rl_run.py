@@ -35,6 +35,8 @@ def config_of(folder: Path, generator: str) -> RLConfig:
             "rl.loss.kl_coef=0",
             "rl.max_log_prob_gap=1",
             f"rollout.generator={by_length(generator)}",
+            # It computes the actor's numbers, which a run cannot know of a class of one's own.
+            "rl.importance=none",
             f"rollout.max_tokens={max(lengths)}",
             "rollout.dtype=float32",
             "rollout.target_tokens_per_batch=512",

@@ -286,10 +286,12 @@ def test_the_best_checkpoint_is_exported(task: Path, tmp_path: Path) -> None:
 def test_rollout_apart_from_training_makes_the_same_steps(task: Path, tmp_path: Path) -> None:
     more = [*SHORT, "group.kind=process"]
     train(task, tmp_path / "shared", *more)
-    train(task, tmp_path / "apart", *more, "group.pools.rollout=1", "group.pools.reference=1", "rl.loss.kl_coef=0.04")
-    assert [(r["loss"], r["reward"]) for r in records(tmp_path / "apart")] == [
-        (r["loss"], r["reward"]) for r in records(tmp_path / "shared")
-    ]
+    for name in ("tcp", "gloo"):
+        pools = ["group.pools.rollout=1", "group.pools.reference=1", f"group.weight_sync={name}", "rl.loss.kl_coef=0.04"]
+        train(task, tmp_path / name, *more, *pools)
+        assert [(r["loss"], r["reward"]) for r in records(tmp_path / name)] == [
+            (r["loss"], r["reward"]) for r in records(tmp_path / "shared")
+        ]
 
 
 def test_a_reference_of_another_vocabulary_is_refused(task: Path, tmp_path: Path) -> None:

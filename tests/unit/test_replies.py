@@ -79,6 +79,23 @@ def test_the_reason_comes_first(parts: dict[str, Any], kind: type[WorkerError], 
         assert isinstance(found.value.__cause__, BatchError)
 
 
+def test_processes_of_another_pool_that_are_waited_for_in_vain_come_after_the_reason() -> None:
+    made = outcome(replies={0: BAD})
+    hung = Outcome(pool="rollout", what="actor.update", patience=PATIENCE, replies={}, lost={}, hung=[0, 1], silent=[])
+    with pytest.raises(WorkerError) as found:
+        made.fail("do something", [hung])
+    assert str(found.value).splitlines() == [
+        "BatchError: no field x [rank 0 of pool 'main' in actor.update]",
+        "rank 0, 1 of pool 'rollout' did not answer after that and was killed after 0.2 s",
+        "do something",
+    ]
+    assert not hung.ended
+    assert outcome(silent=[1]).ended
+    assert outcome(lost={1: "gone"}).ended
+    assert outcome(replies={1: WATCHED}).ended
+    assert not made.ended
+
+
 class Pending:
     """A reply that arrives, or not."""
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from ...engine.config import MOST_PROCESSES, EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
 from ...workers.losses.names import WITHOUT_GROUPS, Level
+from ...workers.model_worker.hooks import WeightSync
 from ...workers.rewards.config import RewardsConfig
 from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
 from .command import CommandConfig
@@ -211,6 +212,10 @@ class GroupConfig(Settings):
     offload: Offload = setting(
         "none", "where the state of roles on shared processes is kept while others work; the generator's is dropped meanwhile"
     )
+    weight_sync: WeightSync = setting(
+        "auto",
+        "how weights go to a generator with processes of its own; nccl: from GPU to GPU; tcp: through host memory; auto: nccl if every process has a GPU, otherwise tcp; gloo: as nccl, on CPUs, for tests",
+    )
 
     def check(self) -> None:
         """Check these settings independently of the other sections.
@@ -227,6 +232,11 @@ class GroupConfig(Settings):
             check_least(f"group.pools.{role}", size, 1)
             if size > MOST_PROCESSES:
                 raise ConfigError(f"group.pools.{role}={size}; it must be at most {MOST_PROCESSES}")
+        if self.weight_sync != "auto" and "rollout" not in self.pools:
+            raise ConfigError(
+                f"group.weight_sync={self.weight_sync} is not used, because actor and generator share their processes; remove it, or set "
+                "group.pools.rollout"
+            )
         if self.pools and self.kind == "local":
             raise ConfigError(
                 f"group.pools.{next(iter(self.pools))} with group.kind=local, where all roles share the processes of torchrun; use "

@@ -200,10 +200,10 @@ def start_group(config: RLConfig, roles: Roles) -> WorkerGroup:
     if config.group.kind == "ray":
         from ...workers.groups.ray import RayWorkerGroup
 
-        return RayWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout)
+        return RayWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout, weight_sync=config.group.weight_sync)
     from ...workers.groups.process import ProcessWorkerGroup
 
-    return ProcessWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout)
+    return ProcessWorkerGroup(roles.specs, pools=roles.pools, timeout_s=timeout, weight_sync=config.group.weight_sync)
 
 
 def _pool(config: RLConfig, role: str) -> str:

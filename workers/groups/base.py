@@ -18,6 +18,7 @@ from ..data_plane.plan import place
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..dispatch import MiniBatches
 from ..model_worker.compute_messages import Empty
+from ..model_worker.hooks import CommBackend
 from ..model_worker.role_host import RankInfo, RoleSpec
 from . import hooks as h
 from .call_planner import CallPlanner, CallSpec
@@ -328,6 +329,10 @@ class WorkerGroup(GroupData, ABC):
         spec = self.role(role)
         ranks = range(self._pool_size(spec.pool)) if spec.ranks is None else spec.ranks
         return tuple(place(spec.pool, rank) for rank in ranks)
+
+    def sync_backend(self, source: str, target: str) -> CommBackend:
+        """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
+        return ""
 
     @abstractmethod
     def _pool_size(self, pool: str) -> int:

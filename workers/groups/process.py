@@ -14,11 +14,12 @@ from ..data_plane.plan import Keys
 from ..model_worker import comm_id
 from ..model_worker.comm_id import CommId
 from ..model_worker.controller import Channel, Controller
+from ..model_worker.hooks import WeightSync
 from ..model_worker.messages import Shutdown
 from ..model_worker.names import Names, collect, importing_program, name_of
 from ..model_worker.process import ChildProcess
 from ..model_worker.role_host import RoleSpec
-from .remote import VISIBLE, Limits, RemoteWorkerGroup, process_environment
+from .remote import VISIBLE, Limits, RemoteWorkerGroup, comm_backend, process_environment
 
 BEAT_S = 1.0
 SHUTDOWN_S = 5.0
@@ -45,6 +46,8 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         environment: Additional environment variables of the processes.
         names: Classes and functions, beside those of the roles, that arguments and results may hold.
         address: `zmq://host:port` instead of a socket of this machine.
+        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator beside the default groups; `tcp`: through
+            host memory; `auto`: `nccl` where every process has a GPU of its own, otherwise `tcp`; `gloo`: as `nccl`, on CPUs, for tests.
 
     Raises:
         ConfigError: A role's pool does not exist, a role refers to a lambda, there are too few GPUs, or `environment` chooses them.
@@ -65,6 +68,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         environment: Mapping[str, str] | None = None,
         names: Sequence[Any] = (),
         address: str | None = None,
+        weight_sync: WeightSync = "auto",
     ) -> None:
         limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=silence_s)
         super().__init__(roles, pools=pools, limits=limits)
@@ -80,6 +84,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
                 raise ConfigError(f"role {name!r}: {e}") from None
         self._allowed_names = Names(self._allow)
         self._gpus = gpus_each(sum(self._sizes.values()), gpus)
+        self._comm_backend = comm_backend(weight_sync, self._gpus)
         self._environment = process_environment(environment, self._gpus)
         self._address = address
         self._processes: list[ChildProcess] = []

@@ -20,6 +20,7 @@ from ..data_plane.links import new_keys
 from ..data_plane.plan import Keys
 from ..model_worker import comm_id
 from ..model_worker.codec import Codec, Part
+from ..model_worker.hooks import WeightSync
 from ..model_worker.loop import RequestLoop
 from ..model_worker.messages import Reply, Request
 from ..model_worker.names import Names
@@ -28,7 +29,7 @@ from ..model_worker.role_host import RoleSpec
 from ..model_worker.transports.memory import MemoryTransport
 from ..model_worker.values import load
 from ..model_worker.worker import ModelWorker, WorkerSettings
-from .remote import Limits, RemoteWorkerGroup, process_environment
+from .remote import Limits, RemoteWorkerGroup, comm_backend, process_environment
 from .replies import Channel
 
 _THREADS: dict[str, Any] = {"concurrency_groups": {"in_order": 1, "replies": 64}}
@@ -147,6 +148,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         grace_s: The time that the other processes have to finish after one failed, before they are killed.
         watchdog_s: The time after which a process that makes no progress ends itself; 0 is never.
         environment: Additional environment variables of the processes.
+        weight_sync: How weights go from pool to pool. `nccl`: from GPU to GPU, over a communicator beside the default groups; `tcp`: through
+            host memory; `auto`: `nccl` where every process has a GPU of its own, otherwise `tcp`; `gloo`: as `nccl`, on CPUs, for tests.
 
     Raises:
         ConfigError: Ray is not installed, a role's pool does not exist, or the cluster is too small; the message names both
@@ -166,6 +169,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         grace_s: float = 10.0,
         watchdog_s: float = 1200.0,
         environment: Mapping[str, str] | None = None,
+        weight_sync: WeightSync = "auto",
     ) -> None:
         # Ray itself notices processes that are gone.
         limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=math.inf)
@@ -183,6 +187,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
         self._each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         # Ray's future versions will not hide the GPUs that a process has not asked for.
+        self._comm_backend = comm_backend(weight_sync, gpus)
         self._environment = process_environment(environment, gpus)
         self._actors: list[Any] = []
         self._placements: list[Any] = []

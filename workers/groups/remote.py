@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
 from ..data_plane.plan import Keys, place, pool_of, rank_of
 from ..model_worker import data_messages, messages
 from ..model_worker.codec import Part
 from ..model_worker.compute_messages import Initialize
+from ..model_worker.hooks import CommBackend, WeightSync
 from ..model_worker.messages import Request
 from ..model_worker.names import Names
 from ..model_worker.role_host import RankInfo, RoleSpec, info_of
@@ -45,6 +46,27 @@ def process_environment(environment: Mapping[str, str] | None, gpus: float) -> d
             "controller, whose GPUs are divided among its processes"
         )
     return found if gpus else {**found, VISIBLE: ""}
+
+
+def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
+    """Return the backend of the communicators over which weights go from pool to pool; empty if they go through host memory.
+
+    Args:
+        weight_sync: `auto`, `tcp`, `nccl` or `gloo`.
+        gpus: The number of GPUs per process.
+
+    Raises:
+        ConfigError: There is no such way, or NCCL is asked for where a process has no GPU of its own.
+    """
+    if weight_sync not in get_args(WeightSync):
+        raise ConfigError(f"weight_sync={weight_sync!r}; it must be one of {', '.join(get_args(WeightSync))}")
+    if weight_sync == "nccl" and gpus < 1:
+        raise ConfigError(
+            f"weight_sync=nccl with gpus={gpus:g}: in a communicator of NCCL each process needs a GPU of its own; use tcp or auto"
+        )
+    if weight_sync == "auto":
+        return "nccl" if gpus >= 1 else ""
+    return "" if weight_sync == "tcp" else weight_sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +135,7 @@ class RemoteWorkerGroup(WorkerGroup):
                     f"role {name!r} is on ranks {list(role.ranks)}, but pool {role.pool!r} has {pools[role.pool]} processes"
                 )
         self._sizes, self._limits = dict(pools), limits
+        self._comm_backend: CommBackend = ""
         self._channels: dict[str, list[Channel]] = {}
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
@@ -267,6 +290,10 @@ class RemoteWorkerGroup(WorkerGroup):
     def _pool_size(self, pool: str) -> int:
         return self._sizes[pool]
 
+    def sync_backend(self, source: str, target: str) -> CommBackend:
+        """See `WorkerGroup.sync_backend`."""
+        return "" if self.role(source).pool == self.role(target).pool else self._comm_backend
+
     def rank_infos(self, role: str) -> Sequence[RankInfo]:
         """See `WorkerGroup.rank_infos`."""
         self._check_whole()
@@ -412,8 +439,10 @@ class RemoteWorkerGroup(WorkerGroup):
         return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
 
     def _fail(self, outcomes: Sequence[Outcome]) -> None:
-        # Where processes died, the errors of others follow from that; and what one pool only reports, from another one's.
-        worst = min(outcomes, key=lambda outcome: (outcome.whole, not (outcome.lost or outcome.own_errors)))
+        # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another
+        # one's.
+        worst = min(outcomes, key=lambda outcome: (not outcome.ended, not outcome.own_errors, outcome.whole))
         if not all(outcome.whole for outcome in outcomes):
             self._end(worst.reason())
-        worst.fail("rebuild() restarts the group" if self._started else "")
+        others = [outcome for outcome in outcomes if outcome is not worst]
+        worst.fail("rebuild() restarts the group" if self._started else "", others)

@@ -106,14 +106,19 @@ class Outcome:
     @property
     def whole(self) -> bool:
         """Whether all processes can be used further."""
-        ended = any(error.kind == "watchdog" for error in self.errors.values())
-        return not (self.lost or self.hung or self.silent or ended)
+        return not (self.hung or self.ended)
 
-    def fail(self, hint: str) -> NoReturn:
+    @property
+    def ended(self) -> bool:
+        """Whether a process ended by itself, from which all other errors follow."""
+        return bool(self.lost or self.silent) or any(error.kind == "watchdog" for error in self.errors.values())
+
+    def fail(self, hint: str, others: Sequence["Outcome"] = ()) -> NoReturn:
         """Raise the error that the replies amount to, the reason first.
 
         Args:
             hint: The way out where processes have to be started again.
+            others: What has come of the request in other pools.
 
         Raises:
             WorkerError: A process failed; the cause is its error.
@@ -146,7 +151,13 @@ class Outcome:
                 f"rank {_listed(self.hung)} of pool {self.pool!r} did not answer within {self.patience.limit_s or 0:g} s during "
                 f"{self.what}, and was killed"
             )
-        if self.whole:
+        messages += [
+            f"rank {_listed(other.hung)} of pool {other.pool!r} did not answer after that and was killed after "
+            f"{self.patience.grace_s:g} s"
+            for other in others
+            if other.hung
+        ]
+        if self.whole and all(other.whole for other in others):
             raise WorkerError("\n".join(messages)) from cause
         kind = WorkerError if own and not (self.lost or self.silent or watched) else WorkerLostError
         raise kind("\n".join([*messages, hint] if hint else messages)) from cause

@@ -55,6 +55,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             eta=hook.eta,
             version=hook.version,
             dtype=_weight_dtype(group, hook),
+            backend=group.sync_backend(hook.source, hook.target),
         )
         places = tuple(dict.fromkeys((*sources, *targets)))
         return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))

@@ -1,5 +1,6 @@
 """Runs the hooks of requests."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .compute_messages import ComputeRequest, TrainStep
@@ -25,6 +26,10 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
     if isinstance(hook, Save):
         return worker.host.call(hook.role, "save_checkpoint", [hook.root, hook.step, hook.extra], {})
     assert isinstance(hook, SyncParams)
+    if hook.backend:
+        from .param_broadcast import broadcast_params
+
+        return broadcast_params(worker, hook)
     from .param_sync import sync_params
 
     return sync_params(worker, hook)
@@ -32,12 +37,18 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
 
 def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:
     """Tell processes of other pools, which wait for this one, that a hook does not run here."""
-    if isinstance(hook, SyncParams) and worker.place == hook.sources[0] and worker.data.links is not None:
+    if not isinstance(hook, SyncParams) or worker.data.links is None:
+        return
+    waiting: Sequence[str] = ()
+    if hook.backend:
+        waiting = hook.targets if worker.place == hook.sources[0] else hook.sources[:1] if worker.place in hook.targets else ()
+    elif worker.place == hook.sources[0]:
         from .param_sync import remote_target
 
         target = remote_target(hook)
-        if target is not None:
-            worker.data.links.send(target, hook.title, [], error=reason)
+        waiting = () if target is None else (target,)
+    for place in waiting:
+        worker.data.links.send(place, hook.title, [], error=reason)
 
 
 def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: Evaluate) -> dict[str, float]:

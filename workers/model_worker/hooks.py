@@ -7,6 +7,9 @@ from msgspec import Meta, Struct
 from ..data_plane.plan import Column, Round
 
 WeightDType = Literal["", "float32", "bfloat16", "float16"]
+CommBackend = Literal["", "nccl", "gloo"]
+WeightSync = Literal["auto", "tcp", "nccl", "gloo"]
+"""The ways from pool to pool that a group can be set to."""
 HookName = Literal["data_transfer", "evaluate", "offload", "sync_params", "save"]
 
 
@@ -70,6 +73,8 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
         eta: The weight of the new parameters in a moving average: target = eta x source + (1 - eta) x target.
         version: The version that the target's weights then have, if it counts versions; null is one more than before.
         dtype: The data type in which weights of more bytes are sent to other processes; empty if all are sent as they are.
+        backend: The backend of a communicator of the source's first process and all targets, in which weights are broadcast to another
+            pool; empty if they are sent to its first process through host memory.
     """
 
     source: str
@@ -80,6 +85,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     eta: Annotated[float, Meta(ge=0, le=1)] = 1.0
     version: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     dtype: WeightDType = ""
+    backend: CommBackend = ""
 
 
 class Save(HookStruct, tag="save", kw_only=True):

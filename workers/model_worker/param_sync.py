@@ -2,9 +2,9 @@
 
 The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles hands them on by
 itself. The others get them from the source's first process in buckets: within the pool by a broadcast, and in another pool by a
-connection to the target's first process, which broadcasts them there. What travels is rounded at the source to the data type of the
-target, if all of its weights have the same: the target would round it likewise, and fewer bytes travel. A digest of each tensor travels
-with it, and one of all of them at the end; a target that received anything else refuses it.
+connection to the target's first process, which broadcasts them there; `param_broadcast` has the way between GPUs. What travels is
+rounded at the source to the data type of the target, if all of its weights have the same: the target would round it likewise, and fewer
+bytes travel. A digest of each tensor travels with it, and one of all of them at the end; a target that received anything else refuses it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,16 +54,16 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
         outgoing, incoming = _channels(worker, hook, groups)
         if not is_source:
             assert incoming is not None
-            _load(worker, hook, _received(incoming, outgoing, tally))
+            load_stream(worker, hook, _received(incoming, outgoing, tally))
         else:
             with worker.host.weights(hook.source) as stream:
                 if not is_target and not outgoing:
                     for _ in stream:
                         progress.advance()
                     return None
-                pairs = _sent(_rounded(stream, dtype), outgoing, tally, worker.data.blocks)
+                pairs = _sent(rounded(stream, dtype), outgoing, tally, worker.data.blocks)
                 if is_target:
-                    _load(worker, hook, pairs)
+                    load_stream(worker, hook, pairs)
                 else:
                     for _ in pairs:
                         pass
@@ -109,7 +109,7 @@ def remote_target(hook: SyncParams) -> str | None:
     return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
 
 
-def _load(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
+def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
         worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
@@ -127,7 +127,7 @@ def _load(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
         )
 
 
-def _rounded(stream: Pairs, dtype: str) -> Pairs:
+def rounded(stream: Pairs, dtype: str) -> Pairs:
     """Yield a stream with floating-point tensors of more bytes per element in a data type; as it is if that is empty."""
     to = DTYPES[dtype] if dtype else None
     for name, tensor in stream:

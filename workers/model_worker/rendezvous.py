@@ -47,6 +47,32 @@ def join(
     # The address of an earlier attempt may be this one's.
     _failed.clear()
     deadline = time.monotonic() + wait_s
+    store = open_store(comm_id, rank, wait_s, listener)
+    _failed.append(store)
+    _meet(store, rank, world_size, deadline, wait_s)
+    device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
+    if device.type == "cuda":
+        # NCCL connects in the first collective; what is wrong with that is an error of the meeting.
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    _failed.clear()
+    return device
+
+
+def open_store(comm_id: CommId, rank: int, wait_s: float, listener: socket.socket | None = None) -> Store:
+    """Return the store at an address: rank 0 opens it, and the other ranks connect to it.
+
+    Args:
+        comm_id: The address and the run.
+        rank: This process's rank.
+        wait_s: For how many seconds to wait for rank 0.
+        listener: For rank 0, the socket that already listens at the address; None opens it.
+
+    Raises:
+        TopologyError: Rank 0 did not come, or is of another run.
+        CommIdError: Rank 0 cannot listen at the address.
+    """
+    deadline = time.monotonic() + wait_s
     where = f"{comm_id.host}:{comm_id.port}"
     if rank == 0:
         listener = listener or comm_ids.listen(comm_id.host, comm_id.port)
@@ -60,23 +86,15 @@ def join(
             master_listen_fd=listener.detach(),
         )
         store.set("run", comm_id.run.hex())
-    else:
-        try:
-            store = _connect(comm_id, wait_s)
-            store.wait(["run"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
-        except (dist.DistError, TimeoutError) as e:
-            raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {str(e).splitlines()[0]}") from e
-        if store.get("run").decode() != comm_id.run.hex():
-            raise TopologyError(f"the comm_id is of another run than the one that meets at {where}; give all ranks the same")
-    _failed.append(store)
-    _meet(store, rank, world_size, deadline, wait_s)
-    device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
-    if device.type == "cuda":
-        # NCCL connects in the first collective; what is wrong with that is an error of the meeting.
-        dist.all_reduce(torch.zeros(1, device=device))
-        torch.cuda.synchronize(device)
-    _failed.clear()
-    return device
+        return store
+    try:
+        store = _connect(comm_id, wait_s)
+        store.wait(["run"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+    except (dist.DistError, TimeoutError) as e:
+        raise TopologyError(f"rank 0 did not come to {where} within {wait_s:g} s: {str(e).splitlines()[0]}") from e
+    if store.get("run").decode() != comm_id.run.hex():
+        raise TopologyError(f"the comm_id is of another run than the one that meets at {where}; give all ranks the same")
+    return store
 
 
 def _connect(comm_id: CommId, wait_s: float) -> Store:

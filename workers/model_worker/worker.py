@@ -29,6 +29,7 @@ from .protocol import COMMON_ERRORS, ErrorKind, Op, Registry
 if TYPE_CHECKING:
     from ..data_plane.manager import DataManager
     from .agreement import Agreement
+    from .pool_communicator import PoolCommunicator
     from .role_host import RoleHost
 
 
@@ -173,6 +174,8 @@ class ModelWorker:
         """Distinguishes workers that follow each other in one process."""
         self.models: dict[str, Any] = {}
         """The models that generation steps run on, by their ids."""
+        self.communicators: dict[tuple[str, ...], PoolCommunicator] = {}
+        """Communicators with processes of other pools, by the places of their members."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -357,6 +360,8 @@ class ModelWorker:
     def close(self) -> None:
         """Free all roles and models."""
         self.models.clear()
+        while self.communicators:
+            self.communicators.popitem()[1].end()
         if self._data is not None:
             self._data.close()
         if self._host is not None:
