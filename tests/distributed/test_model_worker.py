@@ -25,6 +25,7 @@ from drivetrain.workers.model_worker.names import Names
 from drivetrain.workers.model_worker.transports.zeromq import CurveKeys
 from helpers.harness import run_ranks
 from helpers.leader import Worker, flush_of, initialize
+from helpers.preloaded import real_processes
 
 ALLOW = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
 ROOT = Path(__file__).parents[2]
@@ -411,7 +412,7 @@ def test_meetings_that_fail_say_why() -> None:
         assert (
             "is of another run than the one that meets" in second.ask({"op": "init", "comm_id": stranger.hex()}, 20)["message"]
         )
-    with Worker(0, 1) as alone:
+    with real_processes(), Worker(0, 1) as alone:
         alone.join(new_comm_id())
         reply = alone.ask({"op": "init", "comm_id": new_comm_id()})
         assert reply["kind"] == "nccl_init_failed"

@@ -2,6 +2,7 @@
 
 import atexit
 import fcntl
+import io
 import json
 import os
 import runpy
@@ -148,12 +149,8 @@ class Server:
         """Run a module as the interpreter would, and return its exit code."""
         unbuffered = words[0] == "-u"
         _, module, *arguments = words[unbuffered:]
-        sys.stdin, sys.stdout, sys.stderr = (
-            open(0, closefd=False),
-            open(1, "w", 1 if unbuffered or os.isatty(1) else -1, closefd=False),
-            open(2, "w", 1, closefd=False, errors="backslashreplace"),
-        )
-        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=unbuffered or os.isatty(1), write_through=unbuffered)
         sys.executable, sys.argv = self._client, ["-m", *arguments]
         given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         sys.path[:] = [os.getcwd(), *given, *self._search]
