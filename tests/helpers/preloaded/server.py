@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -156,6 +157,8 @@ class Server:
         sys.path[:] = [os.getcwd(), *given, *self._search]
         # The parent that the program looks for is whoever started what stands for it.
         os.getppid = lambda: int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+        # Of a module that is imported already.
+        warnings.filterwarnings("ignore", r".* found in sys\.modules", RuntimeWarning)
         code = 0
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
