@@ -4,6 +4,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 PACKAGE = __package__ or "drivetrain"
@@ -18,38 +19,89 @@ LAUNCHER_OPTIONS = (
 )
 """Options of torchrun for runs on several machines, which are passed on."""
 
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Args:
+        module: The module that does the work, by its name in the package. It has a function `main`, which takes the arguments and returns an
+            exit code.
+        help: What it does, in a line.
+        names_itself: Whether `main` takes the name of the command before the arguments, since the module has several.
+        trains: Whether it takes the place of this process, with a launcher in front if it has several processes.
+        starts_workers: Whether it starts its processes itself, unless `group.kind=local`.
+        extra: The optional dependencies that it needs, as in `pip install 'drivetrain[NAME]'`; empty without any.
+    """
+
+    module: str
+    help: str
+    names_itself: bool = False
+    trains: bool = False
+    starts_workers: bool = False
+    extra: str = ""
+
+
+def _trainer(name: str, help: str, *, starts_workers: bool = False) -> Command:
+    return Command(f"trainers.{name}", help, trains=True, starts_workers=starts_workers)
+
+
+def _checkpoint_tool(help: str) -> Command:
+    return Command("checkpoint_tools.cli", help, names_itself=True)
+
+
 COMMANDS = {
-    "sft": "supervised fine-tuning: key=value ..., --nproc N for more than one process",
-    "dpo": "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft",
-    "rm": "reward model training; same arguments as sft",
-    "grpo": "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
-    "ppo": "reinforcement learning with a critic; same arguments as grpo",
-    "online_dpo": "preference learning on the policy's own answers; same arguments as grpo",
-    "rl": "the phases of a step by themselves: rl rollout, rl score, rl train",
-    "data": "look at data before training: data show SOURCE ... --model MODEL",
-    "demo": "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
-    "parity": "compare engines and layouts with plain Hugging Face, step by step",
-    "merge": "convert a checkpoint from any engine and layout into a Hugging Face folder",
-    "inspect": "describe a checkpoint without reading its tensors",
-    "verify": "check a checkpoint against its checksums, or compare two checkpoints tensor by tensor",
-    "import": "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards",
-    "conformance": "check a backend against the contract: BACKEND [cp=2 ...], --nproc N",
-    "conformance-rollout": "check a generator against plain transformers: NAME [setting=value ...]",
-    "serve": "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
-    "chat": "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...",
-    "generate": "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT",
-    "worker": "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
-    "backends": "list the engines that engine.backend accepts",
-    "generators": "list the generators that rollout.generator accepts",
+    "sft": _trainer("sft", "supervised fine-tuning: key=value ..., --nproc N for more than one process"),
+    "dpo": _trainer("dpo", "preference learning: DPO, IPO, hinge, SimPO, ORPO, CPO, KTO; same arguments as sft"),
+    "rm": _trainer("rm", "reward model training; same arguments as sft"),
+    "grpo": _trainer(
+        "grpo",
+        "reinforcement learning: GRPO, DAPO, GSPO, RLOO and others: key=value ..., --nproc N worker processes",
+        starts_workers=True,
+    ),
+    "ppo": _trainer("ppo", "reinforcement learning with a critic; same arguments as grpo", starts_workers=True),
+    "online_dpo": _trainer(
+        "online_dpo", "preference learning on the policy's own answers; same arguments as grpo", starts_workers=True
+    ),
+    "rl": Command("trainers.rl.cli", "the phases of a step by themselves: rl rollout, rl score, rl train"),
+    "data": Command("trainers.data_show.cli", "look at data before training: data show SOURCE ... --model MODEL"),
+    "demo": Command(
+        "trainers.demo.cli",
+        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
+    ),
+    "parity": Command("trainers.parity.cli", "compare engines and layouts with plain Hugging Face, step by step"),
+    "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
+    "inspect": _checkpoint_tool("describe a checkpoint without reading its tensors"),
+    "verify": _checkpoint_tool("check a checkpoint against its checksums, or compare two checkpoints tensor by tensor"),
+    "import": _checkpoint_tool(
+        "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards"
+    ),
+    "conformance": Command(
+        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", trains=True
+    ),
+    "conformance-rollout": Command(
+        "workers.rollout.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
+    ),
+    "serve": Command(
+        "serve.cli",
+        "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
+        extra="serve",
+    ),
+    "chat": Command(
+        "serve.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
+    ),
+    "generate": Command("serve.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
+    "worker": Command(
+        "workers.model_worker.cli",
+        "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
+    ),
+    "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
+    "generators": Command("workers.rollout.registry", "list the generators that rollout.generator accepts"),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
 """Packages whose versions `--version --verbose` prints."""
-RL = ("grpo", "ppo", "online_dpo")
-"""Trainers that start their workers themselves, unless group.kind=local."""
-MODULES = {
-    **{name: f"{PACKAGE}.trainers.{name}" for name in ("sft", "dpo", "rm", "grpo", "ppo", "online_dpo")},
-    "conformance": f"{PACKAGE}.engine.conformance",
-}
+OPTIONAL = ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic")
+"""Modules of optional dependencies that the imports of a command may miss."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help says more; drivetrain --version [--verbose]\n")
-        print("\n".join(f"  {name:19} {description}" for name, description in COMMANDS.items()))
+        print("\n".join(f"  {name:19} {command.help}" for name, command in COMMANDS.items()))
         return 0
     if arguments[0] in ("-V", "--version"):
         print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))
@@ -81,44 +133,8 @@ def _run(arguments: list[str]) -> int:
         )
         return 2
     command, rest = arguments[0], arguments[1:]
-    if command == "backends":
-        from .engine.registry import backends
-
-        print("\n".join(f"{name:12} {spec.engine}" for name, spec in backends().items()))
-        return 0
-    if command == "generators":
-        from .workers.rollout.registry import generators
-
-        print("\n".join(f"{name:15} {generator.generator}" for name, generator in generators().items()))
-        return 0
-    if command == "conformance-rollout":
-        from .workers.rollout.conformance.__main__ import main as conformance_rollout
-
-        return conformance_rollout(rest)
-    if command == "rl":
-        from .trainers.rl.cli import main as phases
-
-        return phases(rest)
-    if command == "generate":
-        from .serve.generate import main as generate
-
-        return generate(rest)
-    if command in ("serve", "chat"):
-        return _serve(command, rest)
-    if command in ("data", "demo", "parity"):
-        folder = "data_show" if command == "data" else command
-        result: int = import_module(f"{PACKAGE}.trainers.{folder}.cli").main(rest)
-        return result
-    if command == "worker":
-        from .workers.model_worker.cli import main as worker
-
-        return worker(rest)
-    if command in ("merge", "inspect", "verify", "import"):
-        from .checkpoint_tools.cli import main as tool
-
-        return tool(command, rest)
-    if command in MODULES:
-        return _module(MODULES[command], rest)
+    if command in COMMANDS:
+        return _call(command, COMMANDS[command], rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -144,26 +160,28 @@ def _version(*, verbose: bool) -> list[str]:
     return [*lines, TESTED]
 
 
-def _serve(command: str, rest: list[str]) -> int:
+def _call(name: str, command: Command, arguments: list[str]) -> int:
+    if command.trains:
+        return _train(command, arguments)
     try:
-        module = import_module(f"{PACKAGE}.serve.{'cli' if command == 'serve' else command}")
+        module = import_module(f"{PACKAGE}.{command.module}")
     except ModuleNotFoundError as e:
-        if e.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic"):
+        if not command.extra or e.name not in OPTIONAL:
             raise
-        print(f"error: drivetrain {command} needs {e.name}: pip install 'drivetrain[serve]'", file=sys.stderr)
+        print(f"error: drivetrain {name} needs {e.name}: pip install 'drivetrain[{command.extra}]'", file=sys.stderr)
         return 2
-    result: int = module.main(rest)
-    return result
+    code: int = module.main(name, arguments) if command.names_itself else module.main(arguments)
+    return code
 
 
-def _module(module: str, arguments: list[str]) -> int:
+def _train(command: Command, arguments: list[str]) -> int:
     try:
         arguments, options = _options(arguments)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     nproc = options.pop("--nproc", "1")
-    if module.rpartition(".")[2] in RL and "group.kind=local" not in arguments:
+    if command.starts_workers and "group.kind=local" not in arguments:
         if options:
             print(
                 f"error: {next(iter(options))}: reinforcement learning starts its workers itself; use group.kind=ray for several "
@@ -176,7 +194,7 @@ def _module(module: str, arguments: list[str]) -> int:
     launcher = ["-m", f"{PACKAGE}.launch", "--nproc-per-node", nproc, *more] if nproc != "1" or more else []
     # Replace this process, so that a signal or Ctrl-C sent to the command reaches the process that trains.
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", module, *arguments])
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", f"{PACKAGE}.{command.module}", *arguments])
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -4,6 +4,8 @@ This is the only module that names the built-in backends, as strings. A third pa
 `drivetrain.engines`: the entry point's name is the name of the backend, and its object is a `BackendSpec`.
 """
 
+import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -90,6 +92,28 @@ def _known() -> dict[str, BackendSpec]:
 def backends() -> dict[str, BackendSpec]:
     """Return all backends that can be named in `engine.backend`."""
     return dict(sorted(_known().items()))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `drivetrain backends`; return the exit code."""
+    return print_list(
+        "backends", "the engines that engine.backend accepts", argv, {n: s.engine for n, s in backends().items()}
+    )
+
+
+def print_list(command: str, what: str, argv: Sequence[str], rows: Mapping[str, str]) -> int:
+    """Run a command that prints names and what they stand for; return its exit code.
+
+    Args:
+        command: The command.
+        what: What it prints, for `--help`.
+        argv: The command-line arguments.
+        rows: What it prints.
+    """
+    argparse.ArgumentParser(prog=f"drivetrain {command}", description=f"Print {what}.").parse_args(argv)
+    width = max(map(len, rows))
+    print("\n".join(f"{name:{width}} {meaning}" for name, meaning in rows.items()))
+    return 0
 
 
 def spec_of(name: str) -> BackendSpec:

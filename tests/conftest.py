@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.gpus import hide_gpus
-from helpers.preloaded import preloaded
+from helpers.preloaded import preloaded, real_processes
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -62,6 +62,13 @@ def commands(request: pytest.FixtureRequest) -> Iterator[None]:
     count = sum(item.path.parent.name != "unit" for item in request.session.items)
     # Coverage begins with an interpreter.
     with nullcontext() if count < LEAST_FOR_SERVER or "COVERAGE_PROCESS_CONFIG" in os.environ else preloaded():
+        yield
+
+
+@pytest.fixture
+def real_commands() -> Iterator[None]:
+    """Start commands as processes of their own: for tests of signals, process ids, and what `/proc` says."""
+    with real_processes():
         yield
 
 

@@ -246,6 +246,7 @@ def plain(folder: Path, prompt: list[int]) -> list[int]:
     return found[len(prompt) :]
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     expected = plain(folder, [5, 6, 7])
     generator = leader(folder)
@@ -294,6 +295,7 @@ def test_the_leader_survives_its_ranks(folder: Path, tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_rank_that_dies_at_its_start_is_noticed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(ChildProcess):
         def __init__(self, *args: Any, **options: Any) -> None:

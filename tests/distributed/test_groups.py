@@ -40,7 +40,6 @@ from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected
-from helpers.preloaded import real_processes
 from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
 
 EXAMPLE = example()
@@ -317,6 +316,7 @@ def test_who_waits_for_a_failed_process_is_ended(start: Start) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
 def test_an_error_in_a_forward_pass_ends_the_group_and_is_shown_once(start: Start, models: Path) -> None:
     role = replace(actor_role(models), worker=FailingActor)
     with start({"actor": role}, {"main": 2}, grace_s=2) as group:
@@ -359,6 +359,7 @@ def test_a_wedged_rank_is_told_from_a_slow_one(start: Start) -> None:
         assert group["troubled"].echo(1) == [[1], {}]
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_process_without_a_sign_of_life_is_killed() -> None:
     """Of a stopped process not even the I/O thread answers. Ray watches over its own."""
     with ProcessWorkerGroup({"troubled": troubled()}, pools={"main": 2}, grace_s=1, silence_s=6) as group:
@@ -426,6 +427,7 @@ def test_threads_that_share_a_group_do_not_mix_their_calls(start: Start) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
 def test_a_process_that_was_stopped_for_a_while_goes_on() -> None:
     with ProcessWorkerGroup({"troubled": troubled()}, pools={"main": 2}, grace_s=8, silence_s=2) as group:
         pid = process_ids(group)[1]
@@ -675,6 +677,7 @@ def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
         assert "\n" not in str(found.value)
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("subprocess.Popen", no_group)
@@ -693,7 +696,7 @@ def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monk
             ProcessWorkerGroup({"actor": actor_role(models)}, grace_s=0)
     # As if there were GPUs, which gpus=0 hides.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with real_processes(), ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*", gpus=0) as group:
+    with ProcessWorkerGroup({"troubled": troubled()}, address="zmq://127.0.0.1:*", gpus=0) as group:
         assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{process_ids(group)[0]}/environ").read_bytes().split(b"\0")
         for value, message in (
             (lambda: 1, r"args\[0\]: a lambda cannot be sent"),

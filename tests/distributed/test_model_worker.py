@@ -25,7 +25,6 @@ from drivetrain.workers.model_worker.names import Names
 from drivetrain.workers.model_worker.transports.zeromq import CurveKeys
 from helpers.harness import run_ranks
 from helpers.leader import Worker, flush_of, initialize
-from helpers.preloaded import real_processes
 
 ALLOW = ("--allow", "helpers.roles:Troubled", "--allow", "helpers.roles:Trouble")
 ROOT = Path(__file__).parents[2]
@@ -158,6 +157,7 @@ def test_what_prints_does_not_disturb_the_frames(pair: list[Worker]) -> None:
     assert printed == ["loud", "loud", '{"op":"pong"}', '{"op":"pong"}']
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_damaged_lines_are_an_error_each_and_the_worker_lives() -> None:
     lines = [
         b"{",
@@ -381,6 +381,7 @@ def test_a_comm_id_holds_an_address_and_a_run() -> None:
     listener.close()
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_meetings_that_fail_say_why() -> None:
     """A rank that never comes, another number of ranks, two of one rank, another run, a second leader."""
     with Worker(0, 3, "--init-timeout", "3") as first, Worker(1, 3, "--init-timeout", "3") as second:
@@ -412,7 +413,7 @@ def test_meetings_that_fail_say_why() -> None:
         assert (
             "is of another run than the one that meets" in second.ask({"op": "init", "comm_id": stranger.hex()}, 20)["message"]
         )
-    with real_processes(), Worker(0, 1) as alone:
+    with Worker(0, 1) as alone:
         alone.join(new_comm_id())
         reply = alone.ask({"op": "init", "comm_id": new_comm_id()})
         assert reply["kind"] == "nccl_init_failed"

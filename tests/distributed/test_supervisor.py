@@ -17,6 +17,8 @@ from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
 from drivetrain.workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.roles import Model, make_model
 
+# Whether a process has ended is seen by its id.
+pytestmark = pytest.mark.usefixtures("real_commands")
 QUICK = {"pause_s": 0.1, "silence_s": 20.0}
 
 

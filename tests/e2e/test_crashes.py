@@ -31,6 +31,7 @@ from helpers.runs import losses, make_task, words
 @pytest.mark.parametrize(
     ("kills", "more"), [(8, ("engine.backend=fsdp",)), (5, ("engine.backend=mcore", "engine.parallel.tp=2"))]
 )
+@pytest.mark.usefixtures("real_commands")
 def test_killed_at_random_instants_a_run_goes_on(kills: int, more: tuple[str, ...], tmp_path: Path) -> None:
     done = soak(tmp_path, kills, more=more)
     assert done.kills == kills

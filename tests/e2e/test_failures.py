@@ -79,6 +79,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
     ],
     ids=["torchrun, blocking destroy", "torchrun", "drivetrain, blocking destroy"],
 )
+@pytest.mark.usefixtures("real_commands")
 def test_both_ranks_end_and_the_cause_is_shown_once(
     launcher: list[str], blocks: bool, task: Path, planted: dict[str, str]
 ) -> None:

@@ -493,6 +493,7 @@ def test_functions_of_a_bundle_are_not_run_unless_repeated(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "local"])
+@pytest.mark.usefixtures("real_commands")
 def test_a_signal_to_everything_saves_whole_steps(task: Path, tmp_path: Path, kind: str) -> None:
     # As a scheduler ends a job: also the processes of rewards and workers get it.
     more = ["trainer.max_steps=30", "trainer.export_hf=false", f"group.kind={kind}", "rl.eval_before_train=false"]

@@ -331,6 +331,7 @@ def test_a_client_that_goes_away_is_not_answered_further(server: Server) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
 def test_health_and_numbers_when_a_worker_dies(models: Path) -> None:
     with Server(models, "--restarts", "1", "--api-key", "one", "--api-key", "two") as server:
         for key in ("one", "two"):
@@ -366,6 +367,7 @@ def _kill_worker(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
 def test_weights_outlive_a_worker_and_a_signal_ends_the_service(models: Path) -> None:
     folder = str(models.parent / "weights")
     # A short path: it holds sockets.
@@ -446,6 +448,7 @@ def test_embeddings_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_commands")
 def test_several_workers_and_other_engines(models: Path) -> None:
     (greedy,) = generated(models, PROMPT, max_tokens=12, temperature=0.0)
     for arguments in (["--replicas", "2"], ["--engine", "tensor_parallel", "--tp", "2"]):

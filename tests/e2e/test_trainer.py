@@ -20,7 +20,6 @@ from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.loop.loggers import JSONL
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from helpers.preloaded import real_processes
 from helpers.runs import losses, records, words
 
 TOKENIZER = make_tokenizer()
@@ -305,6 +304,7 @@ FAST_LAUNCHERS = ("command", "ctrl-c")
 @pytest.mark.parametrize(
     "how", [how if how in FAST_LAUNCHERS else pytest.param(how, marks=pytest.mark.slow) for how in LAUNCHERS]
 )
+@pytest.mark.usefixtures("real_commands")
 def test_a_signal_saves_and_leaves(how: str, task: Path) -> None:
     """Whoever gets it; and what follows is what would have followed."""
     run = started(task, LAUNCHERS[how])
@@ -351,9 +351,9 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(task: Path, monkeypatch
     assert [(r["step"], r.get("split"), r["loss"]) for r in mine] == [(r["step"], r.get("split"), r["loss"]) for r in whole]
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_folder_in_use_is_refused(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with real_processes():
-        run = started(task, ALONE)
+    run = started(task, ALONE)
     try:
         assert main(words(task, "trainer.max_steps=1")) == 1
         assert f"is in use by another run (process {run.pid} on" in capfd.readouterr().err

@@ -3,6 +3,7 @@
 A third party adds its own through the entry-point group `drivetrain.generators`, or names it as `module:class`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...engine.errors import ConfigError
+from ...engine.registry import print_list
 
 if TYPE_CHECKING:
     from .generator import BaseGenerator
@@ -61,6 +63,12 @@ def generators() -> dict[str, GeneratorSpec]:
             )
         known[point.name] = GeneratorSpec(generator=point.value)
     return dict(sorted(known.items()))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `drivetrain generators`; return the exit code."""
+    rows = {name: spec.generator for name, spec in generators().items()}
+    return print_list("generators", "the generators that rollout.generator accepts", argv, rows)
 
 
 def generator_class(name: str) -> "type[BaseGenerator]":
