@@ -39,9 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share, parts = (int(number) for number in config.getoption("slow_share").split("/"))
     if not 0 <= share < parts:
         raise pytest.UsageError(f"--slow-share {share}/{parts}; the first number must be from 0 to {parts - 1}")
-    left_out = [item for item in items if item.get_closest_marker("slow") is not None and _part(item, parts) != share]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if item.get_closest_marker("slow") is not None and _part(item, parts) != share}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         kind = item.path.parent.name
         if kind in KINDS:

@@ -1,6 +1,8 @@
 """The command line: what it starts, what it refuses, and its exit codes. What is started is not run here."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from drivetrain import cli
 from drivetrain.engine.tested import TESTED
+from helpers.preloaded import SERVER
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,3 +115,29 @@ def test_help_is_in_sections_and_quiet_when_its_reader_leaves() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 0
+
+
+def test_a_signal_for_a_command_that_has_ended_does_not_end_the_server(tmp_path: Path) -> None:
+    """Of the tests' own server of forks, which other tests of this process depend on."""
+    if SERVER not in os.environ:
+        pytest.skip("too few tests are run for a server")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, open(tmp_path / "out", "wb") as out:
+        connection.connect(os.environ[SERVER])
+        request = {
+            "words": ["-m", "drivetrain.cli", "backends"],
+            "environment": dict(os.environ),
+            "folder": str(tmp_path),
+            "mask": 0o22,
+            "numbers": [1, 2],
+            "pid": os.getpid(),
+            "leads_session": False,
+        }
+        held = os.memfd_create("request")
+        os.write(held, json.dumps(request).encode())
+        socket.send_fds(connection, [b"fork"], [held, out.fileno(), out.fileno()])
+        os.close(held)
+        assert connection.recv(64) == b"forked"
+        assert connection.recv(64) == b"0"
+        connection.send(b"15")
+    words = [sys.executable, "-m", "drivetrain.cli", "backends"]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == (tmp_path / "out").read_bytes()

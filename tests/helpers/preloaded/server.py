@@ -94,11 +94,12 @@ class Server:
             data, numbers, _, _ = socket.recv_fds(connection, 64, 250)
         except ConnectionResetError:
             data, numbers = b"", []
-        if data and pid is None:
+        if numbers:
             self._start(connection, numbers)
         elif data:
-            assert pid is not None
-            os.kill(pid, int(data))
+            # A signal, which may come when the process has ended already.
+            if pid is not None:
+                os.kill(pid, int(data))
         else:
             self._selector.unregister(connection)
             connection.close()
@@ -117,6 +118,7 @@ class Server:
             return
         pid = os.fork()
         if not pid:
+            connection.close()
             self._become(request, numbers[1:])
         for number in numbers[1:]:
             os.close(number)
