@@ -47,7 +47,7 @@ def _trainer(name: str, help: str, *, starts_workers: bool = False) -> Command:
 
 
 def _checkpoint_tool(help: str) -> Command:
-    return Command("checkpoint_tools.cli", help, names_itself=True)
+    return Command("checkpoint_tools.commands", help, names_itself=True)
 
 
 COMMANDS = {
@@ -63,13 +63,13 @@ COMMANDS = {
     "online_dpo": _trainer(
         "online_dpo", "preference learning on the policy's own answers; same arguments as grpo", starts_workers=True
     ),
-    "rl": Command("trainers.rl.cli", "the phases of a step by themselves: rl rollout, rl score, rl train"),
-    "data": Command("trainers.data_show.cli", "look at data before training: data show SOURCE ... --model MODEL"),
+    "rl": Command("trainers.rl.phase_commands", "the phases of a step by themselves: rl rollout, rl score, rl train"),
+    "data": Command("trainers.data_show.data_command", "look at data before training: data show SOURCE ... --model MODEL"),
     "demo": Command(
-        "trainers.demo.cli",
+        "trainers.demo.demo_command",
         "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data",
     ),
-    "parity": Command("trainers.parity.cli", "compare engines and layouts with plain Hugging Face, step by step"),
+    "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
     "inspect": _checkpoint_tool("describe a checkpoint without reading its tensors"),
     "verify": _checkpoint_tool("check a checkpoint against its checksums, or compare two checkpoints tensor by tensor"),
@@ -80,23 +80,23 @@ COMMANDS = {
         "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", trains=True
     ),
     "conformance-rollout": Command(
-        "workers.rollout.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
+        "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
     ),
     "serve": Command(
-        "serve.cli",
+        "serve.openai.serve_command",
         "serve a model, a run or a checkpoint over HTTP, for clients of OpenAI's interface: MODEL|RUN|CHECKPOINT ...",
         extra="serve",
     ),
     "chat": Command(
-        "serve.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
+        "trainers.chat", "talk to a model, a run or a checkpoint in the terminal: MODEL|RUN|CHECKPOINT ...", extra="serve"
     ),
-    "generate": Command("serve.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
+    "generate": Command("trainers.generate", "answer the prompts of a file: MODEL|RUN|CHECKPOINT PROMPTS OUT"),
     "worker": Command(
-        "workers.model_worker.cli",
+        "workers.process.program",
         "run a model worker, which answers requests on a pipe or a socket; worker comm-id prints an id for its ranks",
     ),
     "backends": Command("engine.registry", "list the engines that engine.backend accepts"),
-    "generators": Command("workers.rollout.registry", "list the generators that rollout.generator accepts"),
+    "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft", "megatron-core", "vllm", "ray")
 """Packages whose versions `--version --verbose` prints."""

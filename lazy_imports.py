@@ -1,21 +1,167 @@
-"""Lazy imports of a package's public names, so that importing a config does not import torch."""
+"""Lazy imports of the public names, so that importing a configuration does not import torch, and errors for paths that have moved."""
 
-from collections.abc import Callable, Mapping
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+_ROOT = __name__.rpartition(".")[0]
 
-def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Build a package's `__getattr__` and `__dir__` (PEP 562).
+MOVED_MODULES = {
+    "checkpoint_tools.cli": "checkpoint_tools.commands",
+    "serve.app": "serve.openai.app",
+    "serve.chat": "trainers.chat",
+    "serve.cli": "serve.openai.serve_command",
+    "serve.generate": "trainers.generate",
+    "serve.model": "serve.openai.model",
+    "serve.replicas": "serve.openai.replicas",
+    "serve.settings": "serve.openai.settings",
+    "serve.source": "checkpoint_tools.model_source",
+    "trainers.data_show.cli": "trainers.data_show.data_command",
+    "trainers.demo.cli": "trainers.demo.demo_command",
+    "trainers.parity.cli": "trainers.parity.parity_command",
+    "trainers.rl.cli": "trainers.rl.phase_commands",
+    "workers.advantages": "losses.advantages",
+    "workers.batch_adapters": "workers.roles.batch_adapters",
+    "workers.dispatch": "workers.roles.dispatch",
+    "workers.embeddings": "generation.embeddings",
+    "workers.embeddings.scheduler": "generation.embeddings.text_scheduler",
+    "workers.embeddings.worker": "workers.roles.embedder",
+    "workers.losses": "losses",
+    "workers.model_worker": "workers.process",
+    "workers.model_worker.buckets": "workers.data_plane.buckets",
+    "workers.model_worker.cli": "workers.process.program",
+    "workers.model_worker.codec": "workers.protocol.codec",
+    "workers.model_worker.comm_id": "workers.protocol.comm_id",
+    "workers.model_worker.compute_messages": "workers.protocol.compute_messages",
+    "workers.model_worker.controller": "workers.supervision.controller",
+    "workers.model_worker.data_messages": "workers.protocol.data_messages",
+    "workers.model_worker.errors": "workers.protocol.errors",
+    "workers.model_worker.hooks": "workers.protocol.hooks",
+    "workers.model_worker.hosts": "workers.supervision.hosts",
+    "workers.model_worker.manifest": "workers.protocol.manifest",
+    "workers.model_worker.messages": "workers.protocol.messages",
+    "workers.model_worker.names": "workers.protocol.names",
+    "workers.model_worker.process": "workers.supervision.child_process",
+    "workers.model_worker.protocol": "workers.protocol.operations",
+    "workers.model_worker.response_stream": "workers.supervision.response_stream",
+    "workers.model_worker.step_handlers": "workers.tensor_parallel.handlers",
+    "workers.model_worker.stream_messages": "workers.protocol.stream_messages",
+    "workers.model_worker.supervision": "workers.supervision.supervised_process",
+    "workers.model_worker.supervisor": "workers.supervision.supervised_worker",
+    "workers.model_worker.transports": "workers.protocol.transports",
+    "workers.model_worker.values": "workers.protocol.values",
+    "workers.processes": "engine.parallel",
+    "workers.rewards": "rewards",
+    "workers.rollout": "generation",
+    "workers.rollout.generation": "generation.result",
+    "workers.rollout.scheduler": "generation.token_scheduler",
+    "workers.rollout.worker": "workers.roles.generator",
+    "workers.scheduler": "generation.scheduler",
+    "workers.sharded_lm": "workers.tensor_parallel",
+}
+"""Modules and packages by their old names, with the new ones; what is in a package has moved with it unless it is listed itself."""
+
+
+def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Build a package's `__getattr__` and `__dir__` (PEP 562) from the stub beside it, which type checkers read.
 
     Args:
         package: The package's `__name__`.
-        modules: A mapping from each public name to the module inside the package that defines it.
+        file: The package's `__file__`.
     """
 
-    def resolve(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f".{modules[name]}", package), name)
+    @cache
+    def modules() -> dict[str, str]:
+        tree = ast.parse(Path(file).with_suffix(".pyi").read_text())
+        return {
+            alias.name: f".{node.module}" for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
 
-    return resolve, lambda: sorted(modules)
+    def resolve(name: str) -> Any:
+        # Names of the import system and of other programs that look at modules need no stub.
+        if name.startswith("_") or name not in modules():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules()[name], package), name)
+
+    return resolve, lambda: sorted(modules())
+
+
+def public_names_only(package: str) -> Callable[[str], Any]:
+    """Build the `__getattr__` of a package whose public names can be imported from the top-level package only.
+
+    Args:
+        package: The package's `__name__`.
+    """
+
+    def refuse(name: str) -> Any:
+        root = sys.modules[_ROOT]
+        if not name.startswith("_") and name in dir(root):
+            # An AttributeError would be replaced by a message that does not say where the name is.
+            raise ImportError(f"{name} is a public name: use from {_ROOT} import {name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return refuse
+
+
+def moved_module(name: str) -> str | None:
+    """Return the new name of a module, by its old name below this package; None if it has not moved."""
+    prefix = name
+    while prefix:
+        if prefix in MOVED_MODULES:
+            return MOVED_MODULES[prefix] + name.removeprefix(prefix)
+        prefix = prefix.rpartition(".")[0]
+    return None
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """The last finder: what no other one has found may have moved. An error names the new module.
+
+    Python imports the packages that a module was in first. They load, without content, so that the error can be about the module.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a package that has moved.
+
+        Raises:
+            ModuleNotFoundError: A module has moved.
+        """
+        root, _, name = fullname.partition(".")
+        new = moved_module(name) if root == _ROOT else None
+        if new is None:
+            return None
+        place = Path(__file__).parent / new.replace(".", "/")
+        if place.is_dir():
+            return ModuleSpec(fullname, self, is_package=True)
+        if place.with_suffix(".py").is_file():
+            raise ModuleNotFoundError(f"{fullname} has moved: import {_ROOT}.{new}", name=fullname)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to Python."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let every name of a package that has moved be an error."""
+        new = moved_module(module.__name__.partition(".")[2])
+
+        def refuse(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            raise ImportError(f"{module.__name__} has moved: import {name} from {_ROOT}.{new}")
+
+        module.__dict__["__getattr__"] = refuse
+
+
+def name_moved_modules() -> None:
+    """Let an import of a module that has moved say where it is."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())

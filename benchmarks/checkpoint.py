@@ -29,7 +29,7 @@ from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig, Par
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 TIMES = 3
 

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from benchmarks.rl_case import write_model
 from drivetrain.engine.config import ModelConfig
-from drivetrain.workers.model_worker.supervisor import start_model_worker
-from drivetrain.workers.rollout.generator import BaseGenerator
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
-from drivetrain.workers.rollout.scheduler import GenerationRequest
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.generation.generator import BaseGenerator
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.generation.token_scheduler import GenerationRequest
+from drivetrain.workers.roles.generator import RolloutWorker
+from drivetrain.workers.supervision.supervised_worker import start_model_worker
 
 ROOM = 16384
 BATCH = 16

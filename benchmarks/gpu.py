@@ -37,8 +37,8 @@ from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.offload import free_memory
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class, is_installed
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
 
 MICRO_BATCHES = 2
 WARMUP = 3

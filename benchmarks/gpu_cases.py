@@ -10,9 +10,9 @@ from drivetrain.engine.config import DType
 from drivetrain.engine.loss import Loss
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.losses.preference import PreferenceLoss
-from drivetrain.workers.losses.reward import RewardLoss
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.preference import PreferenceLoss
+from drivetrain.losses.reward import RewardLoss
+from drivetrain.losses.sft import SFTLoss
 
 Task = Literal["sft", "dpo", "rm"]
 

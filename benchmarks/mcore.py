@@ -23,7 +23,7 @@ from drivetrain.engine.loss import StepResult
 from drivetrain.engine.parallel.process import exit_process
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 
 def build(backend: str, path: str, parallel: ParallelConfig, lr: float) -> BaseEngine:

@@ -25,7 +25,7 @@ from benchmarks.step import model_config, share
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.parallel.process import exit_process
 from drivetrain.engine.parallel.process_groups import init_distributed
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 STEPS = 4
 

@@ -30,7 +30,7 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.trainers.config import DPOConfig, RMConfig
+from drivetrain.trainers.config.runs import DPOConfig, RMConfig
 from drivetrain.trainers.data.loader import GlobalBatch
 from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.methods.base import Method

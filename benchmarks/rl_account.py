@@ -27,10 +27,10 @@ from benchmarks import rl_case as case  # reads the variable
 from benchmarks.rl_run import config_of
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
+from drivetrain.generation.options import SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.losses.policy import PolicyLoss
 from drivetrain.trainers.rl.roles import rollout_config
-from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.rollout.options import SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
 
 ROUNDS = 3
 PARTS = {

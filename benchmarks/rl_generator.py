@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks import rl_case as case
-from drivetrain.workers.rollout.continuous import ContinuousGenerator
-from drivetrain.workers.rollout.generation import Generation
-from drivetrain.workers.rollout.generator import BaseGenerator
-from drivetrain.workers.rollout.options import SamplingOptions
-from drivetrain.workers.rollout.static import StaticGenerator
+from drivetrain.generation.continuous import ContinuousGenerator
+from drivetrain.generation.generator import BaseGenerator
+from drivetrain.generation.options import SamplingOptions
+from drivetrain.generation.result import Generation
+from drivetrain.generation.static import StaticGenerator
 
 
 class _ByLength(BaseGenerator):

@@ -12,13 +12,13 @@ from benchmarks import rl_case as case
 from benchmarks.rl_generator import by_length
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
+from drivetrain.generation.options import SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.losses.policy import PolicyLoss
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, RLConfig
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.trainer import RLTrainer
-from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.rollout.options import SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
 
 
 def config_of(folder: Path, generator: str) -> RLConfig:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from drivetrain.engine.checkpoint.local_shards import host_bytes
-from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.process import ProcessWorkerGroup
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.roles.dispatch import register
 
 TENSORS, ELEMENTS = 150, 2 * 2**20
 ROUNDS = 5

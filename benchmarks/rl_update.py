@@ -34,7 +34,7 @@ from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.policy import PolicyLoss
+from drivetrain.losses.policy import PolicyLoss
 
 ROWS = ((100, 4, 64, 8), (256, 8, 64, 4), (100, 8, 256, 2), (512, 8, 128, 2))
 """Tokens of a prompt, answers to each, tokens of an answer, prompts."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint import forget_peak
 from benchmarks.load import peak, write_model
-from drivetrain.workers.sharded_lm.model import ShardedLM, parse_config
+from drivetrain.workers.tensor_parallel.model import ShardedLM, parse_config
 
 
 @contextmanager

@@ -24,14 +24,14 @@ import zmq
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.process import ProcessWorkerGroup
-from drivetrain.workers.model_worker.controller import Controller
-from drivetrain.workers.model_worker.messages import Ping, Shutdown
-from drivetrain.workers.model_worker.names import Names
-from drivetrain.workers.model_worker.process import ChildProcess
-from drivetrain.workers.model_worker.role_host import RoleSpec
-from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.protocol.messages import Ping, Shutdown
+from drivetrain.workers.protocol.names import Names
+from drivetrain.workers.roles.dispatch import register
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
+from drivetrain.workers.supervision.child_process import ChildProcess
+from drivetrain.workers.supervision.controller import Controller
 
 PING = b'{"op":"ping"}\n'
 PONG = b'{"op":"pong","rank":0,"world_size":1,"cuda_device":0}\n'
@@ -139,7 +139,7 @@ def on_pipes(rounds: int) -> tuple[list[float], list[float]]:
 
         return ask
 
-    with start("-m", "drivetrain.workers.model_worker") as worker, start("-c", PIPE_ECHO) as echo:
+    with start("-m", "drivetrain.workers.process") as worker, start("-c", PIPE_ECHO) as echo:
         seconds = timed({"worker": trip(worker), "echo": trip(echo)}, rounds)
         worker.kill()
         echo.kill()
@@ -182,7 +182,7 @@ def calls(folder: Path, rounds: int) -> None:
     model, engine = ModelConfig(path=str(folder / "model")), EngineConfig(micro_batch=MicroBatchConfig(max_tokens=8192))
     roles = {
         "empty": RoleSpec(worker=Empty, config=NoConfig()),
-        "reference": RoleSpec(worker=TimedReference, config=ReferenceConfig(model=model, engine=engine)),
+        "reference": RoleSpec(worker=TimedReference, config=ReferenceWorkerConfig(model=model, engine=engine)),
     }
     direct = Empty(NoConfig())
     with ProcessWorkerGroup(roles) as group:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from drivetrain.engine.registry import backends, options_class
-from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.parse import RECIPES, Key, keys
 from drivetrain.trainers.config.rl import GRPOConfig
+from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 

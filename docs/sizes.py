@@ -15,7 +15,7 @@ from drivetrain.engine.fsdp.build import describe
 from drivetrain.engine.fsdp.memory import memory_needs
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.resolve import choose, resolve_device
-from drivetrain.trainers.config import SFTConfig
+from drivetrain.trainers.config.runs import SFTConfig
 
 PAGE = Path(__file__).parent / "sizes.md"
 GIB = 2**30

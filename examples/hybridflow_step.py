@@ -19,20 +19,20 @@ from torch import Tensor
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.parallel.process import exit_process, report_failure
+from drivetrain.losses.policy import PolicyLoss
+from drivetrain.losses.value import ValueLoss
 from drivetrain.workers.data_plane.data_ref import DataRef
-from drivetrain.workers.dispatch import MiniBatches
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.losses.value import ValueLoss
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.advantage import AdvantageConfig, AdvantageWorker
 from drivetrain.workers.roles.base import WorkerConfig
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
-from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.roles.dispatch import MiniBatches
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from drivetrain.workers.roles.reward import RewardWorker
 
 ROLLOUTS = Path(__file__).parent / "rollouts.json"
@@ -55,7 +55,7 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
             worker=CriticWorker, config=CriticConfig(model=reward, optim=optim, loss=ValueLoss(clip=0.2), **common)
         ),
         "reference": RoleSpec(
-            worker=ReferenceWorker, config=ReferenceConfig(model=ModelConfig(path=str(models / "reference")), **common)
+            worker=ReferenceWorker, config=ReferenceWorkerConfig(model=ModelConfig(path=str(models / "reference")), **common)
         ),
         "reward": RoleSpec(worker=RewardWorker, config=WorkerConfig(model=reward, **common)),
         "gae": RoleSpec(worker=AdvantageWorker, config=AdvantageConfig(kl_coef=KL_COEF, gamma=GAMMA, lam=LAM)),

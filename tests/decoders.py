@@ -23,7 +23,7 @@ from drivetrain.engine.fsdp.families import check_family
 from drivetrain.engine.fsdp.trial import VOCABULARY, compare_packed, trial_config
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 MIXED = ["conv", "conv", "full_attention", "conv"] * 8
 

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.advantages import (
+from drivetrain.losses.advantages import (
     broadcast_to_tokens,
     gae,
     gpg,
@@ -23,9 +23,9 @@ from drivetrain.workers.advantages import (
     token_rewards,
     whiten,
 )
+from drivetrain.losses.policy import kl_estimate
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.losses.policy import kl_estimate
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.advantage import AdvantageConfig, AdvantageWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example

@@ -28,7 +28,7 @@ from drivetrain.engine.export import export_hf
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2)
 

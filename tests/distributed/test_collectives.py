@@ -22,7 +22,7 @@ from drivetrain.engine.parallel.collectives import (
     known_to,
 )
 from drivetrain.engine.registry import engine_class
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, share, steps
 from helpers.harness import run_ranks
 

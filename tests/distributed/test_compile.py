@@ -24,7 +24,7 @@ from drivetrain.engine.ops.head_regions import HeadRegions, compile_regions
 from drivetrain.engine.ops.linear_head import linear_head
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import resolve_device
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, close_to, reference_steps, steps
 from helpers.harness import run_ranks
 

@@ -15,7 +15,7 @@ from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, reference_steps, steps
 from helpers.gpus import VISIBLE, gpu_environment
 from helpers.harness import run_ranks
@@ -130,7 +130,7 @@ def test_a_worker_meets_on_nccl_and_answers_from_its_gpu() -> None:
     # The other tests of workers are not for a GPU machine, which may lack these packages.
     for name in ("msgspec", "zmq"):
         pytest.importorskip(name)
-    from drivetrain.workers.model_worker.comm_id import mint
+    from drivetrain.workers.protocol.comm_id import mint
 
     comm_id, listener = mint()
     listener.close()

@@ -18,18 +18,18 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DataMissingError, ManifestError, WorkerError, WorkerLostError
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.data_plane.links import Links, new_keys
 from drivetrain.workers.groups.hooks import Evaluate, Offload, Save, SyncParams
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.model_worker import data_messages as d
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.protocol import data_messages as d
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
-from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.workers.roles.generator import RolloutWorker
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example
 from helpers.roles import Carrier, Trouble, samples
@@ -352,7 +352,7 @@ def engine_roles(models: Path, **parallel: Any) -> dict[str, RoleSpec]:
         "actor": RoleSpec(
             worker=ActorWorker, config=ActorConfig(model=policy, engine=engine("fsdp"), optim=OptimConfig(lr=1e-3))
         ),
-        "reference": RoleSpec(worker=ReferenceWorker, config=ReferenceConfig(model=other, engine=engine("mcore", tp=2))),
+        "reference": RoleSpec(worker=ReferenceWorker, config=ReferenceWorkerConfig(model=other, engine=engine("mcore", tp=2))),
         "rollout": RoleSpec(worker=RolloutWorker, config=RolloutConfig(model=policy), pool="answers"),
     }
 

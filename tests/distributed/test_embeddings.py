@@ -16,13 +16,13 @@ from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerError
 from drivetrain.engine.tiny_configs import tiny_model_config
-from drivetrain.workers.embeddings.config import EmbeddingConfig
-from drivetrain.workers.embeddings.embedder import Embedder
-from drivetrain.workers.embeddings.folder import read_folder
-from drivetrain.workers.embeddings.scheduler import EmbeddingsScheduler
-from drivetrain.workers.embeddings.worker import EmbeddingWorker
-from drivetrain.workers.model_worker.supervisor import start_model_worker
-from drivetrain.workers.scheduler import Ended, SchedulerSettings
+from drivetrain.generation.embeddings.config import EmbeddingConfig
+from drivetrain.generation.embeddings.embedder import Embedder
+from drivetrain.generation.embeddings.folder import read_folder
+from drivetrain.generation.embeddings.text_scheduler import EmbeddingsScheduler
+from drivetrain.generation.scheduler import Ended, SchedulerSettings
+from drivetrain.workers.roles.embedder import EmbeddingWorker
+from drivetrain.workers.supervision.supervised_worker import start_model_worker
 
 TEXTS = [[5, 6, 7], [9], [(i * 7) % 250 for i in range(40)], [200, 100], [3] * 17, [5, 6, 7]]
 TOLERANCE = 2e-6

@@ -26,7 +26,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_configs import FAMILIES, MAIN_FAMILIES, VARIANTS, tiny_model_config
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)

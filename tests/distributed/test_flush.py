@@ -17,13 +17,13 @@ from drivetrain.engine.parallel.process_groups import EngineGroups
 from drivetrain.workers.data_plane.plan import Column, place
 from drivetrain.workers.data_plane.redistributor import Need
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
-from drivetrain.workers.dispatch import register
 from drivetrain.workers.groups.planned import Manifest, PlannedHook, PlannedRequest
 from drivetrain.workers.groups.sample_calls import transfer
-from drivetrain.workers.model_worker import hooks as h
-from drivetrain.workers.model_worker.compute_messages import Call, CallOk, ComputeRequest, Empty, Flush, FlushOk
-from drivetrain.workers.model_worker.manifest import digest_of
-from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.protocol import hooks as h
+from drivetrain.workers.protocol.compute_messages import Call, CallOk, ComputeRequest, Empty, Flush, FlushOk
+from drivetrain.workers.protocol.manifest import digest_of
+from drivetrain.workers.roles.dispatch import register
 from helpers.harness import run_ranks
 
 IDS = Column("input_ids", "int64", "token")

@@ -28,7 +28,7 @@ from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.loss import LossSums, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.tiny_configs import tiny_model_config
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, reference_steps, share, steps, weights
 from helpers.harness import run_ranks
 

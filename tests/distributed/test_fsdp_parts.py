@@ -26,7 +26,7 @@ from drivetrain.engine.ops import linear_head as linear_head_module
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, share, steps, weights
 from helpers.harness import run_ranks
 

@@ -21,11 +21,11 @@ from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
-from drivetrain.workers.model_worker.comm_id import mint
-from drivetrain.workers.model_worker.process import ChildProcess
-from drivetrain.workers.rollout.conformance.__main__ import main as conformance
-from drivetrain.workers.rollout.conformance.checks import CHECKS
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.conformance.__main__ import main as conformance
+from drivetrain.generation.conformance.checks import CHECKS
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.workers.protocol.comm_id import mint
+from drivetrain.workers.supervision.child_process import ChildProcess
 from drivetrain.workers.tensor_parallel import ranks
 from drivetrain.workers.tensor_parallel.generator import TensorParallelGenerator
 from helpers.leader import Worker

@@ -12,16 +12,16 @@ from drivetrain.cli import main
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
-from drivetrain.workers.rollout.conformance.__main__ import main as conformance
-from drivetrain.workers.rollout.conformance.__main__ import parse_settings
-from drivetrain.workers.rollout.conformance.case import Case, ConformanceError
-from drivetrain.workers.rollout.conformance.checks import CHECKS
-from drivetrain.workers.rollout.generator import BaseGenerator
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
-from drivetrain.workers.rollout.scheduler import GenerationRequest, TokenGenerationScheduler
-from drivetrain.workers.rollout.token_stream import TokenStream
-from drivetrain.workers.scheduler import SchedulerSettings
+from drivetrain.generation.conformance.__main__ import main as conformance
+from drivetrain.generation.conformance.__main__ import parse_settings
+from drivetrain.generation.conformance.case import Case, ConformanceError
+from drivetrain.generation.conformance.checks import CHECKS
+from drivetrain.generation.generator import BaseGenerator
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.generation.scheduler import SchedulerSettings
+from drivetrain.generation.token_scheduler import GenerationRequest, TokenGenerationScheduler
+from drivetrain.generation.token_stream import TokenStream
 from helpers.broken_generators import DEFECTS
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)

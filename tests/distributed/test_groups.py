@@ -23,21 +23,21 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, ModelError, RemoteError, WorkerError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.planned import Manifest, PlannedRequest, Submission
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.model_worker import compute_messages as c
-from drivetrain.workers.model_worker import data_messages as d
-from drivetrain.workers.model_worker import messages as p
-from drivetrain.workers.model_worker.comm_id import mint
-from drivetrain.workers.model_worker.errors import RemoteWorkerError
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.protocol import compute_messages as c
+from drivetrain.workers.protocol import data_messages as d
+from drivetrain.workers.protocol import messages as p
+from drivetrain.workers.protocol.comm_id import mint
+from drivetrain.workers.protocol.errors import RemoteWorkerError
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
+from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.worker import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example, expected
 from helpers.roles import DiesWhileBuilt, FailingActor, FailsWhileBuilt, LateFailure, Trouble, Troubled, fails_on_nine
@@ -450,7 +450,7 @@ def test_a_forked_process_does_not_end_the_workers_of_its_parent() -> None:
 PROGRAM = """
 import argparse, sys
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers import FunctionRewardConfig, FunctionRewardWorker, ProcessWorkerGroup, RoleSpec
+from drivetrain import FunctionRewardConfig, FunctionRewardWorker, ProcessWorkerGroup, RoleSpec
 
 ARGUMENTS = argparse.ArgumentParser()
 ARGUMENTS.add_argument("--worth", type=float)

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drivetrain.checkpoint_tools import compare, import_checkpoint, inspect, verify
-from drivetrain.checkpoint_tools.cli import main
+from drivetrain.checkpoint_tools.commands import main
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CheckpointError
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, share
 from helpers.harness import run_ranks
 from helpers.restarted import Restarted

@@ -24,7 +24,7 @@ from drivetrain.engine.mcore.model import padding_id
 from drivetrain.engine.mcore.options import MCoreOptions
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.tiny_configs import tiny_model_config
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers import engines
 from helpers.engines import close_to, share, steps, weights
 from helpers.harness import run_ranks

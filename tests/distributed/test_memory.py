@@ -19,7 +19,7 @@ from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.resolve import USABLE
 from drivetrain.engine.torch_private import storage_key, unsharded_gradients
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build
 from helpers.harness import run_ranks
 

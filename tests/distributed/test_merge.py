@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from drivetrain.checkpoint_tools import compare, inspect, merge, verify
-from drivetrain.checkpoint_tools.cli import main
+from drivetrain.checkpoint_tools.commands import main
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import LoraConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents

@@ -22,9 +22,9 @@ from drivetrain.engine.hf.weights import WeightFolder, check_head
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.tiny_configs import tiny_model_config
+from drivetrain.losses.sft import SFTLoss
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, close_to, share, steps, weights
 from helpers.harness import run_ranks
 from helpers.runs import words

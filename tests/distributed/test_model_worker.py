@@ -17,12 +17,12 @@ import pytest
 import zmq
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.workers.model_worker import messages as p
-from drivetrain.workers.model_worker.cli import main
-from drivetrain.workers.model_worker.comm_id import CommId, CommIdError, mint, parse
-from drivetrain.workers.model_worker.controller import Controller
-from drivetrain.workers.model_worker.names import Names
-from drivetrain.workers.model_worker.transports.zeromq import CurveKeys
+from drivetrain.workers.process.program import main
+from drivetrain.workers.protocol import messages as p
+from drivetrain.workers.protocol.comm_id import CommId, CommIdError, mint, parse
+from drivetrain.workers.protocol.names import Names
+from drivetrain.workers.protocol.transports.zeromq import CurveKeys
+from drivetrain.workers.supervision.controller import Controller
 from helpers.harness import run_ranks
 from helpers.leader import Worker, flush_of, initialize
 
@@ -228,7 +228,7 @@ def test_it_ends_politely() -> None:
         assert worker.process.wait(10) == 0
     # The end of the input does not cut off what had to wait for room in the queue.
     done = subprocess.run(
-        [sys.executable, "-m", "drivetrain.workers.model_worker", "--queue-size", "1"],
+        [sys.executable, "-m", "drivetrain.workers.process", "--queue-size", "1"],
         input=b'{"op":"clear_kv_cache","model_id":"m"}\n' * 300,
         capture_output=True,
         check=False,
@@ -238,7 +238,7 @@ def test_it_ends_politely() -> None:
     assert done.stdout.count(b"model_not_loaded") == 300
     # The end of the input is one too, after the requests before it; the last line may lack its end.
     done = subprocess.run(
-        [sys.executable, "-m", "drivetrain.workers.model_worker"],
+        [sys.executable, "-m", "drivetrain.workers.process"],
         input=b'{"op":"ping"}\n{"op":"nccl_sanity_check"}\n{"op":"ping"}',
         capture_output=True,
         check=False,
@@ -307,7 +307,7 @@ def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
     """What other languages give their children instead of pipes."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        [sys.executable, "-m", "drivetrain.workers.model_worker"], stdin=theirs.fileno(), stdout=theirs.fileno()
+        [sys.executable, "-m", "drivetrain.workers.process"], stdin=theirs.fileno(), stdout=theirs.fileno()
     )
     theirs.close()
     ours.sendall(b'{"op":"ping"}\n')
@@ -318,7 +318,7 @@ def test_a_socket_as_standard_output_tells_the_end_of_the_leader() -> None:
 
 LEADER = """
 import sys, time
-from drivetrain.workers import ProcessWorkerGroup, RoleSpec
+from drivetrain import ProcessWorkerGroup, RoleSpec
 from helpers.roles import Trouble, Troubled
 
 if __name__ == "__main__":
@@ -452,7 +452,7 @@ def rank_leader_is_rank_0(comm_id: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from drivetrain.workers.model_worker.rendezvous import join
+    from drivetrain.workers.process.rendezvous import join
 
     dist.destroy_process_group()
     with Worker(1, 2) as worker:
@@ -569,7 +569,7 @@ def test_a_worker_whose_keys_are_refused_says_so(secured: Controller) -> None:
         [
             sys.executable,
             "-m",
-            "drivetrain.workers.model_worker",
+            "drivetrain.workers.process",
             "--transport",
             secured.address,
             "--keys-fd",
@@ -631,7 +631,7 @@ def test_a_worker_that_nobody_started_is_not_heard(caplog: pytest.LogCaptureFixt
 def test_a_worker_whose_controller_does_not_answer_ends() -> None:
     words = ["--transport", "zmq:///tmp/no-controller-is-here.sock", "--init-timeout", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "drivetrain.workers.model_worker", *words],
+        [sys.executable, "-m", "drivetrain.workers.process", *words],
         capture_output=True,
         text=True,
         timeout=60,

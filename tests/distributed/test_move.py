@@ -9,8 +9,8 @@ import pytest
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import LoraConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
+from drivetrain.losses.sft import SFTLoss
 from drivetrain.trainers.sft import main
-from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build, close_to, share
 from helpers.harness import run_ranks
 from helpers.runs import make_task, records, words

@@ -21,7 +21,7 @@ from drivetrain.engine.fsdp.optimizer import ShardOptimizer
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.offload import Offloader, _trim, free_memory, host_cores
 from drivetrain.engine.torch_private import storage_key
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, share, steps, weights
 from helpers.harness import run_ranks
 

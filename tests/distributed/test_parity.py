@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from drivetrain.trainers.parity.cli import (
+from drivetrain.trainers.parity.parity_command import (
     FSDP,
     MCORE,
     MCORE_MOE,

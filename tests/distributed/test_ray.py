@@ -15,7 +15,7 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.errors import ConfigError, WorkerLostError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardWorker
 from helpers.hybridflow import EXAMPLES, example

@@ -13,7 +13,7 @@ import pytest
 from drivetrain.checkpoint_tools import compare
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, close_to, share
 from helpers.harness import run_ranks
 from helpers.restarted import Restarted

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError, RewardError
-from drivetrain.workers.processes import fork_pool
-from drivetrain.workers.rewards.config import RewardsConfig
-from drivetrain.workers.rewards.pool import RewardPool
-from drivetrain.workers.rewards.sample import RewardSample
-from drivetrain.workers.rewards.scorer import RewardScorer
+from drivetrain.engine.parallel import fork_pool
+from drivetrain.rewards.config import RewardsConfig
+from drivetrain.rewards.pool import RewardPool
+from drivetrain.rewards.sample import RewardSample
+from drivetrain.rewards.scorer import RewardScorer
 from helpers import reward_functions as functions
 
 MOODY = "helpers.reward_functions:moody"
@@ -195,9 +195,9 @@ def test_a_pool_that_is_closed_while_it_starts_processes_leaves_nothing(monkeypa
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from drivetrain.workers.rewards.config import RewardsConfig
-from drivetrain.workers.rewards.sample import RewardSample
-from drivetrain.workers.rewards.scorer import RewardScorer
+from drivetrain.rewards.config import RewardsConfig
+from drivetrain.rewards.sample import RewardSample
+from drivetrain.rewards.scorer import RewardScorer
 
 def children(process):
     return [int(child) for thread in Path(f"/proc/{process}/task").iterdir() for child in (thread / "children").read_text().split()]
@@ -236,7 +236,7 @@ def test_a_kill_leaves_no_process_no_shared_memory_and_no_word(tmp_path: Path, k
     assert shared == ""
     assert (done.returncode, rest) == ((0, ["True"]) if killed == "pool" else (-signal.SIGKILL, []))
     # subprocess.run has waited until nothing had its standard error any more: no process is left that could say more.
-    replaced = "the process that starts others for drivetrain.workers.rewards.pool was lost and is replaced\n"
+    replaced = "the process that starts others for drivetrain.rewards.pool was lost and is replaced\n"
     assert done.stderr == (replaced if killed == "pool" else "")
     server, *workers = below.split()
     assert len(workers) == 2
@@ -251,7 +251,7 @@ def test_a_kill_leaves_no_process_no_shared_memory_and_no_word(tmp_path: Path, k
 
 def test_functions_of_a_program_without_a_file_are_refused() -> None:
     program = (
-        "from drivetrain.workers.rewards.pool import RewardPool\n"
+        "from drivetrain.rewards.pool import RewardPool\n"
         "def own(completion): return 1.0\n"
         "if __name__ == '__main__': RewardPool(targets=[own])\n"
     )

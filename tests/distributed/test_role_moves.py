@@ -13,12 +13,12 @@ import torch
 from drivetrain.engine.config import ModelConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.offload import PARTS, Offloader, Part
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.placement import Placement
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.model_worker.moves import HalfMove, plan_moves
-from drivetrain.workers.model_worker.role_host import RoleHost, RoleSpec
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.placement import Placement
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.workers.process.moves import HalfMove, plan_moves
+from drivetrain.workers.process.role_host import RoleHost, RoleSpec
+from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, example
 

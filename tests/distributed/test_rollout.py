@@ -15,13 +15,13 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.batch_adapters import adapt_batch
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.result import to_padded
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
-from drivetrain.workers.rollout.generation import to_padded
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.workers.roles.batch_adapters import adapt_batch
+from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.engines import build, steps
 from helpers.harness import run_ranks
 

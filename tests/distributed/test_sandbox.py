@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.workers.processes.orphans import adopting_orphans
-from drivetrain.workers.rewards import sandbox
-from drivetrain.workers.rewards.config import RewardsConfig
-from drivetrain.workers.rewards.programs import check_program, find_program
-from drivetrain.workers.rewards.sample import RewardSample
-from drivetrain.workers.rewards.sandbox import Run, SandboxLimits, check_sandbox, run_program
-from drivetrain.workers.rewards.scorer import RewardScorer
+from drivetrain.engine.parallel.orphans import adopting_orphans
+from drivetrain.rewards import sandbox
+from drivetrain.rewards.config import RewardsConfig
+from drivetrain.rewards.programs import check_program, find_program
+from drivetrain.rewards.sample import RewardSample
+from drivetrain.rewards.sandbox import Run, SandboxLimits, check_sandbox, run_program
+from drivetrain.rewards.scorer import RewardScorer
 
 
 def _missing() -> str:

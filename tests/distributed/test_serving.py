@@ -13,12 +13,12 @@ import pytest
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, QueueFullError, WorkerError, WorkerLostError
-from drivetrain.workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
-from drivetrain.workers.rollout.scheduler import GenerationRequest
-from drivetrain.workers.rollout.worker import RolloutWorker
-from drivetrain.workers.scheduler import SchedulerSettings
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.generation.scheduler import SchedulerSettings
+from drivetrain.generation.token_scheduler import GenerationRequest
+from drivetrain.workers.roles.generator import RolloutWorker
+from drivetrain.workers.supervision.supervised_worker import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.serving import FaultyRollout
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)

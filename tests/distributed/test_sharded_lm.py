@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError
-from drivetrain.workers.sharded_lm.model import ShardedLM, parse_config
-from drivetrain.workers.sharded_lm.styles import bounds, gather_last, sum_over
-from drivetrain.workers.sharded_lm.vision import ImageReader, decode_images, step_with_images
+from drivetrain.workers.tensor_parallel.model import ShardedLM, parse_config
+from drivetrain.workers.tensor_parallel.styles import bounds, gather_last, sum_over
+from drivetrain.workers.tensor_parallel.vision import ImageReader, decode_images, step_with_images
 from helpers.harness import run_ranks
 from helpers.vision import IMAGE, image_uri, prompt_with, save_vision_model
 
@@ -245,6 +245,6 @@ def test_images_that_cannot_be_decoded_are_refused(uri: str, message: str) -> No
 
 
 def test_an_image_that_claims_too_many_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.workers.sharded_lm.vision.MAX_PIXELS", 100)
+    monkeypatch.setattr("drivetrain.workers.tensor_parallel.vision.MAX_PIXELS", 100)
     with pytest.raises(ConfigError, match="image 0 has 20 x 30 pixels; at most 100 are allowed"):
         decode_images([image_uri(1, 20, 30)])

@@ -34,7 +34,7 @@ from drivetrain.engine.packing.sharing import SharedLayout, shared_layout
 from drivetrain.engine.rank_slice import RankSlice
 from drivetrain.engine.registry import engine_class
 from drivetrain.engine.step_plan import MicroBatch
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)

@@ -18,7 +18,7 @@ from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel import topology
 from drivetrain.engine.torch_private import storage_key
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 from helpers.engines import build, close_to, reference_steps, steps
 from helpers.harness import run_ranks
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
-from drivetrain.workers.model_worker.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
+from drivetrain.workers.supervision.supervised_worker import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.roles import Model, make_model
 
 # Whether a process has ended is seen by its id.
@@ -39,7 +39,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def test_a_model_is_served_and_its_process_ends_with_the_block(caplog: pytest.LogCaptureFixture) -> None:
     # Another test may have left another level.
-    caplog.set_level(logging.WARNING, logger="drivetrain.workers.model_worker")
+    caplog.set_level(logging.WARNING, logger="drivetrain.workers.process")
     with start_model_worker(make_model, {}, settings(name="ada", environment={"MINE": "yes"})) as worker:
         assert worker.control.is_started()
         assert worker.call("add", 1, 2) == 3
@@ -88,7 +88,7 @@ def test_the_event_loop_goes_on_while_a_model_loads() -> None:
 
 
 def test_what_was_asked_of_a_worker_that_dies_fails_with_its_last_words(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="drivetrain.workers.model_worker")
+    caplog.set_level(logging.WARNING, logger="drivetrain.workers.process")
     with start_model_worker(make_model, {}, settings(restarts=1)) as worker:
         first = worker.pid
         pending = [worker.submit("sleep", 30.0), worker.submit("add", 1, 2)]
@@ -144,7 +144,7 @@ def test_restarts_that_fail_pause_longer_and_longer(tmp_path: Path, caplog: pyte
 
 @pytest.mark.slow
 def test_a_silent_worker_is_ended_and_a_busy_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="drivetrain.workers.model_worker")
+    caplog.set_level(logging.WARNING, logger="drivetrain.workers.process")
     with start_model_worker(make_model, {}, settings(beat_s=0.2, silence_s=2.0)) as worker:
         # The beat does not come from the thread that computes.
         assert worker.call("sleep", 4.0) is None

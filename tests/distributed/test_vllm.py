@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError, WorkerLostError
-from drivetrain.workers.model_worker.supervisor import SupervisorSettings, start_model_worker
-from drivetrain.workers.rollout.conformance.case import Case
-from drivetrain.workers.rollout.conformance.checks import CHECKS
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
-from drivetrain.workers.rollout.scheduler import GenerationRequest
-from drivetrain.workers.rollout.vllm.generator import VLLMGenerator
-from drivetrain.workers.rollout.vllm.model import SAMPLER, check_version
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.generation.conformance.case import Case
+from drivetrain.generation.conformance.checks import CHECKS
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.generation.token_scheduler import GenerationRequest
+from drivetrain.generation.vllm.generator import VLLMGenerator
+from drivetrain.generation.vllm.model import SAMPLER, check_version
+from drivetrain.workers.roles.generator import RolloutWorker
+from drivetrain.workers.supervision.supervised_worker import SupervisorSettings, start_model_worker
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 ROOT = Path(__file__).parents[2]
@@ -225,8 +225,8 @@ def test_a_server_ends_with_the_process_that_started_it(folder: Path) -> None:
     program = f"""
 import os, time
 from drivetrain.engine.config import ModelConfig
-from drivetrain.workers.rollout.options import RolloutConfig
-from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.generation.options import RolloutConfig
+from drivetrain.generation.registry import build_generator
 if __name__ == "__main__":
     generator = build_generator(RolloutConfig(model=ModelConfig(path={str(folder)!r}), generator="vllm_server", max_batch_total_tokens=4096))
     print(generator.server.pid, flush=True)

@@ -13,14 +13,14 @@ import ray
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.workers.groups.hooks import SyncParams
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
-from drivetrain.workers.model_worker.hooks import WeightSync
-from drivetrain.workers.model_worker.role_host import RoleSpec
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.protocol.hooks import WeightSync
+from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.roles import Folder, FolderSource
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 

@@ -9,13 +9,13 @@ import pytest
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import WorkerError, WorkerLostError
 from drivetrain.engine.hf.weights import stored_weights
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.workers.groups import base
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
-from drivetrain.workers.model_worker.role_host import RoleSpec
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.workers.process.role_host import RoleSpec
+from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.roles import Folder, FolderSource
 
 PROMPTS = [[6, 7, 8], [9, 5], [4, 4, 4, 4]]

@@ -14,17 +14,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.errors import BatchError, ConfigError, DrivetrainError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.batch_adapters import adapt_batch
-from drivetrain.workers.dispatch import MiniBatches, assign_mini_batches, assign_rows
+from drivetrain.losses.policy import PolicyLoss
+from drivetrain.losses.preference import PreferenceLoss
+from drivetrain.losses.sft import SFTLoss
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.losses.preference import PreferenceLoss
-from drivetrain.workers.losses.sft import SFTLoss
-from drivetrain.workers.model_worker.role_host import RoleSpec
+from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.base import WorkerConfig
+from drivetrain.workers.roles.batch_adapters import adapt_batch
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
-from drivetrain.workers.roles.reference import ReferenceConfig, ReferenceWorker
+from drivetrain.workers.roles.dispatch import MiniBatches, assign_mini_batches, assign_rows
+from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from drivetrain.workers.roles.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
 from helpers.engines import build
 from helpers.harness import run_ranks
@@ -103,7 +103,7 @@ def test_log_probs_and_values_are_those_of_plain_models_in_every_form(models: Pa
         z = plain.model(input_ids=torch.tensor([row["prompt"] + row["response"]])).logits[0, len(row["prompt"]) - 1 : -1] / 2
     other = z.log_softmax(-1).gather(1, torch.tensor(row["response"])[:, None])[:, 0]
     assert rows_of(warm.compute_log_probs(data)["log_probs"])[0] == pytest.approx(other.tolist(), abs=2e-6)
-    reference = ReferenceWorker(ReferenceConfig(model=policy(models), engine=ENGINE, temperature=2.0)).initialize()
+    reference = ReferenceWorker(ReferenceWorkerConfig(model=policy(models), engine=ENGINE, temperature=2.0)).initialize()
     assert torch.equal(reference.compute_log_probs(data)["reference_log_probs"], warm.compute_log_probs(data)["log_probs"])
     for worker in (actor, critic, reward, warm, reference):
         worker.close()
@@ -213,7 +213,7 @@ def test_roles_refuse_models_that_cannot_play_them(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"ActorWorker is trained and needs optim"):
         ActorWorker(ActorConfig(model=policy(models), engine=ENGINE))
     with pytest.raises(ConfigError, match=r"ReferenceWorker is never trained"):
-        ReferenceWorker(ReferenceConfig(model=policy(models), engine=ENGINE, optim=OPTIM))
+        ReferenceWorker(ReferenceWorkerConfig(model=policy(models), engine=ENGINE, optim=OPTIM))
     headless = RewardWorker(WorkerConfig(model=replace(policy(models), head="value"), engine=ENGINE))
     with pytest.raises(ConfigError, match=r"has no reward head \(score.weight\)"):
         headless.check()

@@ -20,8 +20,8 @@ import pytest
 from drivetrain.engine.checkpoint.retention import latest
 from drivetrain.engine.checkpoint.storage import LocalStore
 from drivetrain.engine.loss import LossSums
+from drivetrain.losses.sft import SFTLoss
 from drivetrain.trainers.sft import main
-from drivetrain.workers.losses.sft import SFTLoss
 from helpers.harness import run_ranks
 from helpers.runs import records, words
 

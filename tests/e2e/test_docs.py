@@ -15,7 +15,7 @@ import pytest
 from docs.draw import FENCE, PICTURES, TAG, diagrams
 from docs.sizes import PAGE, page
 from drivetrain.cli import COMMANDS
-from drivetrain.serve.cli import _parser as serve_parser
+from drivetrain.serve.openai.serve_command import _parser as serve_parser
 from drivetrain.trainers.tasks.rising_digits import write_pairs
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,9 @@ from drivetrain.engine.config import (
 from drivetrain.engine.loss import StepResult
 from drivetrain.engine.registry import engine_class
 from drivetrain.trainers import dpo, rm
-from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RMConfig
+from drivetrain.trainers.config.data import DataConfig
+from drivetrain.trainers.config.methods import PreferenceConfig, ReferenceConfig
+from drivetrain.trainers.config.runs import DPOConfig, RMConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader
@@ -356,7 +358,7 @@ def test_the_commands_of_the_readme(pairs_task: Path, tmp_path: Path, command: A
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.cli import main
+    from drivetrain.trainers.demo.demo_command import main
 
     assert main(["rm", "--output", str(tmp_path), "--nproc", "1"]) == 0
     told = json.loads((tmp_path / "summary.json").read_text())

@@ -127,8 +127,8 @@ def failed_alone(words: list[str]) -> str:
     """`run` as a program calls it: it raises, and leaves the default group to its peers."""
     import torch.distributed as dist
 
-    from drivetrain.trainers.config import SFTConfig
     from drivetrain.trainers.config.parse import parse
+    from drivetrain.trainers.config.runs import SFTConfig
     from drivetrain.trainers.methods.sft import SFTMethod
 
     config = parse(SFTConfig, words, "")

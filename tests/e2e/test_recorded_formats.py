@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from drivetrain.checkpoint_tools.cli import main as checkpoint_tool
+from drivetrain.checkpoint_tools.commands import main as checkpoint_tool
 from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import PPOConfig
 from drivetrain.trainers.config.runs import SFTConfig
-from drivetrain.trainers.rl.cli import main as rl_phase
+from drivetrain.trainers.rl.phase_commands import main as rl_phase
 from drivetrain.trainers.rl.trainer import PPOTrainer
 from drivetrain.trainers.trainer import SFTTrainer
-from drivetrain.workers.model_worker.codec import Codec
-from drivetrain.workers.model_worker.names import Names
-from drivetrain.workers.model_worker.protocol import Registry
-from drivetrain.workers.model_worker.values import load
+from drivetrain.workers.protocol.codec import Codec
+from drivetrain.workers.protocol.names import Names
+from drivetrain.workers.protocol.operations import Registry
+from drivetrain.workers.protocol.values import load
 from helpers import rl_runs, runs
 
 FORMATS = Path(__file__).parents[1] / "recorded" / "formats"

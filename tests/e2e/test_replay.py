@@ -14,9 +14,9 @@ from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl.algorithms import resolve
-from drivetrain.trainers.rl.cli import Replayed
-from drivetrain.trainers.rl.cli import main as phases
-from drivetrain.trainers.rl.cli import replay as replay_bundle
+from drivetrain.trainers.rl.phase_commands import Replayed
+from drivetrain.trainers.rl.phase_commands import main as phases
+from drivetrain.trainers.rl.phase_commands import replay as replay_bundle
 from drivetrain.trainers.rl.trainer import RLTrainer
 from drivetrain.trainers.tasks.addition import make_tokenizer, question
 from helpers.rl_formulas import Formula

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
+from drivetrain.rewards.sample import RewardSample
 from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import evaluation
-from drivetrain.trainers.rl.cli import main as phases
+from drivetrain.trainers.rl.phase_commands import main as phases
 from drivetrain.trainers.rl.trainer import GRPOTrainer
-from drivetrain.workers.rewards.sample import RewardSample
 from helpers.rl_runs import make_task, records, train, words
 
 
@@ -351,7 +351,7 @@ def test_the_page_can_be_typed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.trainers.demo.cli import main as demo
+    from drivetrain.trainers.demo.demo_command import main as demo
 
     # A part of the demonstration's steps, whose verdict asks for more.
     demo(["grpo", "--output", str(tmp_path), "--steps", "60"])

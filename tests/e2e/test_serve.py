@@ -21,13 +21,13 @@ import torch
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import ConfigError
-from drivetrain.serve.settings import ServeSettings
-from drivetrain.serve.text import Texts
-from drivetrain.workers.embeddings.config import EmbeddingConfig
-from drivetrain.workers.embeddings.embedder import Embedder
-from drivetrain.workers.rollout.generation import Generation
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.generation.embeddings.config import EmbeddingConfig
+from drivetrain.generation.embeddings.embedder import Embedder
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
+from drivetrain.generation.result import Generation
+from drivetrain.serve.openai.settings import ServeSettings
+from drivetrain.serve.openai.text import Texts
 from helpers.server import Server, until
 from helpers.texts import byte_tokenizer, save_text_model
 from helpers.vision import image_uri, save_vision_model
@@ -508,14 +508,14 @@ def test_a_chat_in_the_terminal(models: Path, tmp_path: Path) -> None:
 def test_settings_that_cannot_be_used_are_named_before_anything_loads(
     models: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from drivetrain.serve.cli import main
+    from drivetrain.serve.openai.serve_command import main
 
     assert main([argument.replace("{model}", str(models)) for argument in arguments]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_a_port_in_use_and_keys_that_no_header_carries(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from drivetrain.serve.cli import main
+    from drivetrain.serve.openai.serve_command import main
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

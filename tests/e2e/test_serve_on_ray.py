@@ -33,7 +33,7 @@ def workers(address: str) -> dict[int, int]:
     found = {}
     for folder in Path("/proc").iterdir():
         try:
-            if b"drivetrain.workers.model_worker" in (folder / "cmdline").read_bytes().split(b"\0"):
+            if b"drivetrain.workers.process" in (folder / "cmdline").read_bytes().split(b"\0"):
                 raylet = parent(parent(int(folder.name)))
                 if address.encode() in Path(f"/proc/{raylet}/cmdline").read_bytes():
                     found[int(folder.name)] = raylet

@@ -15,7 +15,7 @@ import torch
 from drivetrain.checkpoint_tools.inspection import inspect
 from drivetrain.engine.checkpoint.retention import steps
 from drivetrain.engine.checkpoint.storage import LocalStore
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.encode import encode_row
 from drivetrain.trainers.loop.loggers import JSONL
 from drivetrain.trainers.sft import main

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.engine.errors import ModelError
-from drivetrain.workers.rollout.continuous import ContinuousGenerator
-from drivetrain.workers.rollout.options import SamplingOptions
-from drivetrain.workers.rollout.placement import Placement
-from drivetrain.workers.rollout.static import StaticGenerator
-from drivetrain.workers.rollout.token_stream import TokenStream
+from drivetrain.generation.continuous import ContinuousGenerator
+from drivetrain.generation.options import SamplingOptions
+from drivetrain.generation.placement import Placement
+from drivetrain.generation.static import StaticGenerator
+from drivetrain.generation.token_stream import TokenStream
 
 
 class OtherTokens(StaticGenerator):

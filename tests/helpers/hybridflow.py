@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from drivetrain.workers.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
-from drivetrain.workers.losses.policy import kl_estimate
+from drivetrain.losses.advantages import broadcast_to_tokens, gae, grpo, token_rewards, whiten
+from drivetrain.losses.policy import kl_estimate
 from helpers.files import module_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -50,7 +50,7 @@ class Worker:
         wanted: dict[str, str | None] = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})}
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "drivetrain.workers.model_worker", "--rank", str(rank), "--world-size", str(size)),
+                *(sys.executable, "-m", "drivetrain.workers.process", "--rank", str(rank), "--world-size", str(size)),
                 *arguments,
             ],
             stdin=subprocess.PIPE,

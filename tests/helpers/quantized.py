@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.config import ModelConfig
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.tensor_parallel.generator import TensorParallelGenerator
 
 PROMPT = [(7 * i + 3) % 250 for i in range(21)]

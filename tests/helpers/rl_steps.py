@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from drivetrain.engine.packing.convert import from_lists
+from drivetrain.generation.sampling import seed_of
 from drivetrain.trainers.config.rl import (
     FrozenRoleConfig,
     GroupConfig,
@@ -26,8 +27,7 @@ from drivetrain.trainers.rl.answers import Answer, Answers
 from drivetrain.trainers.rl.roles import build_roles
 from drivetrain.trainers.rl.session import open_phases
 from drivetrain.trainers.rl.update import add_old_log_probs, train
-from drivetrain.workers.dispatch import MiniBatches
-from drivetrain.workers.rollout.sampling import seed_of
+from drivetrain.workers.roles.dispatch import MiniBatches
 from helpers.hybridflow import Plain, clipped, logs, values, whitened_gae
 
 STEPS, PROMPTS, GROUP = 5, 3, 4

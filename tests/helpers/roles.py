@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from drivetrain.engine import progress
 from drivetrain.engine.errors import BatchError
-from drivetrain.workers.dispatch import register
-from drivetrain.workers.model_worker import digests
+from drivetrain.workers.data_plane import digests
 from drivetrain.workers.roles.actor import ActorWorker
+from drivetrain.workers.roles.dispatch import register
 
 
 def fails_on_nine(answers: Any) -> list[float]:
@@ -278,7 +278,7 @@ class Model:
     def log(self, text: str) -> None:
         import logging
 
-        from drivetrain.workers.model_worker import metrics
+        from drivetrain.workers.process import metrics
 
         logging.getLogger("the.model").warning(text)
         logging.getLogger("the.model").info("too quiet to be heard")

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from drivetrain.workers.dispatch import register
-from drivetrain.workers.rollout.options import RolloutConfig
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.generation.options import RolloutConfig
+from drivetrain.workers.roles.dispatch import register
+from drivetrain.workers.roles.generator import RolloutWorker
 
 
 class FaultyRollout(RolloutWorker):

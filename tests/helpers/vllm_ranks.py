@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.errors import ModelError
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
-from drivetrain.workers.rollout.registry import build_generator
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.generation.registry import build_generator
 
 PROMPTS = [[5, 6, 7], [9], [(7 * i + 3) % 250 for i in range(65)]]
 OPTIONS = [

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.workers.dispatch import register
-from drivetrain.workers.model_worker import param_broadcast
-from drivetrain.workers.model_worker.pool_communicator import Broadcast, PoolCommunicator
+from drivetrain.workers.process import param_broadcast
+from drivetrain.workers.process.pool_communicator import Broadcast, PoolCommunicator
+from drivetrain.workers.roles.dispatch import register
 from helpers.roles import die
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.engine.errors import BatchError
 from drivetrain.engine.packing.batch import IGNORE
-from drivetrain.workers.batch_adapters import adapt_batch as open_any
+from drivetrain.workers.roles.batch_adapters import adapt_batch as open_any
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5).filter(
     lambda r: any(n for _, n in r)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError, DrivetrainError
 from drivetrain.engine.lr_schedule import is_decayed, learning_rate
 from drivetrain.engine.registry import BackendSpec, backends, options_class, register, spec_of, unregister
-from drivetrain.trainers.config import DataConfig, DPOConfig, RMConfig, SFTConfig
+from drivetrain.lazy_imports import MOVED_MODULES
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.config.parse import RECIPES, changes, differences, keys, parse, recipes_of, to_yaml
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
+from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -312,13 +315,47 @@ def test_package_list_equals_the_disk() -> None:
     assert not [f for f in loose if not f.relative_to(ROOT).parts[0].startswith(".")]
 
 
-@pytest.mark.parametrize("package", ["engine", "checkpoint_tools", "workers", "trainers.config"])
+@pytest.mark.parametrize("package", ["drivetrain", "drivetrain.checkpoint_tools"])
 def test_lazy_exports_resolve(package: str) -> None:
-    face = import_module(f"drivetrain.{package}")
+    face = import_module(package)
+    assert len(dir(face)) >= 5
     for name in dir(face):
         assert getattr(face, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = face.Nothing
+
+
+@pytest.mark.parametrize("package", ["engine", "workers", "trainers.config"])
+def test_public_names_have_one_place(package: str) -> None:
+    module = import_module(f"drivetrain.{package}")
+    with pytest.raises(ImportError, match="use from drivetrain import EngineConfig"):
+        _ = module.EngineConfig
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = module.Nothing
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("workers.losses.policy", "losses.policy"),
+        ("workers.rollout.worker", "workers.roles.generator"),
+        ("workers.rollout.options", "generation.options"),
+        ("workers.model_worker.messages", "workers.protocol.messages"),
+        ("serve.generate", "trainers.generate"),
+    ],
+)
+def test_a_module_that_has_moved_says_where_it_is(old: str, new: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"drivetrain\.{old} has moved: import drivetrain\.{new}$"):
+        import_module(f"drivetrain.{old}")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        import_module("drivetrain.workers.rollout.nothing")
+    with pytest.raises(ImportError, match=r"import RoleSpec from drivetrain\.workers\.process"):
+        _ = import_module("drivetrain.workers.model_worker").RoleSpec
+
+
+@pytest.mark.parametrize("new", sorted(set(MOVED_MODULES.values())))
+def test_what_has_moved_is_there(new: str) -> None:
+    assert find_spec(f"drivetrain.{new}") is not None
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

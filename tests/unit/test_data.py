@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import DataError
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import encode_completion, encode_row, mark_supervised

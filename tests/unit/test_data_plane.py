@@ -20,11 +20,11 @@ from drivetrain.workers.data_plane.samples import batch_of, columns_of
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DTYPES, DataStore, empty_pieces
 from drivetrain.workers.groups.planned import Manifest, PlannedHook, PlannedRequest
-from drivetrain.workers.model_worker import data_messages as d
-from drivetrain.workers.model_worker.compute_messages import Call
-from drivetrain.workers.model_worker.hooks import Offload
-from drivetrain.workers.model_worker.manifest import digest_of
-from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.protocol import data_messages as d
+from drivetrain.workers.protocol.compute_messages import Call
+from drivetrain.workers.protocol.hooks import Offload
+from drivetrain.workers.protocol.manifest import digest_of
 
 IDS = Column("input_ids", "int64", "token")
 

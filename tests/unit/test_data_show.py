@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.encode import Kind
 from drivetrain.trainers.data.tokenize import load_token_caches
 from drivetrain.trainers.data_show.facts import Facts, histogram

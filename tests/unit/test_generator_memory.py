@@ -9,13 +9,8 @@ import pytest
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
-from drivetrain.serve.replicas import gpus_of_replicas
-from drivetrain.trainers.config.rl import GroupConfig, GRPOConfig, RolloutSettings
-from drivetrain.trainers.data.prompts import Prompt, PromptSet
-from drivetrain.trainers.rl.collect import Prompts, most_tokens
-from drivetrain.trainers.rl.roles import rollout_config
-from drivetrain.workers.rollout import memory
-from drivetrain.workers.rollout.memory import (
+from drivetrain.generation import memory
+from drivetrain.generation.memory import (
     GIB,
     TOKENS_WITHOUT_GPU,
     GpuMemory,
@@ -25,9 +20,14 @@ from drivetrain.workers.rollout.memory import (
     utilization,
     with_cache_size,
 )
-from drivetrain.workers.rollout.options import RolloutConfig
-from drivetrain.workers.rollout.vllm.model import gpu_arguments
-from drivetrain.workers.rollout.worker import RolloutWorker
+from drivetrain.generation.options import RolloutConfig
+from drivetrain.generation.vllm.model import gpu_arguments
+from drivetrain.serve.openai.replicas import gpus_of_replicas
+from drivetrain.trainers.config.rl import GroupConfig, GRPOConfig, RolloutSettings
+from drivetrain.trainers.data.prompts import Prompt, PromptSet
+from drivetrain.trainers.rl.collect import Prompts, most_tokens
+from drivetrain.trainers.rl.roles import rollout_config
+from drivetrain.workers.roles.generator import RolloutWorker
 
 # An 8B model in bfloat16 with 36 layers of 8 key/value heads of 128, for 256 responses of up to 40,960 tokens.
 NEEDS = MemoryNeeds(parameters=16 * GIB, per_token=147_456, workspace=5 * GIB, most_tokens=256 * 40_960)

@@ -6,8 +6,8 @@ import torch
 from drivetrain.engine.errors import ConfigError
 from drivetrain.workers.groups.process import gpus_each, visible_gpu
 from drivetrain.workers.groups.remote import process_environment
-from drivetrain.workers.model_worker import messages as m
-from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.protocol import messages as m
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_rank_without_a_gpu_is_refused_before_it_waits_for_others(monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    from drivetrain.workers.model_worker.comm_id import mint
+    from drivetrain.workers.protocol.comm_id import mint
 
     comm_id, listener = mint()
     listener.close()

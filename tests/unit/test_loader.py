@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.packing.batch import IGNORE
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
 from drivetrain.trainers.data.order import BatchOrder, Cursor, Sampler

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.workers.rollout.paged_attention import Layout, attend
+from drivetrain.generation.paged_attention import Layout, attend
 
 HEADS, GROUPS, SIZE = 2, 3, 8
 # Prompts, a prompt's piece after 5 tokens, and single tokens after few and many others, so that these are computed in several groups.

@@ -17,12 +17,13 @@ from drivetrain.engine.errors import ConfigError, ModelError, RemoteError, Worke
 from drivetrain.trainers.config.rl import GroupConfig
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.groups.remote import comm_backend
-from drivetrain.workers.model_worker import comm_id, param_broadcast, pool_communicator
-from drivetrain.workers.model_worker.hook_runner import abandon_hook, run_hook
-from drivetrain.workers.model_worker.hooks import SyncParams
-from drivetrain.workers.model_worker.param_broadcast import BucketSums
-from drivetrain.workers.model_worker.pool_communicator import PoolCommunicator
-from drivetrain.workers.model_worker.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.process import param_broadcast, pool_communicator
+from drivetrain.workers.process.hook_runner import abandon_hook, run_hook
+from drivetrain.workers.process.param_broadcast import BucketSums
+from drivetrain.workers.process.pool_communicator import PoolCommunicator
+from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
+from drivetrain.workers.protocol import comm_id
+from drivetrain.workers.protocol.hooks import SyncParams
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 
 ROOT, TARGETS = "giving/0", ["taking/0", "taking/1"]

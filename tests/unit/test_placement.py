@@ -9,9 +9,9 @@ import torch
 from drivetrain.engine import torch_private
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.parallel import process_groups
-from drivetrain.workers.rollout.placement import Placement
-from drivetrain.workers.rollout.sampling import cumulative_by_products
-from drivetrain.workers.rollout.vllm.model import sleep_calls
+from drivetrain.generation.placement import Placement
+from drivetrain.generation.sampling import cumulative_by_products
+from drivetrain.generation.vllm.model import sleep_calls
 
 AWAKE, LOADING = Placement(), Placement("device", "absent")
 HOST, ABSENT = Placement("host", "absent"), Placement("absent", "absent")

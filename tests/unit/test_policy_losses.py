@@ -12,7 +12,7 @@ from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.loss import LossSums, TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.advantages import (
+from drivetrain.losses.advantages import (
     broadcast_to_tokens,
     gae,
     gpg,
@@ -27,9 +27,9 @@ from drivetrain.workers.advantages import (
     token_rewards,
     whiten,
 )
-from drivetrain.workers.losses.covariance import covariances, random_keys, select_between, select_largest
-from drivetrain.workers.losses.importance import importance_weights, rejection_bounds
-from drivetrain.workers.losses.objectives import (
+from drivetrain.losses.covariance import covariances, random_keys, select_between, select_largest
+from drivetrain.losses.importance import importance_weights, rejection_bounds
+from drivetrain.losses.objectives import (
     cispo_objective,
     clipped_objective,
     dppo_kl_objective,
@@ -37,8 +37,8 @@ from drivetrain.workers.losses.objectives import (
     gpg_objective,
     sapo_objective,
 )
-from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss, aggregation_weight, kl_estimate
-from drivetrain.workers.losses.value import ValueLoss, clipped_value_loss
+from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, aggregation_weight, kl_estimate
+from drivetrain.losses.value import ValueLoss, clipped_value_loss
 
 
 def t(*values: float) -> Tensor:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import DataError
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance, partition
-from drivetrain.trainers.config import DataConfig
+from drivetrain.losses.sequences import CHOSEN, MARGIN
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.encode import Kind, encode_row
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
@@ -21,7 +22,6 @@ from drivetrain.trainers.data.sample import Sample
 from drivetrain.trainers.data.tokenize import load_token_caches
 from drivetrain.trainers.methods.preference import mismatched
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from drivetrain.workers.losses.sequences import CHOSEN, MARGIN
 
 TOKENIZER = make_tokenizer()
 

@@ -16,7 +16,14 @@ from drivetrain.engine.errors import BatchError, ConfigError
 from drivetrain.engine.loss import LossSums, TokenOutputs, loss_mask
 from drivetrain.engine.packing.batch import IGNORE, PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.trainers.config import DataConfig, DPOConfig, PreferenceConfig, ReferenceConfig, RewardConfig, RMConfig
+from drivetrain.losses import pairs, preference
+from drivetrain.losses.preference import KTOLoss, PairLoss, PreferenceLoss
+from drivetrain.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
+from drivetrain.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
+from drivetrain.losses.sft import SFTLoss
+from drivetrain.trainers.config.data import DataConfig
+from drivetrain.trainers.config.methods import PreferenceConfig, ReferenceConfig, RewardConfig
+from drivetrain.trainers.config.runs import DPOConfig, RMConfig
 from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader
 from drivetrain.trainers.data.order import Sampler
@@ -25,11 +32,6 @@ from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.validate import sample_budget
-from drivetrain.workers.losses import pairs, preference
-from drivetrain.workers.losses.preference import KTOLoss, PairLoss, PreferenceLoss
-from drivetrain.workers.losses.reward import RewardLoss, bradley_terry_loss, centering_loss
-from drivetrain.workers.losses.sequences import CHOSEN, MARGIN, REFERENCE, sequence_sums
-from drivetrain.workers.losses.sft import SFTLoss
 from helpers.engines import build
 from helpers.files import module_of
 

@@ -13,7 +13,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance, count_units, partition
 from drivetrain.engine.packing.prefixes import Prefixes
 from drivetrain.engine.packing.sharing import find_prefixes, shared_layout
-from drivetrain.workers.dispatch import MiniBatches
+from drivetrain.workers.roles.dispatch import MiniBatches
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7)
 

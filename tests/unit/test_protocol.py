@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.workers.data_plane.plan import Column, Keys, Load, Step
-from drivetrain.workers.model_worker import compute_messages as c
-from drivetrain.workers.model_worker import data_messages as d
-from drivetrain.workers.model_worker import hooks as h
-from drivetrain.workers.model_worker import messages as p
-from drivetrain.workers.model_worker import protocol
-from drivetrain.workers.model_worker import stream_messages as s
-from drivetrain.workers.model_worker.codec import Codec, FrameError
-from drivetrain.workers.model_worker.worker import ModelWorker, OpError, WorkerSettings, error_of
+from drivetrain.workers.process.worker import ModelWorker, OpError, WorkerSettings, error_of
+from drivetrain.workers.protocol import compute_messages as c
+from drivetrain.workers.protocol import data_messages as d
+from drivetrain.workers.protocol import hooks as h
+from drivetrain.workers.protocol import messages as p
+from drivetrain.workers.protocol import operations as protocol
+from drivetrain.workers.protocol import stream_messages as s
+from drivetrain.workers.protocol.codec import Codec, FrameError
 
 REGISTRY = protocol.Registry()
 JSON, BINARY = Codec(REGISTRY, binary=False), Codec(REGISTRY, binary=True)
@@ -427,7 +427,7 @@ def test_a_hook_is_refused_where_it_cannot_be() -> None:
 
 def test_the_protocol_imports_no_torch() -> None:
     code = (
-        "import sys; import drivetrain.workers.model_worker.cli, drivetrain.workers.model_worker.handlers; "
-        "import drivetrain.workers.model_worker.transports.zeromq; sys.exit('torch' in sys.modules)"
+        "import sys; import drivetrain.workers.process.program, drivetrain.workers.process.handlers; "
+        "import drivetrain.workers.protocol.transports.zeromq; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

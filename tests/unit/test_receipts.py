@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from drivetrain.engine.errors import ModelError, RemoteError, WorkerError, WorkerLostError
-from drivetrain.workers.data_plane import blocks
+from drivetrain.workers.data_plane import blocks, buckets
 from drivetrain.workers.data_plane.blocks import BlockPool, BlockReader, SharedBlock
+from drivetrain.workers.data_plane.buckets import Bucket, LinkChannel, Packer
+from drivetrain.workers.data_plane.digests import Tally, device_sums, host_digest
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
 from drivetrain.workers.data_plane.staging import copy_in_pieces
 from drivetrain.workers.data_plane.store import DataStore
 from drivetrain.workers.groups.receipts import agreed_receipt
-from drivetrain.workers.model_worker import buckets, param_sync
-from drivetrain.workers.model_worker.buckets import Bucket, LinkChannel, Packer
-from drivetrain.workers.model_worker.digests import Tally, device_sums, host_digest
+from drivetrain.workers.process import param_sync
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
@@ -335,7 +335,7 @@ def test_types_and_shapes_are_part_of_the_digest() -> None:
 def test_the_sums_do_not_depend_on_how_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(101)
     whole = device_sums(values).tolist()
-    monkeypatch.setattr("drivetrain.workers.model_worker.digests.WORDS", 7)
+    monkeypatch.setattr("drivetrain.workers.data_plane.digests.WORDS", 7)
     assert device_sums(values).tolist() == whole
 
 

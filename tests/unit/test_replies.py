@@ -8,8 +8,8 @@ import pytest
 
 from drivetrain.engine.errors import BatchError, WorkerError, WorkerLostError
 from drivetrain.workers.groups.replies import Outcome, Patience, read_replies
-from drivetrain.workers.model_worker import messages as m
-from drivetrain.workers.model_worker.compute_messages import CallOk
+from drivetrain.workers.protocol import messages as m
+from drivetrain.workers.protocol.compute_messages import CallOk
 
 PATIENCE = Patience(grace_s=0.2, silence_s=0.5)
 BAD = m.Error(kind="forward_failed", message="no field x", error_type="drivetrain.engine.errors:BatchError")

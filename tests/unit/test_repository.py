@@ -65,9 +65,9 @@ def test_the_page_of_families_says_what_the_code_does() -> None:
 
 @pytest.mark.parametrize("page", ["coming-from.md", "faq.md"])
 def test_settings_that_a_page_names_exist(page: str) -> None:
-    from drivetrain.trainers.config import DPOConfig, RMConfig, SFTConfig
     from drivetrain.trainers.config.parse import keys
     from drivetrain.trainers.config.rl import GRPOConfig
+    from drivetrain.trainers.config.runs import DPOConfig, RMConfig, SFTConfig
 
     known = {key.name for cls in (SFTConfig, DPOConfig, RMConfig, GRPOConfig) for key in keys(cls)}
     text = (ROOT / "docs" / page).read_text()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.workers.rewards.answers import final_answer, match_answer, match_exact, match_number
-from drivetrain.workers.rewards.formats import check_format, check_json
-from drivetrain.workers.rewards.registry import import_function, location_of, rewards
-from drivetrain.workers.rewards.rules import length_within, overlong_penalty, repetition_penalty, script_share
-from drivetrain.workers.rewards.sample import Outcome, RewardSample
-from drivetrain.workers.rewards.signatures import judge, outcome_of, signature_of
+from drivetrain.rewards.answers import final_answer, match_answer, match_exact, match_number
+from drivetrain.rewards.formats import check_format, check_json
+from drivetrain.rewards.registry import import_function, location_of, rewards
+from drivetrain.rewards.rules import length_within, overlong_penalty, repetition_penalty, script_share
+from drivetrain.rewards.sample import Outcome, RewardSample
+from drivetrain.rewards.signatures import judge, outcome_of, signature_of
 
 
 @pytest.mark.parametrize(

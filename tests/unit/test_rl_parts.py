@@ -8,6 +8,8 @@ from typing import Any, cast, get_args
 import pytest
 
 from drivetrain.engine.errors import ConfigError
+from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss
+from drivetrain.losses.preference import PreferenceLoss
 from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, RLConfig, RLSettings
@@ -23,8 +25,6 @@ from drivetrain.trainers.rl.phases import Phases
 from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.trainers.rl.state import is_random
 from drivetrain.trainers.rl.update import best_and_worst, loss_of_step
-from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss
-from drivetrain.workers.losses.preference import PreferenceLoss
 
 
 def config(*words: str) -> RLConfig:

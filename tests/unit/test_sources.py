@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drivetrain.engine.errors import DataError, ModelError
 from drivetrain.engine.hf.model_path import check_model_path
-from drivetrain.trainers.config import DataConfig
-from drivetrain.trainers.config.data import PromptsConfig
+from drivetrain.trainers.config.data import DataConfig, PromptsConfig
 from drivetrain.trainers.data.dataset import Budget, Dataset
 from drivetrain.trainers.data.length_bound import LengthBound
 from drivetrain.trainers.data.prompts import load_prompts
@@ -488,7 +487,7 @@ def test_a_tables_nulls_are_no_keys(tmp_path: Path, cache: dict[str, Any]) -> No
 ENDLESS = """
 import sys
 from drivetrain.engine.parallel.process_groups import init_distributed
-from drivetrain.trainers.config import DataConfig
+from drivetrain import DataConfig
 from drivetrain.trainers.config.data import PromptsConfig
 from drivetrain.trainers.tasks.addition import make_tokenizer
 from drivetrain.trainers.data.tokenize import load_token_caches

@@ -11,7 +11,7 @@ from drivetrain.engine.loss import TokenOutputs, loss_mask
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.step import LossAccumulator, _totals
 from drivetrain.engine.step_plan import StepPlan
-from drivetrain.workers.losses.sft import SFTLoss
+from drivetrain.losses.sft import SFTLoss
 
 DEVICE = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.config import SFTConfig
 from drivetrain.trainers.config.parse import parse
+from drivetrain.trainers.config.runs import SFTConfig
 from drivetrain.trainers.config.trainer import TrainerConfig
 from drivetrain.trainers.demo import preferences, reinforcement
 from drivetrain.trainers.loop import loop, signals

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.errors import CheckpointError, DataError
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import Kind
 from drivetrain.trainers.data.loader import Loader

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from drivetrain import SFTConfig, SFTTrainer
 from drivetrain.engine.config import ModelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.trainers.config import DataConfig
+from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import encode_row, mark_supervised

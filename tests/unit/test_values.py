@@ -21,15 +21,15 @@ from drivetrain.engine.config import EngineConfig, ModelConfig, OptimConfig
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers.losses.policy import PolicyLoss
-from drivetrain.workers.model_worker import protocol
-from drivetrain.workers.model_worker.codec import Codec
-from drivetrain.workers.model_worker.compute_messages import Call, CallOk
-from drivetrain.workers.model_worker.names import BUILT_IN, Names, Program, collect, name_of
-from drivetrain.workers.model_worker.values import ValueDecodeError, dump, load
+from drivetrain.generation.options import RolloutConfig, SamplingOptions
+from drivetrain.losses.policy import PolicyLoss
+from drivetrain.workers.protocol import operations as protocol
+from drivetrain.workers.protocol.codec import Codec
+from drivetrain.workers.protocol.compute_messages import Call, CallOk
+from drivetrain.workers.protocol.names import BUILT_IN, Names, Program, collect, name_of
+from drivetrain.workers.protocol.values import ValueDecodeError, dump, load
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.reward import FunctionRewardConfig
-from drivetrain.workers.rollout.options import RolloutConfig, SamplingOptions
 from helpers.roles import Trouble, fails_on_nine
 
 NAMES = Names()
@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_is_refused_by_its_place() -> None:
         ({"$": "subprocess:Popen", "fields": {"args": ["true"]}}, ConfigError, "subprocess:Popen is not on the list"),
         ({"$": "drivetrain.workers.roles.actor:ActorWorker", "fields": {}}, ValueDecodeError, "is not a dataclass"),
         ({"$": "drivetrain.engine.config:ModelConfig", "fields": {"pat": "x"}}, ValueDecodeError, "has no field 'pat'"),
-        ({"$": "drivetrain.workers.rollout.options:RolloutConfig", "fields": {}}, ValueDecodeError, "missing 1 required"),
+        ({"$": "drivetrain.generation.options:RolloutConfig", "fields": {}}, ValueDecodeError, "missing 1 required"),
         ({"$": "drivetrain.engine.config:ModelConfig", "fields": 3}, ValueDecodeError, "is not a value"),
         ({"$": "tensor", "dtype": "float32", "shape": [2], "part": 0}, ValueDecodeError, "part 0 of 0 does not exist"),
         ({"$": "tensor", "dtype": "float32", "shape": [2], "data": "AAAA"}, ValueDecodeError, r"shape \[2\].* has 3 bytes"),

@@ -11,12 +11,12 @@ from torch import Tensor
 from drivetrain.engine.loss import TokenOutputs
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.workers import advantages as a
-from drivetrain.workers.losses.covariance import covariances, random_keys, select_between, select_largest
-from drivetrain.workers.losses.importance import accepted_tokens
-from drivetrain.workers.losses.objectives import clipped_objective
-from drivetrain.workers.losses.policy import POLICY_LOSSES, PolicyLoss, kl_estimate, response_tokens
-from drivetrain.workers.losses.value import ValueLoss
+from drivetrain.losses import advantages as a
+from drivetrain.losses.covariance import covariances, random_keys, select_between, select_largest
+from drivetrain.losses.importance import accepted_tokens
+from drivetrain.losses.objectives import clipped_objective
+from drivetrain.losses.policy import POLICY_LOSSES, PolicyLoss, kl_estimate, response_tokens
+from drivetrain.losses.value import ValueLoss
 
 RECORD = json.loads((Path(__file__).parents[1] / "recorded" / "verl_numbers.json").read_text())
 INPUTS: dict[str, Tensor] = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.workers.rollout.options import SamplingOptions
-from drivetrain.workers.rollout.sampling import Draw, UniformNumbers, sample_tokens
-from drivetrain.workers.rollout.vllm.draws import KEY, RequestDraws
-from drivetrain.workers.rollout.vllm.model import CompletedWeights
-from drivetrain.workers.rollout.weight_values import all_finite, common_dtype
+from drivetrain.generation.options import SamplingOptions
+from drivetrain.generation.sampling import Draw, UniformNumbers, sample_tokens
+from drivetrain.generation.vllm.draws import KEY, RequestDraws
+from drivetrain.generation.vllm.model import CompletedWeights
+from drivetrain.generation.weight_values import all_finite, common_dtype
 
 V = 50
 

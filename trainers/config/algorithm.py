@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...engine.config import Settings, setting
-from ...workers.losses.names import Aggregation, Estimator, KLEstimator, Objective, Ratio
+from ...losses.names import Aggregation, Estimator, KLEstimator, Objective, Ratio
 
 AlgorithmName = Literal[
     "grpo",
@@ -33,11 +33,11 @@ AlgorithmName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(Settings):
-    """The loss of the policy; see `workers.losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
+    """The loss of the policy; see `losses.policy.PolicyLoss`. Null takes the value of rl.algorithm."""
 
     section: ClassVar[str] = "rl.loss"
 
-    objective: Objective | None = setting(None, "loss of a token, a function of workers.losses.objectives; clipped: PPO's")
+    objective: Objective | None = setting(None, "loss of a token, a function of losses.objectives; clipped: PPO's")
     clip_low: float | None = setting(
         None, "distance below 1 at which the ratio is clipped; gmpo: below a log-ratio of 0; dppo: a divergence"
     )

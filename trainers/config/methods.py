@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from ...engine.config import OffloadTarget, ParallelConfig, Settings, setting
 from ...engine.errors import ConfigError
-from ...workers.losses.names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
+from ...losses.names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
 
 PreferenceLossName = Literal[PairLoss, "kto"]
 ReferenceMode = Literal["auto", "model", "base", "cached"]

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from ...engine.config import MOST_PROCESSES, EngineConfig, ModelConfig, OptimConfig, Settings, check_least, setting
 from ...engine.errors import ConfigError
-from ...workers.losses.names import WITHOUT_GROUPS, Level
-from ...workers.model_worker.hooks import WeightSync
-from ...workers.rewards.config import RewardsConfig
+from ...losses.names import WITHOUT_GROUPS, Level
+from ...rewards.config import RewardsConfig
+from ...workers.protocol.hooks import WeightSync
 from .algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
 from .command import CommandConfig
 from .data import PromptsConfig

@@ -12,7 +12,7 @@ from ...engine.base import BaseEngine
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.microbatch import balance
-from ...workers.losses.sequences import CHOSEN, MARGIN
+from ...losses.sequences import CHOSEN, MARGIN
 from .dataset import Dataset
 from .order import BatchOrder, Cursor, Sampler
 from .sample import Sample

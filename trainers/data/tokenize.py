@@ -25,8 +25,8 @@ import xxhash
 
 from ...engine.errors import DataError
 from ...engine.parallel.collectives import all_gather_object, collective_errors
-from ...workers.processes.fork_pool import ForkPool, StartError
-from ...workers.processes.fork_server import ProcessEndedError
+from ...engine.parallel.fork_pool import ForkPool, StartError
+from ...engine.parallel.fork_server import ProcessEndedError
 from ..config.data import DataConfig
 from .dataset import Budget, too_long_hint
 from .encode import WIDTH, Kind, encode_row, oddity

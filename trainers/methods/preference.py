@@ -9,9 +9,9 @@ from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
 from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
-from ...workers.losses.pairs import matched_quantiles
-from ...workers.losses.preference import BASELINE, KTOLoss, PreferenceLoss
-from ...workers.losses.sequences import MATCHED, REFERENCE
+from ...losses.pairs import matched_quantiles
+from ...losses.preference import BASELINE, KTOLoss, PreferenceLoss
+from ...losses.sequences import MATCHED, REFERENCE
 from ..config.methods import PreferenceConfig, ReferenceConfig
 from ..config.runs import DPOConfig
 from ..data.dataset import Dataset

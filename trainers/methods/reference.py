@@ -24,7 +24,7 @@ from ...engine.hf.model_path import fingerprint, resolve_folder
 from ...engine.loss import OutputRequest
 from ...engine.parallel.collectives import all_gather_object, call_on_first, collective_errors
 from ...engine.registry import engine_class, options_class
-from ...workers.losses.sequences import sequence_sums
+from ...losses.sequences import sequence_sums
 from ..config.runs import DPOConfig
 from ..data.dataset import Dataset
 from ..data.loader import GlobalBatch, Loader

@@ -4,7 +4,7 @@ from ...engine.base import BaseEngine
 from ...engine.errors import ConfigError
 from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
-from ...workers.losses.reward import RewardLoss
+from ...losses.reward import RewardLoss
 from ..config.runs import RMConfig
 from ..data.encode import Kind
 from ..data.loader import GlobalBatch

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...engine.base import BaseEngine
 from ...engine.loss import Loss, OutputRequest
 from ...engine.packing.batch import PackedBatch
-from ...workers.losses.sft import SFTLoss
+from ...losses.sft import SFTLoss
 from ..data.loader import GlobalBatch
 from .base import Method
 

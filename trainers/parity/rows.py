@@ -20,7 +20,7 @@ from ...engine.parallel.process import exit_process, report_failure
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ...engine.registry import engine_class
 from ...engine.tiny_configs import FAMILIES
-from ...workers.losses.sft import SFTLoss
+from ...losses.sft import SFTLoss
 from ..config.data import DataConfig
 from ..config.runs import SFTConfig
 from ..data.dataset import Dataset
@@ -30,7 +30,7 @@ from ..data.order import Cursor, Sampler
 from ..methods.sft import SFTMethod
 from ..tasks.addition import DIGITS, SPECIAL, make_tokenizer
 from ..validate import sample_budget
-from .cli import Job, Row, relative
+from .parity_command import Job, Row, relative
 
 OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 LAYERS = 4

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...workers.losses.policy import PolicyLoss
+from ...losses.policy import PolicyLoss
 from ..config.rl import RLSettings
 from .algorithms import Algorithm
 

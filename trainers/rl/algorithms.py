@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from ...engine.errors import ConfigError
-from ...workers.losses.importance import rejection_bounds
-from ...workers.losses.policy import POLICY_LOSSES, PolicyLoss
-from ...workers.losses.preference import PreferenceLoss
+from ...losses.importance import rejection_bounds
+from ...losses.policy import POLICY_LOSSES, PolicyLoss
+from ...losses.preference import PreferenceLoss
 from ...workers.roles.advantage import AdvantageConfig
 from ..config.algorithm import AlgorithmName, EstimatorConfig, PolicyLossConfig
 from ..config.rl import RLConfig, RLSettings
@@ -128,8 +128,8 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 }
 """The algorithms, with the settings of their papers or, where these say nothing, of common implementations.
 
-Source: grpo to kl_cov and gpg: see `workers.losses.policy.POLICY_LOSSES`; pass_at_k, opo, optimal_token_baseline: see
-`workers.advantages`; DAPO's dynamic sampling Yu et al. 2025,
+Source: grpo to kl_cov and gpg: see `losses.policy.POLICY_LOSSES`; pass_at_k, opo, optimal_token_baseline: see
+`losses.advantages`; DAPO's dynamic sampling Yu et al. 2025,
 arXiv:2503.14476, section 3.2. RLOO Ahmadian et al. 2024, arXiv:2402.14740; REINFORCE++ and its form with a group baseline Hu 2025,
 arXiv:2501.03262; ReMax Li et al. 2024, arXiv:2310.10505; PPO Schulman et al. 2017, arXiv:1707.06347; online DPO Guo et al. 2024,
 arXiv:2402.04792, with the best and the worst answer of a group as a pair.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ...engine.packing.prefixes import Prefixes
+from ...rewards.sample import RewardSample
+from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
-from ...workers.rewards.sample import RewardSample
-from ...workers.rewards.scorer import PendingScores
 from ..data.prompts import Prompt
 
 

@@ -8,7 +8,7 @@ from ...engine.errors import ConfigError
 from ...engine.hf.config import read_config
 from ...engine.hf.shape import context_of
 from ...engine.hf.tokenizer import load_tokenizer
-from ...workers.rollout.memory import PAGE_TOKENS_CUDA
+from ...generation.memory import PAGE_TOKENS_CUDA
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.dataset import Budget
 from ..data.order import BatchOrder, Cursor, Sampler

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...workers.rewards.pool import Target
+from ...rewards.pool import Target
 from ..config.rl import RLConfig
 from ..data.order import Cursor
 from .algorithms import Algorithm

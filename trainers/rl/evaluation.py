@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ...workers.rollout.options import SamplingOptions
+from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
 from .answers import Answer

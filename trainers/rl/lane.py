@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
 from ...engine.errors import ConfigError, RewardError
-from ...workers.rewards.pool import Target
-from ...workers.rewards.sample import OUTCOME_KINDS, RewardSample
-from ...workers.rewards.scorer import PendingScores, RewardScorer, Scores
+from ...rewards.pool import Target
+from ...rewards.sample import OUTCOME_KINDS, RewardSample
+from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
 from .answers import Answer

@@ -8,11 +8,11 @@ from time import perf_counter
 from typing import Any
 
 from ...engine.errors import ModelError
+from ...generation.options import SamplingOptions
+from ...generation.sampling import seed_of
+from ...rewards.scorer import PendingScores
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
-from ...workers.rewards.scorer import PendingScores
-from ...workers.rollout.options import SamplingOptions
-from ...workers.rollout.sampling import seed_of
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
 from .adaptive import Adaptive

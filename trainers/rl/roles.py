@@ -7,20 +7,20 @@ from typing import Any
 from ...engine.config import EngineConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
 from ...engine.errors import ConfigError, ModelError
 from ...engine.registry import engine_class
+from ...generation.memory import TOKENS_WITHOUT_GPU
+from ...generation.options import RolloutConfig
+from ...generation.registry import generator_class
+from ...losses.value import ValueLoss
 from ...workers.groups.base import WorkerGroup
 from ...workers.groups.local import LocalWorkerGroup
-from ...workers.losses.value import ValueLoss
-from ...workers.model_worker.role_host import RoleSpec
+from ...workers.process.role_host import RoleSpec
 from ...workers.roles.actor import ActorConfig, ActorWorker
 from ...workers.roles.advantage import AdvantageConfig, AdvantageWorker
 from ...workers.roles.base import WorkerConfig
 from ...workers.roles.critic import CriticConfig, CriticWorker
-from ...workers.roles.reference import ReferenceConfig, ReferenceWorker
+from ...workers.roles.generator import RolloutWorker
+from ...workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
 from ...workers.roles.reward import RewardWorker
-from ...workers.rollout.memory import TOKENS_WITHOUT_GPU
-from ...workers.rollout.options import RolloutConfig
-from ...workers.rollout.registry import generator_class
-from ...workers.rollout.worker import RolloutWorker
 from ..config.rl import REWARD_MODEL, FrozenRoleConfig, RLConfig, TrainedRoleConfig
 from .algorithms import Algorithm
 
@@ -82,7 +82,9 @@ def build_roles(config: RLConfig, algorithm: Algorithm, total_steps: int, most_t
     if algorithm.needs_reference and not own:
         temperature = config.rollout.temperature
         frozen = replace(_model(config, config.reference), lora=LoraConfig(), freeze=(), router_aux_loss_coef=0.0)
-        reference = ReferenceConfig(model=frozen, engine=_frozen_engine(config, config.reference), temperature=temperature)
+        reference = ReferenceWorkerConfig(
+            model=frozen, engine=_frozen_engine(config, config.reference), temperature=temperature
+        )
         specs["reference"] = RoleSpec(worker=ReferenceWorker, config=reference, pool=_pool(config, "reference"))
     if algorithm.needs_critic:
         critic = CriticConfig(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...engine.errors import CheckpointError, ConfigError
-from ...workers.rewards.pool import Target, title_of
+from ...rewards.pool import Target, title_of
 from ..config.rl import RLConfig
 from ..data.order import Cursor
 from ..loop.early_stopping import EarlyStopping

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.process_groups import close_distributed, init_distributed
-from ...workers.rewards.pool import Target
+from ...rewards.pool import Target
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
 from .adaptive import Adaptive

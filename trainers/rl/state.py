@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...engine.errors import WorkerError
+from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
-from ...workers.rollout.options import SamplingOptions
 from ..config.rl import ROLES, RLConfig
 from .ledger import Holding, Move, Part, Place
 

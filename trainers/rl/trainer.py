@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import ConfigError, RewardError, disk_error
-from ...workers.rewards.pool import Target
+from ...rewards.pool import Target
 from ..config.parse import changes
 from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from ..data.order import Cursor

@@ -8,11 +8,11 @@ import torch
 
 from ...engine.errors import ConfigError
 from ...engine.loss import StepResult
+from ...generation.sampling import seed_of
+from ...losses.policy import PolicyLoss
+from ...losses.preference import PreferenceLoss
 from ...workers.data_plane.data_ref import DataRef
-from ...workers.dispatch import MiniBatches
-from ...workers.losses.policy import PolicyLoss
-from ...workers.losses.preference import PreferenceLoss
-from ...workers.rollout.sampling import seed_of
+from ...workers.roles.dispatch import MiniBatches
 from .answers import Answers
 from .phases import Phases
 

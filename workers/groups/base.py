@@ -16,10 +16,10 @@ from typing import Any, Self
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
 from ..data_plane.plan import place
 from ..data_plane.sequence_buffer import SequenceBuffer
-from ..dispatch import MiniBatches
-from ..model_worker.compute_messages import Empty
-from ..model_worker.hooks import CommBackend
-from ..model_worker.role_host import RankInfo, RoleSpec
+from ..process.role_host import RankInfo, RoleSpec
+from ..protocol.compute_messages import Empty
+from ..protocol.hooks import CommBackend
+from ..roles.dispatch import MiniBatches
 from . import hooks as h
 from .call_planner import CallPlanner, CallSpec
 from .group_data import GroupData
@@ -121,7 +121,7 @@ class WorkerGroup(GroupData, ABC):
             role: The name of the role.
             method: The name of the method, which must be marked with `dispatch.register`.
             args: The positional arguments. If the method takes a batch, the first one is the global batch: a DataRef, or tensors
-                in a format of `workers.batch_adapters`.
+                in a format of `workers.roles.batch_adapters`.
             mini_batches: The mini-batches of an update; None makes one step on the entire batch.
             options: The keyword arguments.
 

@@ -9,16 +9,16 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.prefixes import Prefixes
 from ...engine.packing.sharing import find_prefixes
-from ..batch_adapters import adapt_batch
+from ...generation.options import SamplingOptions, check_prompts
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Load
-from ..dispatch import Assignment, Dispatch, MiniBatches, assign_mini_batches, assign_rows, check_columns
-from ..model_worker.compute_messages import Call
-from ..model_worker.role_host import RankInfo
+from ..process.role_host import RankInfo
+from ..protocol.compute_messages import Call
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
-from ..roles.reference import ReferenceConfig
-from ..rollout.options import SamplingOptions, check_prompts
+from ..roles.batch_adapters import adapt_batch
+from ..roles.dispatch import Assignment, Dispatch, MiniBatches, assign_mini_batches, assign_rows, check_columns
+from ..roles.reference import ReferenceWorkerConfig
 from . import hooks as h
 from .planned import PlannedHook, PlannedRequest, Replies
 from .sample_calls import SampleCall, Shares, evaluation, transfer
@@ -71,7 +71,7 @@ class CallPlanner:
         temperatures = {
             name: role.config.temperature
             for name, role in group.roles.items()
-            if isinstance(role.config, ActorConfig | ReferenceConfig)
+            if isinstance(role.config, ActorConfig | ReferenceWorkerConfig)
         }
         if len(set(temperatures.values())) > 1:
             raise ConfigError(

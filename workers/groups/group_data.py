@@ -15,17 +15,17 @@ from torch import Tensor
 from ...engine.errors import BatchError, ConfigError
 from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
-from ..batch_adapters import adapt_batch
+from ...generation.options import check_prompts
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, place
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import SequenceBuffer, key_of
 from ..data_plane.store import DataStore
-from ..dispatch import assign_rows
-from ..model_worker import data_messages as d
-from ..model_worker.messages import Request
-from ..model_worker.role_host import RankInfo, RoleSpec
-from ..rollout.options import check_prompts
+from ..process.role_host import RankInfo, RoleSpec
+from ..protocol import data_messages as d
+from ..protocol.messages import Request
+from ..roles.batch_adapters import adapt_batch
+from ..roles.dispatch import assign_rows
 from .sample_calls import Shares
 
 
@@ -54,7 +54,7 @@ class GroupData(ABC):
         """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
 
         Args:
-            batch: The batch, in a format of `workers.batch_adapters`; or prompts, as lists of token ids.
+            batch: The batch, in a format of `workers.roles.batch_adapters`; or prompts, as lists of token ids.
             role: The role, which should be that of the first call; the group's first role if not given.
         """
         role = next(iter(self.roles)) if role is None else role

@@ -12,11 +12,11 @@ from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLos
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
 from ..data_plane.plan import place, rank_of
-from ..model_worker.compute_messages import ComputeRequest
-from ..model_worker.data_messages import Put
-from ..model_worker.messages import Reply, Request
-from ..model_worker.role_host import RankInfo, RoleSpec, info_of
-from ..model_worker.worker import ModelWorker, WorkerSettings
+from ..process.role_host import RankInfo, RoleSpec, info_of
+from ..process.worker import ModelWorker, WorkerSettings
+from ..protocol.compute_messages import ComputeRequest
+from ..protocol.data_messages import Put
+from ..protocol.messages import Reply, Request
 from .base import WorkerGroup
 from .planned import Manifest, Submission
 

@@ -10,9 +10,9 @@ import msgspec
 
 from ...engine.errors import ConfigError
 from ..data_plane.plan import rank_of
-from ..model_worker.compute_messages import ComputeReply, ComputeRequest, Empty, Flush
-from ..model_worker.hooks import Hook, HookName
-from ..model_worker.manifest import digest_of, order_of
+from ..protocol.compute_messages import ComputeReply, ComputeRequest, Empty, Flush
+from ..protocol.hooks import Hook, HookName
+from ..protocol.manifest import digest_of, order_of
 
 MAX_REQUESTS = 1000
 """The number of requests in a flush, below the length of a worker's queue."""

@@ -11,14 +11,14 @@ import torch
 from ...engine.errors import ConfigError, WorkerLostError
 from ..data_plane.links import new_keys
 from ..data_plane.plan import Keys
-from ..model_worker import comm_id
-from ..model_worker.comm_id import CommId
-from ..model_worker.controller import Channel, Controller
-from ..model_worker.hooks import WeightSync
-from ..model_worker.messages import Shutdown
-from ..model_worker.names import Names, collect, importing_program, name_of
-from ..model_worker.process import ChildProcess
-from ..model_worker.role_host import RoleSpec
+from ..process.role_host import RoleSpec
+from ..protocol import comm_id
+from ..protocol.comm_id import CommId
+from ..protocol.hooks import WeightSync
+from ..protocol.messages import Shutdown
+from ..protocol.names import Names, collect, importing_program, name_of
+from ..supervision.child_process import ChildProcess
+from ..supervision.controller import Channel, Controller
 from .remote import VISIBLE, Limits, RemoteWorkerGroup, comm_backend, process_environment
 
 BEAT_S = 1.0

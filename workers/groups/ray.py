@@ -18,17 +18,17 @@ import numpy as np
 from ...engine.errors import ConfigError, WorkerLostError
 from ..data_plane.links import new_keys
 from ..data_plane.plan import Keys
-from ..model_worker import comm_id
-from ..model_worker.codec import Codec, Part
-from ..model_worker.hooks import WeightSync
-from ..model_worker.loop import RequestLoop
-from ..model_worker.messages import Reply, Request
-from ..model_worker.names import Names
-from ..model_worker.protocol import Registry
-from ..model_worker.role_host import RoleSpec
-from ..model_worker.transports.memory import MemoryTransport
-from ..model_worker.values import load
-from ..model_worker.worker import ModelWorker, WorkerSettings
+from ..process.loop import RequestLoop
+from ..process.role_host import RoleSpec
+from ..process.worker import ModelWorker, WorkerSettings
+from ..protocol import comm_id
+from ..protocol.codec import Codec, Part
+from ..protocol.hooks import WeightSync
+from ..protocol.messages import Reply, Request
+from ..protocol.names import Names
+from ..protocol.operations import Registry
+from ..protocol.transports.memory import MemoryTransport
+from ..protocol.values import load
 from .remote import Limits, RemoteWorkerGroup, comm_backend, process_environment
 from .replies import Channel
 

@@ -10,15 +10,15 @@ from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
 from ..data_plane.plan import Keys, place, pool_of, rank_of
-from ..model_worker import data_messages, messages
-from ..model_worker.codec import Part
-from ..model_worker.compute_messages import Initialize
-from ..model_worker.hooks import CommBackend, WeightSync
-from ..model_worker.messages import Request
-from ..model_worker.names import Names
-from ..model_worker.role_host import RankInfo, RoleSpec, info_of
-from ..model_worker.values import dump
-from ..model_worker.worker import MAX_SECONDS
+from ..process.role_host import RankInfo, RoleSpec, info_of
+from ..process.worker import MAX_SECONDS
+from ..protocol import data_messages, messages
+from ..protocol.codec import Part
+from ..protocol.compute_messages import Initialize
+from ..protocol.hooks import CommBackend, WeightSync
+from ..protocol.messages import Request
+from ..protocol.names import Names
+from ..protocol.values import dump
 from .base import WorkerGroup
 from .planned import Manifest, PlannedRequest, Submission
 from .replies import Channel, Outcome, Patience, PendingReply, read_replies

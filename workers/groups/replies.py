@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from ...engine.errors import WorkerError, WorkerLostError
-from ..model_worker.codec import Part
-from ..model_worker.errors import LAST_WORDS, cause_of, describe
-from ..model_worker.messages import Error, Reply, Request
+from ..protocol.codec import Part
+from ..protocol.errors import LAST_WORDS, cause_of, describe
+from ..protocol.messages import Error, Reply, Request
 
 _POLL_S = 1.0
 

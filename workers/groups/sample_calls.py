@@ -11,11 +11,11 @@ from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, Load, Round, part_of
 from ..data_plane.redistributor import Need, plan_redistribution
 from ..data_plane.sequence_buffer import SequenceBuffer
-from ..dispatch import Assignment, Dispatch
-from ..model_worker.compute_messages import Generate, Inference, SampleRequest, TrainStep
-from ..model_worker.hooks import DataTransfer
-from ..model_worker.hooks import Evaluate as EvaluateHook
-from ..model_worker.role_host import RankInfo
+from ..process.role_host import RankInfo
+from ..protocol.compute_messages import Generate, Inference, SampleRequest, TrainStep
+from ..protocol.hooks import DataTransfer
+from ..protocol.hooks import Evaluate as EvaluateHook
+from ..roles.dispatch import Assignment, Dispatch
 from .planned import PlannedHook, Replies
 
 

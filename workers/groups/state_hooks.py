@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, get_args
 
 from ...engine.errors import ConfigError
-from ..model_worker import hooks as wire
+from ..protocol import hooks as wire
 from . import hooks as h
 from .planned import PlannedHook
 

@@ -1,1 +1,1 @@
-"""The worker roles of reinforcement learning: actor, critic, reference and reward."""
+"""The roles of models in workers: actor, critic, reference, reward, generator and embedder, and how their methods take batches."""

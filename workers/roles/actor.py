@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from ...engine.errors import ConfigError
 from ...engine.loss import OutputRequest, StepResult
-from ..dispatch import register
-from ..losses.policy import PolicyLoss
-from ..losses.preference import PreferenceLoss
+from ...losses.policy import PolicyLoss
+from ...losses.preference import PreferenceLoss
 from .base import Worker, WorkerConfig
+from .dispatch import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ActorWorker(Worker):
         """Compute the `log_probs` of response tokens and, if requested, numbers of their distributions, in the caller's format.
 
         Args:
-            data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
+            data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
             entropy: Whether to return the `entropy` of each token's distribution as well, in nats.
             sum_squared_probs: Whether to return the `sum_squared_probs` of each token's distribution as well.
         """
@@ -58,7 +58,7 @@ class ActorWorker(Worker):
         """Compute the `reference_log_probs` of response tokens, in the caller's format, with the adapters of the policy disabled.
 
         Args:
-            data: This rank's data-parallel shard, in a format of `workers.batch_adapters`.
+            data: This rank's data-parallel shard, in a format of `workers.roles.batch_adapters`.
 
         Raises:
             ConfigError: The policy has no adapters, so without them it would be its own reference.

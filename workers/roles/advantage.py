@@ -15,7 +15,7 @@ from ...engine.errors import BatchError, ConfigError
 from ...engine.loss import loss_mask
 from ...engine.parallel.collectives import collective_errors
 from ...engine.parallel.process_groups import EngineGroups
-from ..advantages import (
+from ...losses.advantages import (
     broadcast_to_tokens,
     discounted_returns,
     gae,
@@ -29,13 +29,13 @@ from ..advantages import (
     token_rewards,
     whiten,
 )
-from ..batch_adapters import adapt_batch
-from ..dispatch import register
-from ..losses.covariance import covariances, random_keys, select_between, select_largest
-from ..losses.fields import sequence_field, token_field
-from ..losses.importance import accepted_tokens, importance_weights
-from ..losses.names import Correction, Estimator, KLEstimator, Level, Rejection
-from ..losses.policy import kl_estimate, response_tokens
+from ...losses.covariance import covariances, random_keys, select_between, select_largest
+from ...losses.fields import sequence_field, token_field
+from ...losses.importance import accepted_tokens, importance_weights
+from ...losses.names import Correction, Estimator, KLEstimator, Level, Rejection
+from ...losses.policy import kl_estimate, response_tokens
+from .batch_adapters import adapt_batch
+from .dispatch import register
 from .responses import Responses
 
 
@@ -44,7 +44,7 @@ class AdvantageConfig:
     """How advantages are computed.
 
     Args:
-        estimator: The function of `workers.advantages`: `gae` needs the field `values`; `reinforce_plus_plus` compares nothing; `remax`
+        estimator: The function of `losses.advantages`: `gae` needs the field `values`; `reinforce_plus_plus` compares nothing; `remax`
             needs the sequence field `baselines`, the rewards of greedy responses; the others compare the responses of a group, so
             they need `group_ids`, and `optimal_token_baseline` also `old_log_probs` and `sum_squared_probs`.
         kl_coef: The weight of a KL penalty in the rewards, of tokens with `gae`, `optimal_token_baseline`, `reinforce_plus_plus` and

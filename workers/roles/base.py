@@ -18,8 +18,8 @@ from ...engine.export import export_hf
 from ...engine.loss import Loss, OutputRequest, StepResult, loss_mask
 from ...engine.packing.batch import PackedBatch
 from ...engine.registry import engine_class
-from ..batch_adapters import BatchAdapter, adapt_batch
-from ..dispatch import register
+from .batch_adapters import BatchAdapter, adapt_batch
+from .dispatch import register
 
 
 @dataclass(frozen=True, kw_only=True)

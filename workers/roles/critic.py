@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...engine.loss import OutputRequest, StepResult
-from ..dispatch import register
-from ..losses.value import ValueLoss
+from ...losses.value import ValueLoss
 from .base import Worker, WorkerConfig
+from .dispatch import register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.loss import OutputRequest
-from ..dispatch import register
 from .base import Worker, WorkerConfig
+from .dispatch import register
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig(WorkerConfig):
+class ReferenceWorkerConfig(WorkerConfig):
     """The configuration of a reference policy.
 
     Args:
@@ -27,7 +27,7 @@ class ReferenceWorker(Worker):
         ranks: The global ranks that run its engine; None uses all ranks.
     """
 
-    config: ReferenceConfig
+    config: ReferenceWorkerConfig
 
     @register("dp")
     def compute_log_probs(self, data: Any) -> Any:

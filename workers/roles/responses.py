@@ -6,7 +6,7 @@ from torch import Tensor
 from ...engine.errors import BatchError
 from ...engine.loss import loss_mask
 from ...engine.packing.batch import PackedBatch
-from ..losses.fields import sequence_field, token_field
+from ...losses.fields import sequence_field, token_field
 
 
 class Responses:

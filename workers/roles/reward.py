@@ -14,10 +14,10 @@ from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.hf.weights import stored_names
 from ...engine.loss import OutputRequest
 from ...engine.packing.batch import IGNORE
-from ..batch_adapters import adapt_batch
-from ..dispatch import check_columns, register
-from ..losses.sequences import last_tokens
+from ...losses.sequences import last_tokens
 from .base import Worker
+from .batch_adapters import adapt_batch
+from .dispatch import check_columns, register
 
 
 class RewardWorker(Worker):
@@ -123,7 +123,7 @@ class FunctionRewardWorker:
         """Compute the `rewards` `[B]` of the rows, in the caller's format.
 
         Args:
-            data: The batch of responses, in a format of `workers.batch_adapters`.
+            data: The batch of responses, in a format of `workers.roles.batch_adapters`.
             columns: Data that tensors cannot hold, as a mapping from names to B objects, such as solutions, unit tests or the
                 type of question.
 

@@ -1,1 +1,1 @@
-"""Generation over several devices: a leader that drives the ranks of a model step by step."""
+"""Generation in steps over a model whose layers are split over the ranks of a group."""

@@ -17,15 +17,15 @@ from ...engine.errors import ConfigError, ModelError, WorkerError
 from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import INDEX, WeightFolder
-from ..model_worker import messages as m
-from ..model_worker.step_handlers import SteppedModel
-from ..rollout.generator import BaseGenerator
-from ..rollout.options import RolloutConfig
-from ..rollout.placement import Placement
-from ..rollout.sampling import sample_tokens
-from ..rollout.token_stream import Limits, TokenStream
-from ..rollout.weight_files import write_weights
-from ..sharded_lm.model import parse_config
+from ...generation.generator import BaseGenerator
+from ...generation.options import RolloutConfig
+from ...generation.placement import Placement
+from ...generation.sampling import sample_tokens
+from ...generation.token_stream import Limits, TokenStream
+from ...generation.weight_files import write_weights
+from ..protocol import messages as m
+from .handlers import SteppedModel
+from .model import parse_config
 from .ranks import Ranks, RankSettings
 
 MODEL_ID = "model"

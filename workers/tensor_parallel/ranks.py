@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from ...engine.errors import ConfigError, WorkerLostError
 from ...engine.parallel.process_groups import abort_distributed, close_distributed
-from ..model_worker import comm_id
-from ..model_worker import messages as m
-from ..model_worker.controller import Channel, Controller
-from ..model_worker.errors import raise_error
-from ..model_worker.names import Names
-from ..model_worker.process import ChildProcess
-from ..model_worker.worker import MAX_SECONDS, ModelWorker, WorkerSettings, error_of
+from ..process.worker import MAX_SECONDS, ModelWorker, WorkerSettings, error_of
+from ..protocol import comm_id
+from ..protocol import messages as m
+from ..protocol.errors import raise_error
+from ..protocol.names import Names
+from ..supervision.child_process import ChildProcess
+from ..supervision.controller import Channel, Controller
 
 logger = logging.getLogger(__name__)
 

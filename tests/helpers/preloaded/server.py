@@ -32,7 +32,7 @@ PRELOAD = (
     "drivetrain.engine.mcore.engine",
     "drivetrain.trainers.run",
     "drivetrain.trainers.rl.trainer",
-    "drivetrain.workers.model_worker.worker",
+    "drivetrain.workers.process.worker",
 )
 ANY = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_"),

@@ -1,0 +1,267 @@
+"""A pool of processes, each of which can be killed. Imports no torch."""
+
+import logging
+import pickle
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import current_process, spawn
+from typing import Any, Self
+
+from .. import errors
+from .fork_server import ForkedProcess, ForkServer, Messages, ProcessEndedError
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 120.0
+"""For how many seconds what a process imports at its start may take."""
+_SEND_S = 60.0
+"""For how many seconds a process may take to read a call."""
+_TRIES = 3
+"""How often a call is made for which no process could be started."""
+_importing = False
+"""Whether this process, one of a pool, is importing the program that started it."""
+
+
+class StartError(Exception):
+    """No process could be started; says why."""
+
+
+class PoolClosedError(Exception):
+    """The pool was closed."""
+
+
+class CallError(Exception):
+    """What a call raised, as text: its class may be one that only the process can import. The traceback is a note of it."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that has no outcome yet.
+
+    Args:
+        message: The pickled function and its arguments.
+        timeout_s: For how many seconds it may run; None for no limit.
+        outcome: What it returns or raises.
+    """
+
+    message: bytes
+    timeout_s: float | None
+    outcome: "Future[Any]" = field(default_factory=Future)
+
+
+def is_importing_program() -> bool:
+    """Return whether this process, of a pool or of multiprocessing, is importing the program that started it."""
+    return _importing or bool(getattr(current_process(), "_inheriting", False))
+
+
+class ForkPool:
+    """Makes calls in processes of its own, one at a time in each. Use it with `with`, or close it.
+
+    A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
+    of memory. Calls that were running there have failed; those that wait are made when there is a process again.
+
+    Args:
+        workers: The number of processes.
+        preload: The name of the module that has the functions of calls; it is imported once for all processes.
+        start: A function of this module that each process runs at its start, which is not a part of any call's time.
+        arguments: Its arguments.
+        imports_program: Whether processes import the program that starts them, so that calls may refer to its functions.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        preload: str,
+        start: Callable[..., Any],
+        arguments: tuple[Any, ...] = (),
+        *,
+        imports_program: bool = False,
+    ) -> None:
+        preparation = spawn.get_preparation_data(preload) if imports_program else {}
+        # A key for connections, which there are none of.
+        preparation.pop("authkey", None)
+        self._start, self._preload = (preparation, pickle.dumps((start, arguments))), preload
+        self._closed = False
+        self._lock = threading.Lock()
+        self._server = ForkServer(__name__, preload)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, name=f"forks-{i}", daemon=True) for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any, timeout_s: float | None = None) -> "Future[Any]":
+        """Make a call in one of the processes, when one is free.
+
+        Args:
+            work: The function, of a module that processes can import.
+            arguments: Its arguments.
+            timeout_s: For how many seconds it may run; None for no limit.
+
+        Returns:
+            Its result, or its error: a `TimeoutError` if it was killed, a `ProcessEndedError`, a `StartError`, a `DrivetrainError` if it
+            has raised one, or else a `CallError`.
+
+        Raises:
+            PoolClosedError: The pool was closed.
+            Exception: The arguments cannot be pickled.
+        """
+        call = _Call(pickle.dumps((work, arguments)), timeout_s)
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError("the pool was closed")
+            self._calls.put(call)
+        return call.outcome
+
+    def _serve(self) -> None:
+        """Make calls in one process after another, until the pool is closed."""
+        worker = _Worker(self._fork, self._start)
+        while (call := self._calls.get()) is not None:
+            if not call.outcome.set_running_or_notify_cancel():
+                continue
+            try:
+                value = worker.run(call)
+            except BaseException as e:  # whatever it is, it is for whoever waits
+                call.outcome.set_exception(PoolClosedError("the pool was closed") if self._closed else e)
+            else:
+                call.outcome.set_result(value)
+        worker.close()
+
+    def _fork(self) -> ForkedProcess:
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError("the pool was closed")
+            if self._server.lost:
+                log.warning("the process that starts others for %s was lost and is replaced", self._preload)
+                self._server.close()
+                self._server = ForkServer(__name__, self._preload)
+            return self._server.fork()
+
+    @property
+    def server(self) -> int:
+        """The process id of the server, the parent of all processes."""
+        return self._server.pid
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._closed
+
+    def close(self) -> None:
+        """End all processes; calls that run are killed, and those that wait are not made."""
+        with self._lock:
+            for _ in () if self._closed else self._threads:
+                self._calls.put(None)
+            self._closed = True
+        self._server.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """One of the processes of a pool, and those that follow it when it has ended.
+
+    Args:
+        fork: Starts a process.
+        start: What a process is sent first.
+    """
+
+    def __init__(self, fork: Callable[[], ForkedProcess], start: tuple[Any, ...]) -> None:
+        self._fork, self._start = fork, start
+        self._process: ForkedProcess | None = None
+
+    def run(self, call: _Call) -> Any:
+        """Make a call and return its value; see `ForkPool.submit` for what it raises."""
+        for _ in range(_TRIES):
+            process = self._ready()
+            # One that ends before it says that it begins is not the fault of this call.
+            with suppress(ProcessEndedError):
+                process.send(call.message, _SEND_S)
+                process.receive(_SEND_S)
+                break
+        else:
+            raise StartError("they end before they begin a call")
+        kind, value, trace = process.receive(call.timeout_s)
+        if not kind:
+            return value
+        error: Exception = getattr(errors, kind)(value) if hasattr(errors, kind) else CallError(value)
+        error.add_note(trace)
+        raise error
+
+    def _ready(self) -> ForkedProcess:
+        reason = ""
+        for _ in range(_TRIES):
+            if self._process is not None and not self._process.ended:
+                return self._process
+            try:
+                self._process = self._fork()
+                self._process.send(self._start, _SEND_S)
+                reason = self._process.receive(LOAD_S)
+            except ProcessEndedError as e:
+                reason = str(e)
+            else:
+                if not reason:
+                    return self._process
+                self._process.kill()
+        raise StartError(reason)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+
+
+# ---- in a process -------------------------------------------------------------------------------------------------------
+
+
+def serve_one(messages: Messages) -> None:
+    """Make the calls of a pool, one after the other, until it is closed or its program has ended."""
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            preparation, start = messages.receive()
+            _prepare(preparation)
+            run, arguments = pickle.loads(start)
+            run(*arguments)
+        except BaseException as e:  # of the program, or its end, when it is imported
+            messages.send(f"{type(e).__name__}: {e}")
+            return
+        messages.send("")
+        while True:
+            message = messages.receive()
+            messages.send("begins")
+            messages.send_bytes(_answer(message))
+
+
+def _prepare(preparation: dict[str, Any]) -> None:
+    global _importing
+    current: Any = current_process()
+    # What starts processes while it is imported is refused, or it would start itself without end.
+    current._inheriting = _importing = True
+    try:
+        spawn.prepare(preparation)
+    finally:
+        _importing = False
+        del current._inheriting
+
+
+def _answer(message: bytes) -> bytes:
+    """Return the kind of the error, or nothing; the value, or the text of the error; and its traceback. Pickled."""
+    try:
+        work, arguments = pickle.loads(message)
+        return pickle.dumps(("", work(*arguments), ""))
+    except BaseException as e:  # of a user's function or module
+        kind = type(e).__name__
+        if isinstance(e, errors.DrivetrainError) and hasattr(errors, kind):
+            return pickle.dumps((kind, str(e), traceback.format_exc()))
+        return pickle.dumps(("CallError", f"{kind}: {e}", traceback.format_exc()))

@@ -1,0 +1,180 @@
+"""The transformers model of a generator: loading it, new weights, its place."""
+
+import inspect
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ..engine.errors import ConfigError, ModelError
+from ..engine.hf.config import read_config
+from ..engine.hf.layout import DiskLayout
+from ..engine.hf.model_path import resolve_folder
+from ..engine.hf.shape import context_of
+from ..engine.hf.weights import check_head, quiet_loading
+from ..engine.offload import free_memory
+from .options import RolloutConfig
+from .placement import Place
+from .token_stream import Limits
+from .weight_values import largest
+
+log = logging.getLogger(__name__)
+
+
+class CausalLM:
+    """A causal language model of transformers that only generates.
+
+    Args:
+        config: The configuration of the generator.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ConfigError: The model has no cache of keys and values.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        if config.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32 or bfloat16")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._config = config
+        path, folder = config.model.path, resolve_folder(config.model.path)
+        try:
+            changed = {"config": read_config(config.model)} if config.model.overrides else {}
+            with quiet_loading():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype=getattr(torch, config.dtype),
+                    trust_remote_code=config.model.trust_remote_code,
+                    output_loading_info=True,
+                    **changed,
+                )
+        except (OSError, ValueError) as e:
+            raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
+        model, loading_info = loaded
+        check_head(loading_info["unexpected_keys"], config.model)
+        if missing := sorted(loading_info["missing_keys"]):
+            raise ModelError(
+                f"model.path={path} lacks {len(missing)} tensors that a language model needs, {', '.join(missing[:3])} among "
+                "them; its responses would be random"
+            )
+        self.parameters = set(inspect.signature(model.forward).parameters)
+        """The names of the parameters of the model's forward method."""
+        if "past_key_values" not in self.parameters:
+            raise ConfigError(
+                f"model.path={path}: {type(model).__name__} has no cache of keys and values (past_key_values), which generation needs"
+            )
+        self.model: Any = model.to(self.device).eval()
+        self._absent: dict[str, torch.Size] = {}
+        bad_names = _not_finite((name, parameter) for name, parameter in self.model.named_parameters())
+        if bad_names:
+            raise ModelError(
+                f"model.path={path}: {_named(bad_names)} values that are not finite (NaN or infinity); the weights are damaged"
+            )
+        # Nothing is taken from the folder's settings but the tokens that end a response.
+        settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        self.pad: int = config.pad if config.pad is not None else settings.pad_token_id or 0
+        self.limits = Limits(
+            vocabulary=self.model.get_input_embeddings().num_embeddings,
+            context=context_of(self.model.config.get_text_config()),
+            tokens=config.max_batch_total_tokens,
+            end_tokens=frozenset(_ids(settings.eos_token_id)),
+        )
+        if ignored := _ignored_settings(settings):
+            log.warning(
+                "%s sets %s in generation_config.json or config.json, which rollout ignores: responses are sampled as set in "
+                "SamplingOptions, because their log-probabilities would otherwise not be the policy's",
+                path,
+                ", ".join(f"{name}={value}" for name, value in ignored.items()),
+            )
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new weights into the model; see `BaseGenerator.load_weights`.
+
+        Raises:
+            ModelError: A tensor matches no parameter, has the wrong shape or values that are not finite, or parameters are missing.
+        """
+        layout = DiskLayout(self.model)
+        targets_by_name: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=True):
+            for segment in layout.stored_slices(name, parameter.shape):
+                target = parameter[segment.box.within((0,) * parameter.dim())]
+                targets_by_name.setdefault(segment.name, []).append((target, tuple(segment.shape)))
+        unknown, tied = [], set(self.model.all_tied_weights_keys)
+        values: list[tuple[str, Tensor]] = []
+        for name, tensor in weights:
+            values.append((name, largest(tensor)))
+            targets = targets_by_name.pop(name, None)
+            if targets is None:
+                if name not in tied:
+                    unknown.append(name)
+                continue
+            for target, shape in targets:
+                if tuple(tensor.shape) != shape:
+                    raise ModelError(
+                        f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
+                    )
+                target.copy_(tensor.to(target.device).view(target.shape))
+        if unknown or targets_by_name:
+            raise ModelError(
+                f"the weights are not those of {self._config.model.path}: {len(unknown)} tensors match no parameter "
+                f"({', '.join(unknown[:3]) or 'none'}), {len(targets_by_name)} parameters have no tensor "
+                f"({', '.join(list(targets_by_name)[:3]) or 'none'})"
+            )
+        if bad_names := [name for name, value in values if not math.isfinite(float(value))]:
+            raise ModelError(
+                f"{_named(bad_names)} values that are not finite (NaN or infinity); the weights that were sent are damaged"
+            )
+
+    def move(self, place: Place) -> None:
+        """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
+        if place == "absent" and self._absent:
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, shape in self._absent.items():
+            parameters[name].data = torch.empty(shape, dtype=parameters[name].dtype, device=self.device)
+        self._absent = {}
+        if place == "absent":
+            for name, parameter in parameters.items():
+                self._absent[name] = parameter.shape
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        else:
+            self.model.to(self.device if place == "device" else torch.device("cpu"))
+        free_memory(self.device)
+
+    def close(self) -> None:
+        """Free the model."""
+        del self.model
+        free_memory(self.device)
+
+
+USED_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+"""Settings of a folder's generation config that rollout either uses or that have no effect on generation."""
+
+
+def _ignored_settings(settings: GenerationConfig) -> dict[str, Any]:
+    """Return a folder's generation settings that differ from the defaults and that rollout does not follow."""
+    defaults = GenerationConfig().to_dict()
+    # Rollout uses these values anyway.
+    harmless = {"use_cache": True, "output_attentions": False, "output_hidden_states": False}
+    return {
+        name: value
+        for name, value in settings.to_diff_dict().items()
+        if name not in USED_SETTINGS and value is not None and value != harmless.get(name, defaults.get(name))
+    }
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    values = [(name, largest(tensor)) for name, tensor in tensors]
+    return [name for name, value in values if not math.isfinite(float(value))]
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} {'has' if len(names) == 1 else 'have'}"

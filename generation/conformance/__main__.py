@@ -1,0 +1,83 @@
+"""Conformance checks for generators: `drivetrain conformance-rollout GENERATOR [setting=value ...]`."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.utils.logging import disable_progress_bar
+
+from ...engine.errors import ConfigError
+from ...engine.tiny_configs import FAMILIES
+from ..options import RolloutConfig
+from ..registry import generator_class
+from .case import Case, ConformanceError
+from .checks import CHECKS
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Parse the settings of a generator.
+
+    Args:
+        words: Fields of `RolloutConfig` with a value, as in `["max_batch_size=4", "options.tp=2"]`.
+
+    Raises:
+        ConfigError: A word is no such setting.
+    """
+    settings: dict[str, Any] = {}
+    known = {field.name for field in fields(RolloutConfig)} - {"model", "generator", "options"}
+    for word in words:
+        name, given, value = word.partition("=")
+        target, own = settings, name
+        if name.startswith("options."):
+            target, own = settings.setdefault("options", {}), name.removeprefix("options.")
+        elif name not in known:
+            raise ConfigError(
+                f"{word!r} is not a setting with a value; the settings are {', '.join(sorted(known))}, options.NAME"
+            )
+        if not given or not own:
+            raise ConfigError(f"{word!r} has no value; write {name}=VALUE")
+        target[own] = yaml.safe_load(value)
+    return settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks and return the exit code, which is 0 if all of them pass."""
+    parser = argparse.ArgumentParser(
+        prog="drivetrain conformance-rollout", description="Check that a generator does what its interface says."
+    )
+    parser.add_argument("generator", help="its name, or module:class")
+    parser.add_argument("settings", nargs="*", help="settings of the generator, e.g. max_batch_size=4 options.NAME=VALUE")
+    parser.add_argument("--family", default="qwen3", choices=sorted(FAMILIES), help="model family of the tiny model")
+    parser.add_argument("--tied", action="store_true", help="share the weights of embedding and head")
+    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
+    args = parser.parse_args(argv)
+    try:
+        generator_class(args.generator)
+        settings = {"generator": args.generator, "max_batch_total_tokens": 4096, **parse_settings(args.settings)}
+    except (ConfigError, yaml.YAMLError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    disable_progress_bar()
+    failed = 0
+    names = args.only or list(CHECKS)
+    with tempfile.TemporaryDirectory(prefix="drivetrain-conformance-") as folder:
+        case = Case(Path(folder), settings, args.family, tie_word_embeddings=args.tied)
+        for name in names:
+            error = ""
+            try:
+                CHECKS[name](case)
+            except Exception as e:  # a generator may fail in any way, and the next check must still run
+                error = str(e) if isinstance(e, ConformanceError) else f"{type(e).__name__}: {e}"
+            failed += bool(error)
+            print(f"{'FAIL' if error else 'ok':4}  {name:18} {error}".rstrip(), flush=True)
+    print(f"{len(names) - failed} checks passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Continuous batching by transformers' manager: requests join and leave the batch at every step, in a cache of pages.
+
+The manager is advanced from outside, a step at a time, instead of by a thread of its own: weights change, requests are cancelled and
+errors are met between two steps. Tokens are sampled here and reported from here, so every request has its own temperature, top_p,
+top_k and seed, and keeps its tokens when it is cancelled.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ..engine.errors import ConfigError, ModelError, is_out_of_memory
+from .causal_lm import CausalLM
+from .generator import BaseGenerator
+from .memory import PAGE_TOKENS_CUDA
+from .options import RolloutConfig, SamplingOptions
+from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
+from .placement import Placement
+from .sampling import Draw, sample_tokens
+from .token_stream import Limits, TokenStream
+from .weight_values import common_dtype
+
+# It reports the size of every cache that it makes.
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+
+PAGE_TOKENS = 32
+"""The number of tokens in a page of the cache on a CPU."""
+_CHILD = "__child#"
+_ANY = Draw(SamplingOptions(temperature=0.0), 0.0)
+"""How a token is chosen for a request that nobody waits for any more."""
+
+
+class ContinuousGenerator(BaseGenerator):
+    """A generator with the continuous batching of transformers.
+
+    A prompt that several waiting requests share is processed once, and prompts that begin alike share full pages of the cache.
+    Requests begin in the order of their arrival; one that does not fit into the cache keeps those after it waiting.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ConfigError: Its attention has no paged form.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        self._lm = CausalLM(config)
+        self._page = PAGE_TOKENS_CUDA if self._lm.device.type == "cuda" else PAGE_TOKENS
+        self._sampler = _Sampler(self)
+        self._processor: Any = None
+        self._streams: dict[str, TokenStream] = {}
+        self._names: dict[int | str, str] = {}
+        self._unborn: set[str] = set()
+        self._families = 0
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Compare a token's log-probability with that of a plain forward pass: for some models the pages have a wrong shape."""
+        prompt = [0] * 2
+        # First, because the manager changes the attention of the model to one that only it can run.
+        with torch.inference_mode():
+            ids = torch.tensor([prompt], device=self._lm.device)
+            expected = self._lm.model(input_ids=ids).logits[0, -1].float().log_softmax(-1).tolist()
+        stream = TokenStream(self, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
+        self.waiting[stream.id] = stream
+        self.step()
+        if stream.error is not None and is_out_of_memory(stream.error):
+            raise stream.error
+        if stream.error is not None:
+            raise self._unfit(stream.error) from stream.error
+        found = stream.log_probs[0]
+        if not abs(expected[stream.tokens[0]] - found) <= (1e-3 if self.config.dtype == "float32" else 0.1):
+            raise self._unfit(
+                ModelError(f"a log-probability is {found:.4f}, and {expected[stream.tokens[0]]:.4f} in a plain forward pass")
+            )
+        self.drop_caches()
+        self.reset_stats()
+
+    def _unfit(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"generator=continuous cannot run {self.config.model.path}: {type(error).__name__}: {error}; use generator=static"
+        )
+
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+        return self._lm.limits
+
+    @property
+    def weight_dtype(self) -> str:
+        """See `BaseGenerator.weight_dtype`."""
+        return common_dtype(self._lm.model.parameters())
+
+    def run_step(self) -> None:
+        """Begin requests, and run a forward pass over a token of each running request and the tokens of new prompts."""
+        if self._processor is None:
+            self._processor = self._new_processor()
+        self._admit_waiting()
+        processor = self._processor
+        if not processor.prepare_next_batch():
+            # When all requests had to leave a full cache, the scheduler waits for one of them to end.
+            processor.scheduler.block_new_requests = False
+            if not processor.prepare_next_batch():
+                raise RuntimeError("transformers' scheduler has requests, but selects none of them")
+        own = self._lm.model.config._attn_implementation == IMPLEMENTATION
+        processor._generation_step(_PagedModel(self._lm.model, self._sampler) if own else self._lm.model)
+        processor.update_batch()
+        sampler = self._sampler
+        self.prefill_tokens += sampler.prefill_tokens
+        self._unborn.difference_update(sampler.names)
+        for name, token, log_prob in zip(sampler.names, sampler.tokens, sampler.log_probs, strict=True):
+            if name in self._streams:
+                self.add_token(self._streams[name], token, log_prob)
+            else:
+                processor.scheduler.set_request_cancellation(name)
+
+    def _admit_waiting(self) -> None:
+        """Pass waiting requests to the manager's scheduler, which begins with any that fits: it is given only what fits."""
+        if self._processor.scheduler.waiting_requests:
+            # One that was passed before does not fit after all, because of prefixes that nobody uses any more. (Before transformers 5.20
+            # these give way by themselves.)
+            evict = getattr(self._processor.cache, "evict_cached_blocks", None)
+            if evict is not None and evict():
+                self._processor.cache.pool.try_to_free_sectors()
+            return
+        room = self._blocks - sum(self._pages(stream) for stream in self.running.values())
+        begun, begun_alone = 0, None
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            first = next(iter(self.waiting.values()))
+            # Those that are behind it and have the same prompt come along, up to what fits.
+            same = [s for s in self.waiting.values() if s.prompt == first.prompt and s.tokens == first.tokens]
+            fits = min(len(same), self.config.max_batch_size - len(self.running), room // self._pages(first))
+            if self.running and fits < 1:
+                return
+            if begun and begun + first.length > self.config.target_tokens_per_batch:
+                return
+            family = same[: max(fits, 1)]
+            if self._needs_page(first):
+                # Alone; the others find its pages in the cache.
+                family = family[:1]
+                if begun_alone == first.so_far:
+                    return
+                begun_alone = first.so_far
+            begun += first.length
+            room -= len(family) * self._pages(first)
+            for stream in family:
+                self.admit(stream)
+            self._begin(family)
+
+    def _needs_page(self, stream: TokenStream) -> bool:
+        """Return whether all of a prompt but its last token may be found in the cache.
+
+        The scheduler keeps the last token of a prompt with several responses back until these exist, and would have nothing to do.
+        """
+        length = stream.length
+        return self._processor.cache.use_prefix_sharing and length > 1 and (length - 1) % self._page == 0
+
+    def _pages(self, stream: TokenStream) -> int:
+        return -(-(stream.length + 1) // self._page)
+
+    def _begin(self, family: list[TokenStream]) -> None:
+        self._families += 1
+        name = str(self._families)
+        # As with pages, a prompt of one token cannot be kept back; nothing is shared then.
+        parents = [family] if family[0].length > 1 else [[stream] for stream in family]
+        for number, (parent, *children) in enumerate(parents):
+            parent_name = f"{name}.{number}"
+            for i, stream in enumerate((parent, *children)):
+                own = f"{parent_name}{_CHILD}{i - 1}" if i else parent_name
+                self._streams[own], self._names[stream.id] = stream, own
+                if children:
+                    self._unborn.add(own)
+            self._processor.scheduler.add_waiting_request(
+                RequestState(
+                    request_id=parent_name,
+                    initial_tokens=parent.so_far,
+                    num_children=len(children),
+                    # Ends of responses are noticed here, since each has its own.
+                    max_new_tokens=None,
+                )
+            )
+
+    def stop_request(self, stream: TokenStream) -> None:
+        """Remove a request from the manager."""
+        name = self._names.pop(stream.id)
+        del self._streams[name]
+        # Children come into being with the parent's first token, so until then neither can be removed alone.
+        if name not in self._unborn:
+            self._processor.scheduler.set_request_cancellation(name)
+
+    def drop_caches(self) -> None:
+        """Forget all requests, and free the cache with all prefixes in it."""
+        self._processor = None
+        self._streams, self._names, self._unborn = {}, {}, set()
+
+    def outdate_caches(self) -> None:
+        """Forget all requests and all prefixes, and keep the memory of the cache, which new weights do not change."""
+        processor = self._processor
+        self.drop_caches()
+        # In transformers before 5.20 prefixes would outlive a reset.
+        if processor is not None and hasattr(processor.cache, "reset"):
+            # Its tensors were created in this mode, so they can be changed in no other one.
+            with torch.inference_mode():
+                processor.reset()
+                processor.cache.reset()
+            self._processor = processor
+
+    def _new_processor(self) -> Any:
+        blocks = -(-self.config.max_batch_total_tokens // self._page)
+        chunk = self.config.target_tokens_per_batch
+        settings: dict[str, Any] = {
+            "page_size": self._page,
+            "num_blocks": blocks,
+            "max_batch_tokens": min(chunk, blocks * self._page) if self.config.enable_chunked_prefill else blocks * self._page,
+            "max_requests_per_batch": self.config.max_batch_size,
+            # Tokens are read after every step.
+            "use_async_batching": False,
+            "use_cuda_graph": False,
+            # Flash attention has no float32.
+            "auto_switch_to_flash": self.config.dtype == "bfloat16",
+            "safety_margin": 0.0,
+        }
+        known = {field.name for field in fields(ContinuousBatchingConfig)}
+        if "page_size" not in known:
+            # Its name before transformers 5.20.
+            settings["block_size"] = self._page
+        manager = _Manager(
+            self._lm.model,
+            GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1),
+            ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in known}),
+            self._sampler,
+        )
+        self._blocks = blocks
+        # It seeds torch's random state, which belongs to the models that train in this process.
+        with torch.random.fork_rng(devices=[self._lm.device] if self._lm.device.type == "cuda" else []):
+            return manager._create_batch_processor()
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new weights into the model."""
+        self._lm.copy_weights(weights)
+
+    def move(self, target: Placement) -> None:
+        """Move the model."""
+        self._lm.move(target.parameters)
+
+    def close(self) -> None:
+        """Free the model and the cache."""
+        self.drop_caches()
+        self._lm.close()
+
+
+class _Manager(ContinuousBatchingManager):
+    """A manager whose logits processor samples the tokens."""
+
+    def __init__(self, model: Any, settings: GenerationConfig, config: ContinuousBatchingConfig, sampler: "_Sampler") -> None:
+        super().__init__(model, settings, config)
+        self.logit_processor = sampler
+
+    def switch_to_cb_friendly_attn(self, model: Any, *switches: bool) -> None:
+        """Give the model kernels that read pages, or our own attention where there are none."""
+        if not SUPPORTED:
+            if "paged|" not in model.config._attn_implementation and model.dtype == torch.float32:
+                # It would take flash attention, which has no float32.
+                model.set_attn_implementation(f"paged|{model.config._attn_implementation}")
+            super().switch_to_cb_friendly_attn(model)
+            return
+        if model.config._attn_implementation == IMPLEMENTATION:
+            return
+        if model.device.type == "cuda":
+            super().switch_to_cb_friendly_attn(model, *switches)
+        if "flash" not in model.config._attn_implementation:
+            model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:
+            # Nor can a model be given another attention that has its own.
+            super().switch_to_cb_friendly_attn(model, *switches)
+
+
+class _PagedModel:
+    """A model that is given what our attention needs in a step."""
+
+    def __init__(self, model: Any, sampler: "_Sampler") -> None:
+        self._model, self._sampler = model, sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the model."""
+        paged = prepare_step(inputs["cache"], inputs, self._sampler.queries, self._sampler.pasts, self._model)
+        return self._model(**inputs, paged=paged)
+
+
+class _Sampler(ContinuousBatchingLogitsProcessorList):
+    """Samples the tokens of a step, and leaves nothing else to choose."""
+
+    def __init__(self, generator: ContinuousGenerator) -> None:
+        super().__init__(LogitsProcessorList())
+        self.do_processing = True
+        self._generator = generator
+        self.names: list[str] = []
+        """The manager's names of the requests that get a token in this step."""
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.prefill_tokens = 0
+        self.queries: list[int] = []
+        """The number of tokens of each request in the step."""
+        self.pasts: list[int] = []
+        """The number of tokens of each that were processed before."""
+
+    def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
+        """Note which requests get a token."""
+        self.names = [request.state.request_id for request in requests_in_batch if request.has_new_token]
+        self.queries = [request.query_length for request in requests_in_batch]
+        self.pasts = [request.state.position_offset - request.query_length for request in requests_in_batch]
+        self.prefill_tokens = sum(r.query_length for r in requests_in_batch if not r.state.generated_tokens)
+        return arg_storage
+
+    def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
+        """Sample from the logits `[B, V]`, and return scores of which the sampled tokens have the highest."""
+        streams = self._generator._streams
+        draws = [streams[name].draw() if name in streams else _ANY for name in self.names]
+        # Further rows belong to requests of which only a part of the prompt was processed.
+        self.tokens, self.log_probs = sample_tokens(scores[: len(draws)], draws) if draws else ([], [])
+        chosen = torch.tensor(self.tokens, dtype=torch.int64, device=scores.device)[:, None]
+        return torch.zeros_like(scores).scatter_(1, chosen, 1.0) if draws else scores

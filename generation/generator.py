@@ -1,0 +1,439 @@
+"""The interface of generators: requests that are submitted, advanced together a step at a time, and read as streams of tokens.
+
+A generator is used by one thread. A scheduler in a model worker lets many clients share one.
+"""
+
+import logging
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine import progress
+from ..engine.errors import ConfigError, ModelError, is_out_of_memory
+from .options import RolloutConfig, SamplingOptions, check_prompts
+from .placement import Placement
+from .readiness import Readiness
+from .result import FinishReason, Generation
+from .sampling import seed_of
+from .token_stream import Limits, RequestId, TokenStream, check_prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStats:
+    """The state of a generator.
+
+    Args:
+        waiting: The number of requests that have not begun.
+        running: The number of requests that are being generated.
+        version: The version of the weights.
+        requests: The number of requests that have ended.
+        tokens: The number of tokens that have been generated.
+        prefill_tokens: The number of tokens of prompts that have been processed. Those found in a cache do not count.
+        steps: The number of forward passes.
+    """
+
+    waiting: int
+    running: int
+    version: int
+    requests: int
+    tokens: int
+    prefill_tokens: int
+    steps: int
+
+
+class BaseGenerator(ABC):
+    """Generates responses to many requests at the same time.
+
+    A generator of your own implements the abstract methods. `run_step` moves requests from `waiting` to `running` with `admit` and
+    reports their tokens with `add_token`. All else, such as validation, ends of responses, cancellation, versions and recovery from
+    errors, is done here.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: A setting is invalid; see `check`.
+    """
+
+    option_names: ClassVar[frozenset[str] | None] = frozenset()
+    """The names in `RolloutConfig.options` that it knows; None if it checks them itself."""
+    joins_process_group: ClassVar[bool] = False
+    """Whether it is built by all processes of the default process group together, if there is one."""
+    ranks_per_model = 1
+    """How many processes of the process group hold a model together: neighbors, which are given the same calls."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.check(config, dist.get_world_size() if dist.is_initialized() else 1)
+        self.config = config
+        self.version = 0
+        """The version of the weights. Those that the generator was built with are version 0."""
+        self.waiting: dict[RequestId, TokenStream] = {}
+        """The requests that have not begun, or begin anew, in the order of their arrival."""
+        self.running: dict[RequestId, TokenStream] = {}
+        """The requests that are being generated, in the order in which they began."""
+        self.reset_stats()
+        self._readiness = Readiness()
+        self._paused, self._warned = False, False
+
+    @classmethod
+    def check(cls, config: RolloutConfig, processes: int) -> None:
+        """Check what can be checked without reading weights.
+
+        Args:
+            config: The configuration.
+            processes: The size of the process group that the generator is built in.
+
+        Raises:
+            ConfigError: A setting is invalid; the message names it and its value.
+        """
+        if cls.option_names is not None and (unknown := sorted(set(config.options) - cls.option_names)):
+            raise ConfigError(
+                f"options.{unknown[0]} is unknown to generator={config.generator}; it has "
+                f"{', '.join(sorted(cls.option_names)) or 'no options'}"
+            )
+
+    # ---- what a generator implements ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def limits(self) -> Limits:
+        """Return what this generator can take."""
+
+    @abstractmethod
+    def run_step(self) -> None:
+        """Begin requests that are waiting, if there is room, and run one forward pass. Called if there is anything to do."""
+
+    @abstractmethod
+    def stop_request(self, stream: TokenStream) -> None:
+        """Stop generating a running request."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget all running requests, and everything that was computed with the present weights. May follow an error of `run_step`."""
+
+    def outdate_caches(self) -> None:
+        """Do what `drop_caches` does before new weights come, while the generator works; memory may be kept for the next requests."""
+        self.drop_caches()
+
+    @abstractmethod
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights; see `load_weights`. No request is running."""
+
+    @abstractmethod
+    def move(self, target: Placement) -> None:
+        """Move the parameters and the cache from `placement` to another one. No request is running, and the cache is empty."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model."""
+
+    def expand_images(self, prompt: list[int], images: Sequence[str]) -> list[int]:
+        """Return a prompt with as many image tokens as its images have.
+
+        Raises:
+            ConfigError: The generator takes no images, or these cannot be used.
+        """
+        raise ConfigError(f"generator={self.config.generator} takes no images; use generator=tensor_parallel")
+
+    def admit(self, stream: TokenStream) -> None:
+        """Note that a waiting request begins."""
+        del self.waiting[stream.id]
+        self.running[stream.id] = stream
+
+    def add_token(self, stream: TokenStream, token: int, log_prob: float) -> None:
+        """Add a token to a running request. If the response ends with it, `stop_request` is called."""
+        if not math.isfinite(log_prob):
+            self.stop_request(stream)
+            self._fail(
+                stream,
+                ModelError(
+                    f"rollout: {self.config.model.path} computes NaN or infinity for this prompt; its weights or its number format "
+                    f"(dtype={self.config.dtype}) are at fault"
+                ),
+            )
+            return
+        stream.tokens.append(token)
+        stream.log_probs.append(log_prob)
+        stream.versions.append(self.version)
+        self._tokens += 1
+        if token in stream.stop_tokens:
+            self._finish(stream, "stop")
+        elif not stream.remaining:
+            self._finish(stream, "length")
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        self._numbered = self._ended = self._tokens = self._steps = self.prefill_tokens = 0
+
+    # ---- what its users call -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        request_id: RequestId | None = None,
+        *,
+        row: int | None = None,
+        sample: int = 0,
+        images: Sequence[str] = (),
+    ) -> TokenStream:
+        """Add a request.
+
+        Args:
+            prompt: The token ids of the prompt.
+            options: The sampling options. `samples` is not used; a stream is one response.
+            request_id: The id by which it can be cancelled; None numbers it.
+            row: The number of the prompt in its batch, which seeds the response together with `options.seed` and `sample`.
+            sample: The number of the response among those to the prompt.
+            images: The images of the prompt as data URIs. The prompt has one image token for each; the model's own number of them takes
+                its place. Few generators take images.
+
+        Raises:
+            ConfigError: The prompt is empty, has a token outside the vocabulary or does not fit; or the id is in use.
+            ModelError: The last weights were not loaded completely.
+        """
+        return self._enqueue("the prompt", check_prompts([prompt])[0], options, request_id, row or 0, sample, images)
+
+    def _enqueue(
+        self,
+        title: str,
+        prompt: list[int],
+        options: SamplingOptions,
+        request_id: RequestId | None,
+        row: int,
+        sample: int,
+        images: Sequence[str] = (),
+    ) -> TokenStream:
+        self._readiness.check()
+        if images:
+            prompt = self.expand_images(prompt, images)
+        limits = self.limits()
+        check_prompt(title, prompt, options, limits, self.config)
+        self._warn_of_length(len(prompt), options.max_tokens, limits.context)
+        if request_id is None:
+            request_id = f"request-{self._numbered}"
+            self._numbered += 1
+        if request_id in self.waiting or request_id in self.running:
+            raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
+        stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
+        stream = TokenStream(self, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample), images)
+        self.waiting[request_id] = stream
+        return stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request with the tokens so far; its finish reason is `aborted`. Returns whether there was such a request."""
+        stream = self.waiting.get(request_id)
+        if stream is None:
+            stream = self.running.get(request_id)
+            if stream is None:
+                return False
+            self._stop(stream)
+        self._end(stream, "aborted")
+        return True
+
+    def step(self) -> bool:
+        """Advance all requests; return False if there is nothing to do, or the generator is paused.
+
+        An error ends the requests that were running; see `TokenStream.error`. If memory ran out, it ends the latest of them, and the
+        others begin anew after the tokens that they have.
+        """
+        if self._paused or not (self.waiting or self.running):
+            return False
+        self._readiness.check()
+        try:
+            with torch.inference_mode():
+                self.run_step()
+        except Exception as e:
+            self._recover(e)
+        except BaseException:
+            self._interrupt()
+            raise
+        self._steps += 1
+        progress.advance()
+        return True
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: SamplingOptions, rows: Sequence[int] | None = None
+    ) -> list[list[Generation]]:
+        """Generate `options.samples` responses to each prompt, in order.
+
+        Args:
+            prompts: The token ids of the prompts.
+            options: The sampling options.
+            rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same responses on
+                any process, and different responses for an equal prompt in another row. None numbers them from 0.
+
+        Raises:
+            ConfigError: A prompt cannot be used, or the generator is paused.
+            ModelError: The last weights were not loaded completely, or the model computes NaN.
+        """
+        streams: list[list[TokenStream]] = []
+        try:
+            checked = check_prompts(prompts)
+            for i, (prompt, row) in enumerate(zip(checked, range(len(checked)) if rows is None else rows, strict=True)):
+                streams.append([])
+                for sample in range(options.samples):
+                    streams[-1].append(self._enqueue(f"prompt {i}", prompt, options, None, row, sample))
+            rest = [stream for some in streams for stream in some]
+            while rest:
+                if not self.step():
+                    raise ConfigError("the generator is paused; call resume()")
+                for stream in rest:
+                    if stream.error is not None:
+                        raise stream.error
+                rest = [stream for stream in rest if not stream.ended]
+        finally:
+            for some in streams:
+                for stream in some:
+                    if not stream.ended:
+                        self.cancel(stream.id)
+        return [[stream.result() for stream in some] for some in streams]
+
+    def pause(self) -> None:
+        """Stop generating until `resume`. Requests and their caches stay."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load new weights, also while requests are running: these go on after the tokens that they have, from an empty cache.
+
+        Args:
+            weights: All tensors of the model under their Hugging Face names as on disk, tied ones once.
+            version: The version of the weights; None is one more than the present one.
+
+        Raises:
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite. The generator then refuses to work until it has
+                loaded a complete set of weights; its requests wait.
+            ConfigError: The parameters are absent.
+        """
+        self._readiness.loading()
+        self.outdate_caches()
+        self._restart_running()
+        with torch.no_grad():
+            self.copy_weights(weights)
+        self.version = self.version + 1 if version is None else version
+        self._readiness.loaded()
+
+    def discard_weights(self, reason: str) -> None:
+        """Refuse to generate until complete weights have been loaded, because the present ones are not to be trusted.
+
+        Args:
+            reason: Why; for messages.
+        """
+        self._interrupt()
+        self._readiness.distrust(reason)
+
+    def to(self, place: str, part: str | None = None) -> None:
+        """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
+
+        Args:
+            place: `device`, `host`, or `absent`: then the memory is free, and before the next request the parameters have to be moved
+                back to the device and new weights loaded.
+            part: `parameters` or `cache`; None is both. The parameters take the cache with them when they leave the device.
+
+        Raises:
+            ConfigError: There is no such place or part, or a cache would be without parameters.
+        """
+        target = self.placement.moved(place, part)
+        self._interrupt()
+        self._readiness.moving(target)
+        self.move(target)
+        self._readiness.moved(target)
+
+    def stats(self) -> GeneratorStats:
+        """Return the state of the generator."""
+        return GeneratorStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            version=self.version,
+            requests=self._ended,
+            tokens=self._tokens,
+            prefill_tokens=self.prefill_tokens,
+            steps=self._steps,
+        )
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_dtype(self) -> str:
+        """The data type that all parameters have, in which new weights can be sent to it, such as `bfloat16`; empty if weights are sent as
+        they are.
+        """
+        return ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last weights were loaded completely."""
+        return self._readiness.complete
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the parameters have been absent since the last complete load, so that they have no values."""
+        return self._readiness.lacks_weights
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters and the cache are."""
+        return self._readiness.placement
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
+        return self._readiness.ready and not self._paused
+
+    def _warn_of_length(self, length: int, max_tokens: int, context: int | None) -> None:
+        if context is not None and length + max_tokens > context and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a prompt of %d tokens with a response of max_tokens=%d may exceed the %d positions that %s supports",
+                length,
+                max_tokens,
+                context,
+                self.config.model.path,
+            )
+
+    def _stop(self, stream: TokenStream) -> None:
+        with torch.inference_mode():
+            self.stop_request(stream)
+
+    def _finish(self, stream: TokenStream, reason: FinishReason) -> None:
+        self.stop_request(stream)
+        self._end(stream, reason)
+
+    def _end(self, stream: TokenStream, reason: FinishReason | None) -> None:
+        self.waiting.pop(stream.id, None)
+        self.running.pop(stream.id, None)
+        stream.finish_reason = reason
+        self._ended += 1
+
+    def _fail(self, stream: TokenStream, error: Exception) -> None:
+        stream.error = error
+        self._end(stream, None)
+
+    def _interrupt(self) -> None:
+        """Drop all caches, and let the running requests begin anew, before those that wait."""
+        self.drop_caches()
+        self._restart_running()
+
+    def _restart_running(self) -> None:
+        self.waiting = {**self.running, **self.waiting}
+        self.running = {}
+
+    def _recover(self, error: Exception) -> None:
+        streams = list(self.running.values()) or list(self.waiting.values())[:1]
+        for stream in streams[-1:] if is_out_of_memory(error) else streams:
+            self._fail(stream, error)
+        # They hold the tensors of the step.
+        traceback.clear_frames(error.__traceback__)
+        self._interrupt()

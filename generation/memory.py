@@ -1,0 +1,215 @@
+"""How much memory a generator needs, estimated from its model's files and config, and how large its cache can be."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ..engine.errors import ConfigError, ModelError
+from ..engine.hf.config import read_config
+from ..engine.hf.model_path import reason, resolve_folder
+from ..engine.hf.shape import context_of
+from .options import RolloutConfig
+
+TOKENS_WITHOUT_GPU = 32768
+"""The size of a cache in tokens where none is given and there is no GPU."""
+PAGE_TOKENS_CUDA = 256
+"""The number of tokens in a page of the cache of `continuous` on a GPU, where the kernels of flash attention take no smaller ones."""
+CACHE_SHARE = 0.9
+"""The share of the memory left beside parameters and workspace that a cache gets, since both are estimates."""
+GIB = 2**30
+_LEAST_TOKENS = 1024
+"""The smallest cache that is chosen."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+_FIXED_WORKSPACE = 2 * GIB
+"""For communicators, CUDA graphs, and memory that the allocator cannot use."""
+_LOGIT_BYTES = 40
+"""Of a logit while a token is drawn: in float32 as it is, scaled, and as a log-probability; in float64 its probability and the sum; and
+sorted with their positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """The memory of the GPU that a process uses, or of the one with the least free memory if it uses several.
+
+    Args:
+        free: Free memory, in bytes.
+        total: All memory, in bytes.
+        visible: The number of GPUs that the process sees.
+    """
+
+    free: int
+    total: int
+    visible: int = 1
+
+
+def gpu_memory(devices: Sequence[int] = ()) -> GpuMemory | None:
+    """Return the memory of GPUs; None if there are none.
+
+    Args:
+        devices: The indices of the GPUs; empty for the current one.
+    """
+    if not torch.cuda.is_available():
+        return None
+    # What this process's allocator keeps for itself counts as free: vLLM and torch return it before they look.
+    gc.collect()
+    torch.cuda.empty_cache()
+    visible = torch.cuda.device_count()
+    chosen = [index for index in devices if index < visible] or [torch.cuda.current_device()]
+    free, total = min(torch.cuda.mem_get_info(index) for index in chosen)
+    return GpuMemory(free=free, total=total, visible=visible)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """What a generator needs on each of its devices, in bytes. 0 stands for what the config or the files do not say.
+
+    Args:
+        parameters: Of the parameters.
+        per_token: Of a token in the cache.
+        workspace: Of everything else.
+        most_tokens: The number of tokens of as many responses as run at the same time, each as long as the model allows; 0 if that is
+            not known.
+    """
+
+    parameters: int
+    per_token: int
+    workspace: int = 0
+    most_tokens: int = 0
+
+
+def memory_needs(config: RolloutConfig) -> MemoryNeeds:
+    """Estimate what a generator needs on each of its devices.
+
+    Args:
+        config: The configuration of the generator.
+
+    Raises:
+        ModelError: The model's config cannot be read.
+    """
+    folder = resolve_folder(config.model.path)
+    # What can only be generated with, such as quantized weights, is refused where the config of a model to train is read.
+    trust = config.model.trust_remote_code
+    try:
+        model: Any = (
+            read_config(config.model)
+            if config.model.overrides
+            else AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        ).get_text_config(decoder=True)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"model.path={config.model.path}: {reason(e, config.model.path, 'its config cannot be read')}") from e
+    size, tp = _BYTES[config.dtype], config.options.get("tp", 1)
+    tp = tp if isinstance(tp, int) and tp > 0 else 1
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored_size = {"float32": 4, "float64": 8}.get(str(getattr(model, "dtype", "")).removeprefix("torch."), 2)
+    attention = getattr(model, "num_attention_heads", None)
+    heads = getattr(model, "num_key_value_heads", None) or attention or 0
+    width = getattr(model, "head_dim", None) or (model.hidden_size // attention if attention else 0)
+    # Fewer heads than devices are repeated.
+    per_token = 2 * model.num_hidden_layers * -(-heads // tp) * width * size
+    tokens = max(config.target_tokens_per_batch, config.max_batch_size)
+    if config.generator == "continuous":
+        # Without flash attention: the keys and values of a layer are gathered and padded by up to a third, and there is an index of them.
+        per_token += per_token // model.num_hidden_layers * 4 // 3 + 16
+    inner = max(getattr(model, "intermediate_size", None) or 0, 4 * model.hidden_size)
+    return MemoryNeeds(
+        parameters=stored * size // stored_size // tp,
+        per_token=per_token,
+        workspace=_FIXED_WORKSPACE
+        + tokens * (8 * model.hidden_size + 3 * inner) * size
+        + config.max_batch_size * getattr(model, "vocab_size", 0) * _LOGIT_BYTES,
+        most_tokens=config.max_batch_size * (context_of(model) or 0),
+    )
+
+
+def tokens_that_fit(gpu: GpuMemory, needs: MemoryNeeds, title: str) -> int:
+    """Return the size of a cache, in tokens, for a generator that is not given one.
+
+    Args:
+        gpu: The memory of its device before it is built.
+        needs: What the generator needs there.
+        title: What is generated with, for messages.
+
+    Raises:
+        ConfigError: No useful cache fits.
+    """
+    if not needs.per_token:
+        return TOKENS_WITHOUT_GPU
+    room = gpu.free - needs.parameters - needs.workspace
+    tokens = int(room * CACHE_SHARE) // needs.per_token if room > 0 else 0
+    most = needs.most_tokens or tokens
+    least = min(_LEAST_TOKENS, needs.most_tokens or _LEAST_TOKENS)
+    if tokens < least:
+        raise ConfigError(
+            f"{title}: the size of the cache (max_batch_total_tokens) is not given, and fewer than {least} tokens fit: of "
+            f"{_gib(gpu.total)} on the GPU {_gib(gpu.free)} are free, its parameters need {_gib(needs.parameters)}, and a pass about "
+            f"{_gib(needs.workspace)}. Give the generator GPUs of its own, lower max_batch_size or target_tokens_per_batch, or give the "
+            "size of the cache"
+        )
+    return min(tokens, most)
+
+
+def with_cache_size(config: RolloutConfig) -> RolloutConfig:
+    """Return a configuration with the size of the cache, as many tokens as fit if it has none. Before the generator is built.
+
+    Raises:
+        ConfigError: No useful cache fits.
+        ModelError: The model's config cannot be read.
+    """
+    if config.max_batch_total_tokens:
+        return config
+    gpu = gpu_memory(devices_of(config))
+    title = f"{config.generator} of {config.model.path}"
+    tokens = TOKENS_WITHOUT_GPU if gpu is None else tokens_that_fit(gpu, memory_needs(config), title)
+    return replace(config, max_batch_total_tokens=tokens)
+
+
+def devices_of(config: RolloutConfig) -> range:
+    """Return the indices of the GPUs of a generator that has several in one process; empty if it has the current one."""
+    tp = config.options.get("tp", 1)
+    return range(tp) if isinstance(tp, int) and tp > 1 and not _joined() else range(0)
+
+
+def _joined() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def utilization(gpu: GpuMemory, needs: MemoryNeeds, tokens: int, title: str) -> float:
+    """Return the share of a GPU's memory that an engine may claim which refuses to start unless that share is free.
+
+    Args:
+        gpu: The memory of the device before the engine is built.
+        needs: What the engine needs there.
+        tokens: The size of its cache, in tokens.
+        title: What is generated with, for messages.
+
+    Raises:
+        ConfigError: Parameters and cache do not fit.
+    """
+    cache = tokens * needs.per_token
+    # Its communicators come before it looks.
+    available = gpu.free - GIB
+    if needs.parameters + cache > available:
+        raise ConfigError(
+            f"{title}: of {_gib(gpu.total)} on the GPU {_gib(gpu.free)} are free, but its parameters need {_gib(needs.parameters)} and its "
+            f"cache of max_batch_total_tokens={tokens} needs {_gib(cache)}. Lower that, give the generator GPUs of its own "
+            "(group.pools.rollout), or set options.gpu_memory_utilization to skip this estimate"
+        )
+    return min(needs.parameters + cache + needs.workspace, available) / gpu.total
+
+
+def estimated_bytes(config: RolloutConfig) -> dict[str, int]:
+    """Return the size of the `parameters` and of the full `cache` on a device, in bytes; 0 for what the config or the files do not say.
+
+    Args:
+        config: The configuration of the generator, with the size of the cache.
+    """
+    needs = memory_needs(config)
+    return {"parameters": needs.parameters, "cache": needs.per_token * config.max_batch_total_tokens}
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

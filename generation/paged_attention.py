@@ -1,0 +1,274 @@
+"""Attention of continuous batching without a kernel that reads pages: registered at transformers' own extension point, nothing is patched.
+
+transformers' own, for such devices, computes the logits of every token of the batch with every key of the batch and masks all but the
+token's own; its mask has room for a full batch and a full cache from the start. Here a request's tokens meet its own keys only.
+
+Axes: T packed tokens of a step, R requests, H query heads, K key/value heads, D head size, E value head size, S keys.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from ..engine.errors import ModelError
+
+IMPLEMENTATION = "drivetrain_paged"
+SUPPORTED = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+"""Whether the cache of this version of transformers (5.20 or later) takes what attention here gives it."""
+_LEAST_PADDING, _PADDING_SHARE = 64, 4
+"""Requests that read one token each are computed together if a request is padded by at most this number of keys, or a fourth."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Requests that are computed together.
+
+    Args:
+        count: R. With several of them, each has one token.
+        tokens: T, those of all of them.
+        keys: S, the number of keys of each, with padding.
+        mask: `[R, 1, 1, S]` or `[1, 1, T, S]`, to be added; None if every token may see what comes before it in its request.
+    """
+
+    count: int
+    tokens: int
+    keys: int
+    mask: Tensor | None
+
+
+class Layout:
+    """Which keys the tokens of a step see. Made once for all layers of a kind, without waiting for the device.
+
+    Args:
+        queries: The number of tokens of each request in the step, in their order in the batch.
+        keys: The number of keys of each, the last of which are those of its tokens.
+        window: The number of keys that a token sees; None if that is not limited.
+        in_order: Whether keys are in the order of the batch and cannot be gathered anew.
+        dtype: The data type of queries and keys.
+        device: Where these are.
+    """
+
+    def __init__(
+        self,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        *,
+        window: int | None = None,
+        in_order: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        query_starts, key_starts = np.cumsum([0, *queries]), np.cumsum([0, *keys])
+        self.rows: list[_Rows] = []
+        orders: list[Any] = []
+        keys_of_rows: list[Any] = []
+        for group in [[i] for i in range(len(queries))] if in_order else _groups(queries, keys):
+            lengths = np.array([keys[i] for i in group])
+            width, first = int(lengths[0]), group[0]
+            span = np.arange(width)
+            if len(group) == 1:
+                mask = _causal_mask(queries[first], width, window)
+            else:
+                mask = None if (lengths == width).all() else torch.from_numpy(span >= lengths[:, None])[:, None, None]
+            if mask is not None:
+                mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask, -torch.inf).to(device)
+            self.rows.append(_Rows(len(group), sum(queries[i] for i in group), width, mask))
+            orders += [np.arange(query_starts[i], query_starts[i + 1]) for i in group]
+            # What is padded is a key of the same request: it is masked, but 0 * NaN of another one would be NaN.
+            keys_of_rows.append((key_starts[group][:, None] + np.where(span < lengths[:, None], span, 0)).reshape(-1))
+        order, taken = np.concatenate(orders), np.concatenate(keys_of_rows)
+        self.order = _index(order, device)
+        """Where the tokens of `rows` are in the batch `[T]`; None if they are in its order."""
+        self.back = None if self.order is None else torch.from_numpy(np.argsort(order)).to(device)
+        self.keys = (
+            None if len(taken) == key_starts[-1] and (np.diff(taken) == 1).all() else torch.from_numpy(taken).to(device)
+        )
+        """Where the keys of `rows` are among those of all requests; None if they are in this order."""
+
+
+def _index(order: Any, device: torch.device | str) -> Tensor | None:
+    return None if (np.diff(order) == 1).all() else torch.from_numpy(order).to(device)
+
+
+def _groups(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
+    """Return the requests that are computed together: those of one token and of similar length, the longest first, and others alone."""
+    found: list[list[int]] = []
+    for i in sorted((i for i, tokens in enumerate(queries) if tokens == 1), key=lambda i: -keys[i]):
+        width = keys[found[-1][0]] if found else 0
+        if found and width - keys[i] <= max(_LEAST_PADDING, width // _PADDING_SHARE):
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found + [[i] for i, tokens in enumerate(queries) if tokens > 1]
+
+
+def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
+    """Return which keys each query does not see `[1, 1, T, S]`; the last query has the position of the last key."""
+    windowed = window is not None and window < keys
+    if not windowed and queries in (1, keys):
+        return None
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+    hidden = distance < 0
+    return (hidden if window is None else hidden | (distance >= window))[None, None]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of a step.
+
+    Args:
+        q: The queries `[H, T, D]`.
+        k: The keys `[K, S of all rows, D]`, in the order of `layout.rows`.
+        v: The values `[K, S of all rows, E]`.
+        layout: Which keys the tokens see.
+        scale: The factor of the logits.
+        softcap: The soft cap of the logits, `softcap * tanh(logits / softcap)`.
+        sinks: The logit of an additional key without a value `[H]`.
+
+    Returns:
+        `[T, H, E]`.
+    """
+    groups = q.shape[0] // k.shape[0]
+    if layout.order is not None:
+        q = q.index_select(1, layout.order)
+    outs, token, key = [], 0, 0
+    for rows in layout.rows:
+        own_q = q[:, token : token + rows.tokens]
+        own_k, own_v = (
+            t[:, key : key + rows.count * rows.keys].unflatten(1, (rows.count, rows.keys)).transpose(0, 1) for t in (k, v)
+        )
+        token, key = token + rows.tokens, key + rows.count * rows.keys
+        one = rows.tokens == rows.count
+        if one:
+            # The query heads of a key/value head take the place of tokens, so that keys are not repeated.
+            own_q = own_q.transpose(0, 1).unflatten(1, (-1, groups))
+        else:
+            own_q = own_q[None]
+            if groups > 1:
+                own_k, own_v = own_k.repeat_interleave(groups, 1), own_v.repeat_interleave(groups, 1)
+        if softcap is None and sinks is None:
+            causal = not one and rows.mask is None
+            out = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=rows.mask, is_causal=causal, scale=scale)
+        else:
+            out = _explicit(own_q, own_k, own_v, rows, scale, softcap, sinks)
+        outs.append(out.flatten(1, 2) if one else out[0].transpose(0, 1))
+    result = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return result if layout.back is None else result.index_select(0, layout.back)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, rows: _Rows, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    mask = rows.mask
+    if mask is None and rows.tokens > rows.count:
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+    column = (sinks.view(1, *q.shape[1:3], 1) if rows.tokens == rows.count else sinks.view(1, -1, 1, 1)).to(scores.dtype)
+    scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(v.dtype) @ v
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What the attention of a step needs to know beside transformers' own arguments.
+
+    Args:
+        layouts: The layout of each kind of layer.
+        gathered: The kinds of layers whose keys come out of the cache in the order of their layout.
+    """
+
+    layouts: Mapping[str, Layout]
+    gathered: frozenset[str]
+
+
+def prepare_step(cache: Any, inputs: dict[str, Any], queries: Sequence[int], pasts: Sequence[int], model: Any) -> PagedStep:
+    """Make the layouts of a step, and have the cache gather keys in their order.
+
+    Args:
+        cache: transformers' cache.
+        inputs: The arguments of the model; `read_index` is replaced.
+        queries: The number of tokens of each request in the step.
+        pasts: The number of tokens of each that were processed before.
+        model: The model, for its data type and device.
+    """
+    layouts, gathered = {}, set()
+    read_index = list(inputs["read_index"])
+    for kind, allocator in cache.cache_allocators.items():
+        reads = read_index[allocator.index].numel() > 0
+        window = getattr(allocator, "sliding_window", None)
+        layout = layouts[kind] = Layout(
+            queries,
+            [allocator.get_seqlen_k(past, count) for past, count in zip(pasts, queries, strict=True)],
+            window=window,
+            # Prompts from their first token on, of which nothing is read.
+            in_order=not reads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        if reads and window is None and layout.keys is not None:
+            # The cache of a window needs its own order, in which it finds the tokens that it writes.
+            read_index[allocator.index] = read_index[allocator.index][layout.keys]
+            gathered.add(kind)
+    inputs["read_index"] = read_index
+    return PagedStep(layouts, frozenset(gathered))
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    paged: PagedStep | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run paged attention in transformers' signature: query `[1, H, T, D]` in, `[1, T, H, E]` out.
+
+    Raises:
+        ModelError: The model does not pass on what it has to, or asks for what attention here does not have.
+    """
+    name = type(module).__name__
+    if cache is None or paged is None:
+        raise ModelError(f"{name} does not pass model arguments down to its attention, so it would not find its cache")
+    if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+        raise ModelError(f"{name} has a mask, a bias or dropout of its own, which continuous batching does not have")
+    index: int = module.layer_idx  # type: ignore[assignment]
+    kind = cache.layer_to_allocator[index].layer_type
+    layout = paged.layouts[kind]
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
+    k, v = key[0], value[0]
+    if layout.keys is not None and kind not in paged.gathered:
+        k, v = k.index_select(1, layout.keys), v.index_select(1, layout.keys)
+    out = attend(query[0], k, v, layout, scale=scaling or query.shape[-1] ** -0.5, softcap=softcap, sinks=s_aux)
+    return out.contiguous()[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)

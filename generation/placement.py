@@ -1,0 +1,55 @@
+"""Where the parameters and the cache of a generator are."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self, cast
+
+from ..engine.errors import ConfigError
+
+Place = Literal["device", "host", "absent"]
+Part = Literal["parameters", "cache"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parts of a generator are.
+
+    Args:
+        parameters: On the `device`, on the `host`, or `absent`: then nothing of them is kept, and new weights have to be loaded.
+        cache: On the `device` or `absent`. It is of no use without the parameters.
+    """
+
+    parameters: Place = "device"
+    cache: Place = "device"
+
+    def moved(self, place: str, part: str | None) -> Self:
+        """Return the placement after a move.
+
+        Args:
+            place: Where to.
+            part: What is moved; None is both. A cache does not leave the device: it is dropped, and begins empty.
+
+        Raises:
+            ConfigError: There is no such place or part, or the move is not possible.
+        """
+        if part not in (None, "parameters", "cache"):
+            raise ConfigError(f"to({place!r}, {part!r}): the parts of a rollout model are 'parameters' and 'cache'")
+        if place not in ("device", "host", "absent"):
+            raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host', or 'absent'")
+        found = cast("Place", place)
+        if part == "cache":
+            if found == "host":
+                raise ConfigError("to('host', 'cache'): a cache is not kept on the host; use 'absent'")
+            if found == "device" and self.parameters != "device":
+                raise ConfigError(
+                    f"to('device', 'cache') while the parameters are {_where(self.parameters)}; move these to the device first"
+                )
+            return replace(self, cache=found)
+        if (self.parameters, found) == ("absent", "host"):
+            raise ConfigError("to('host') while the parameters are absent; load them on the device first")
+        if found != "device":
+            return replace(self, parameters=found, cache="absent")
+        return replace(self, parameters=found, cache="device" if part is None else self.cache)
+
+
+def _where(place: Place) -> str:
+    return "absent" if place == "absent" else f"on the {place}"

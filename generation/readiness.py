@@ -1,0 +1,68 @@
+"""Whether a generator can compute with what it holds."""
+
+from ..engine.errors import ConfigError, ModelError
+from .placement import Placement
+
+
+class Readiness:
+    """The state of a generator's weights and cache.
+
+    The weights it was built with are complete, and all is on the device.
+    """
+
+    def __init__(self) -> None:
+        self.placement = Placement()
+        """Where the parameters and the cache are."""
+        self.complete = True
+        """Whether the last weights were loaded completely."""
+        self.lacks_weights = False
+        """Whether the parameters have been absent since the last complete load, so that they have no values."""
+        self._reason = ""
+
+    def loading(self) -> None:
+        """Note that new weights begin to replace the present ones.
+
+        Raises:
+            ConfigError: The parameters are absent.
+        """
+        if self.placement.parameters == "absent":
+            raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
+        self.distrust("are a mix of two models because loading new ones failed")
+
+    def loaded(self) -> None:
+        """Note that a complete set has been loaded."""
+        self.complete, self.lacks_weights = True, False
+
+    def distrust(self, reason: str) -> None:
+        """Note that the present weights must not be used, and why."""
+        self.complete, self._reason = False, reason
+
+    def moving(self, target: Placement) -> None:
+        """Note that a move begins. Parameters that were absent have no values."""
+        self.lacks_weights = self.lacks_weights or target.parameters == "absent"
+
+    def moved(self, target: Placement) -> None:
+        """Note that a move has ended."""
+        self.placement = target
+
+    @property
+    def ready(self) -> bool:
+        """Whether the generator can compute."""
+        return self.complete and not self.lacks_weights and self.placement == Placement()
+
+    def check(self) -> None:
+        """Check that the generator can compute.
+
+        Raises:
+            ConfigError: Something is not on the device.
+            ModelError: The weights are not a complete set.
+        """
+        if self.placement.parameters == "absent":
+            raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
+        if not self.complete:
+            raise ModelError(f"the rollout's weights {self._reason}; load a complete set (sync_weights)")
+        if self.lacks_weights and self.placement == Placement():
+            raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
+        if self.placement != Placement():
+            what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
+            raise ConfigError(f"the rollout's {what}; call to('device') first")

@@ -1,0 +1,28 @@
+"""Runs vLLM's server. Once the process that asked for it is gone, ends it with all that it started, and removes its folder.
+
+python -m drivetrain.generation.vllm.launch PARENT FOLDER ARGUMENTS...
+"""
+
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+
+_POLL_S = 0.5
+
+
+def _end_with(parent: int, folder: str) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    # It was started as the leader of a group.
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]), sys.argv[2]), daemon=True).start()
+    sys.argv = [sys.argv[0], *sys.argv[3:]]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -1,0 +1,282 @@
+"""A model for vLLM: its files, its settings, and what its weights have to be."""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+
+from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.model_path import resolve_folder
+from ...engine.hf.shape import context_of
+from ...engine.hf.weights import WeightFolder
+from ..memory import GpuMemory, MemoryNeeds, gpu_memory, memory_needs, utilization
+from ..options import RolloutConfig
+from ..placement import Placement
+from ..token_stream import Limits, TokenStream
+from ..weight_values import all_finite
+from .draws import KEY
+
+SUPPORTED = ((0, 32), (0, 33))
+"""The first version of vLLM that this works with, and the first one that it was not tried with."""
+_OWN = {"tp"}
+_BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 32
+"""The number of tokens of a block of the cache, which is what prompts share."""
+_TIED_HEAD = "lm_head.weight"
+_PACKAGE = __name__.rpartition(".")[0]
+SAMPLER = f"{_PACKAGE}.sampler:DrivetrainSampler"
+"""Our logits processor, by the name under which vLLM loads it."""
+
+
+class VLLMModel:
+    """What a generator on vLLM knows of its model.
+
+    Args:
+        config: The configuration of the generator.
+
+    Raises:
+        ConfigError: This version of vLLM is not supported.
+        ModelError: The folder holds no model.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        import vllm
+
+        check_version(vllm.__version__)
+        self.folder = resolve_folder(config.model.path)
+        self._config = config
+        self._stored = WeightFolder(self.folder, str).shapes()
+        self._model_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=config.model.trust_remote_code)
+        self._text = self._model_config.get_text_config()
+        self._tied = bool(getattr(self._text, "tie_word_embeddings", False))
+        self._context = context_of(self._text)
+
+    def limits(self, max_length: int) -> Limits:
+        """Return what the generator can take.
+
+        Args:
+            max_length: The number of tokens that vLLM's engine allows for a prompt and its response.
+        """
+        ends = self._text.eos_token_id
+        if (self.folder / "generation_config.json").is_file():
+            ends = GenerationConfig.from_pretrained(self.folder).eos_token_id or ends
+        return Limits(
+            vocabulary=self._text.vocab_size,
+            context=min(self._context or math.inf, max_length),  # type: ignore[arg-type]
+            tokens=min(self._config.max_batch_total_tokens, max_length),
+            end_tokens=frozenset([ends] if isinstance(ends, int) else ends or ()),
+        )
+
+    def engine_arguments(self, tp: int, *, joined: bool = False) -> dict[str, Any]:
+        """Return the arguments of vLLM's engine, which is built next: they depend on the memory that is free.
+
+        Args:
+            tp: The number of devices of the model.
+            joined: Whether each device belongs to a process of its own, which run the model together.
+
+        Raises:
+            ConfigError: Parameters and cache do not fit on the GPU.
+        """
+        config = self._config
+        gpu = gpu_memory(range(tp) if tp > 1 and not joined else ())
+        if gpu is None:
+            # In GiB; the cache of vLLM on a CPU has no size in tokens.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if tp > 1:
+                # It binds each worker to a NUMA node of its own, and refuses to start where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            own: dict[str, Any] = {"enforce_eager": True, "block_size": _BLOCK_TOKENS_CPU}
+        else:
+            own = gpu_arguments(config, gpu, memory_needs(config), tp=tp, joined=joined)
+            if own.get("disable_custom_all_reduce"):
+                # Its rendezvous takes GPUs that have the same index in different processes for one GPU.
+                os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+        return {
+            "model": str(self.folder),
+            "skip_tokenizer_init": True,
+            "dtype": config.dtype,
+            "trust_remote_code": config.model.trust_remote_code,
+            # vLLM refuses a cache in which a response of all positions has no room.
+            "max_model_len": min(self._context or config.max_batch_total_tokens, config.max_batch_total_tokens),
+            "max_num_seqs": config.max_batch_size,
+            "max_num_batched_tokens": max(config.target_tokens_per_batch, config.max_batch_size),
+            "enable_chunked_prefill": config.enable_chunked_prefill,
+            "tensor_parallel_size": tp,
+            "logits_processors": [SAMPLER],
+            "worker_extension_cls": f"{_PACKAGE}.worker_extension.WorkerExtension",
+            # Of the one token that the sampler leaves: its log-probability.
+            "logprobs_mode": "processed_logits",
+            # The first of vLLM's runners reads the tokens of a request before the next one is drawn; with the second one, a step would
+            # be under way when new weights come.
+            "async_scheduling": False,
+            **own,
+            **{name: value for name, value in config.options.items() if name not in _OWN},
+        }
+
+    def common_dtype(self, dtypes: Sequence[str]) -> str:
+        """Return the data type that the parameters have in all of vLLM's workers; empty if they differ, or are not the generator's."""
+        return self._config.dtype if set(dtypes) == {self._config.dtype} else ""
+
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights, and raise an error if they are not a complete set.
+
+        Raises:
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite.
+        """
+        yield from self._checked(weights, dict(self._stored))
+
+    def completed(self, weights: Iterable[tuple[str, Tensor]]) -> "CompletedWeights":
+        """Return weights that end with an error only after vLLM has had a complete set; see `CompletedWeights`."""
+        missing = dict(self._stored)
+        return CompletedWeights(self._checked(weights, missing), missing, _TIED_HEAD if self._tied else None)
+
+    def _checked(
+        self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        path = self._config.model.path
+        for name, tensor in weights:
+            shape = missing.get(name)
+            if shape is None:
+                if name == _TIED_HEAD and self._tied:
+                    continue
+                raise ModelError(f"the weights are not those of {path}: {name} matches no parameter, or came twice")
+            if tuple(tensor.shape) != tuple(shape):
+                raise ModelError(
+                    f"{name} is {list(tensor.shape)}, but the rollout model's is {list(shape)}; they are different models"
+                )
+            if not all_finite(tensor):
+                raise ModelError(
+                    f"{name} has values that are not finite (NaN or infinity); the weights that were sent are damaged"
+                )
+            del missing[name]
+            yield name, tensor
+        absent = [name for name in missing if not (self._tied and name == _TIED_HEAD)]
+        if absent:
+            raise ModelError(
+                f"the weights are not those of {path}: {len(absent)} parameters have no tensor ({', '.join(absent[:3])})"
+            )
+
+
+class CompletedWeights:
+    """Weights for vLLM, which cannot continue after a part of a set: what is missing when their stream fails comes as zeros.
+
+    Nothing must be generated with them then. The engine stays as it is, and takes the next set.
+
+    Args:
+        weights: The weights.
+        missing: The shapes of the parameters that have not come, which the stream removes as they come.
+        optional: The name of a parameter that need not come.
+    """
+
+    def __init__(
+        self, weights: Iterator[tuple[str, Tensor]], missing: Mapping[str, tuple[int, ...]], optional: str | None = None
+    ) -> None:
+        self._weights, self._missing, self._optional = weights, missing, optional
+        self.error: Exception | None = None
+        """Why the stream failed."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self._weights
+        except Exception as e:  # raised by the caller, when vLLM has loaded all
+            self.error = e
+            for name, shape in self._missing.items():
+                if name != self._optional:
+                    yield name, torch.zeros(shape)
+
+
+def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
+    """Return those arguments of vLLM's engine that depend on its GPUs.
+
+    Args:
+        config: The configuration of the generator.
+        gpu: The memory of the GPU before the engine is built.
+        needs: What the engine needs there.
+        tp: The number of devices of the model.
+        joined: Whether each device belongs to a process of its own.
+
+    Raises:
+        ConfigError: Parameters and cache do not fit on the GPU.
+    """
+    arguments: dict[str, Any] = {
+        "num_gpu_blocks_override": -(-config.max_batch_total_tokens // _BLOCK_TOKENS) + 1,
+        "block_size": _BLOCK_TOKENS,
+        # Without it, sleep frees nothing.
+        "enable_sleep_mode": True,
+    }
+    if "gpu_memory_utilization" not in config.options:
+        # vLLM refuses to start unless this share is free, although the size of its cache is given. Its default is for a GPU of its own.
+        arguments["gpu_memory_utilization"] = utilization(
+            gpu, needs, config.max_batch_total_tokens, f"generator={config.generator} of {config.model.path}"
+        )
+    if joined and gpu.visible < tp:
+        # It looks for the other ranks' GPUs among those that this process sees.
+        arguments["disable_custom_all_reduce"] = True
+    return arguments
+
+
+def sampling_settings(stream: TokenStream) -> dict[str, Any]:
+    """Return the sampling parameters of a request: vLLM takes the one token that our sampler leaves."""
+    options = stream.options
+    return {
+        "temperature": 0.0,
+        "max_tokens": stream.remaining,
+        "stop_token_ids": sorted(stream.stop_tokens),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "extra_args": {
+            KEY: {
+                "temperature": float(options.temperature),
+                "top_p": float(options.top_p),
+                "top_k": options.top_k,
+                "seed": stream.seed,
+                "begun": len(stream.tokens),
+                "prompt": stream.length,
+            }
+        },
+    }
+
+
+def check_version(version: str) -> None:
+    """Check the version of vLLM.
+
+    Raises:
+        ConfigError: It is not supported.
+    """
+    first, beyond = SUPPORTED
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not first <= found < beyond:
+        raise ConfigError(
+            f"vLLM {version} is installed; generator=vllm was tried with {'.'.join(map(str, first))} and not with "
+            f"{'.'.join(map(str, beyond))}: pip install 'vllm>={'.'.join(map(str, first))},<{'.'.join(map(str, beyond))}'"
+        )
+
+
+def sleep_calls(present: Placement, target: Placement) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls, each a method of vLLM's engine and its arguments, that bring a model from one placement to another.
+
+    Level 1 copies the weights to the host, level 2 keeps nothing; both free the cache.
+    """
+    if target == present or (present.parameters, target.parameters) == ("absent", "absent"):
+        return []
+    calls: list[tuple[str, dict[str, Any]]] = []
+    if target.parameters != "device":
+        if present.parameters == "host":
+            # vLLM does not go from one kind of sleep to another. The cache stays away meanwhile.
+            calls.append(("wake_up", {"tags": ["weights"]}))
+        return [*calls, ("sleep", {"level": 1 if target.parameters == "host" else 2})]
+    if present.parameters != "device":
+        calls.append(("wake_up", {"tags": ["weights"]}))
+    elif target.cache != "device":
+        # It has to be paused for this.
+        calls += [("sleep", {"level": 0}), ("release_kv_cache_memory", {})]
+    if target.cache == "device":
+        calls.append(("wake_up", {"tags": ["kv_cache"]}))
+    return calls

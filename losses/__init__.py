@@ -1,0 +1,1 @@
+"""Losses and advantages: pure functions of token outputs that depend only on torch."""

@@ -1,0 +1,125 @@
+"""Corrections of the difference between the probabilities of the generator that sampled responses and those of the trainer:
+weights, and the rejection of tokens and responses.
+
+Axes: T tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..engine.errors import ConfigError
+from ..engine.packing.batch import PackedBatch
+from .names import Correction, Level, Rejection
+from .objectives import MAX_LOG_RATIO
+from .sequences import sequence_of, sequence_sums
+
+_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: 0.5 * x**2,
+    "k3": lambda x: torch.expm1(x) - x,
+}
+
+
+def importance_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    batch: PackedBatch,
+    *,
+    correction: Correction = "truncate",
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """Compute importance weights `[T]`: p / q, bounded or masked; 0 outside the responses.
+
+    Args:
+        old_log_probs: `[T]`, log p, computed by the trainer with the weights that generated the responses.
+        rollout_log_probs: `[T]`, log q, reported by the generator.
+        mask: `[T]` bool mask of the response tokens.
+        batch: The batch that maps tokens to sequences.
+        correction: `truncate`: min(p / q, high). `mask`: p / q where it is from `low` to `high`, and 0 elsewhere.
+        level: `token`: p and q are the probabilities of a token. `sequence`: of the entire response.
+        low: The lower bound.
+        high: The upper bound.
+
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", truncated importance
+    sampling; masked as in Liu et al. 2025, "When speed kills stability", sections on sequence-level masked importance sampling.
+    """
+    log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
+    if level == "sequence":
+        log_ratio = sequence_sums(log_ratio, batch)[sequence_of(batch)]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if correction == "truncate":
+        weights = ratio.clamp(max=high)
+    else:
+        weights = torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+    return torch.where(mask, weights, torch.zeros_like(weights))
+
+
+def rejection_bounds(kind: str, limit: float | tuple[float, float]) -> tuple[float, float]:
+    """Return the bounds between which the estimate of a token or response is accepted.
+
+    Args:
+        kind: One of `Rejection`.
+        limit: The largest estimate; for k1 the bounds of the ratio q / p, whose logarithm is the estimate, or its upper bound alone,
+            of which the lower one is the inverse.
+
+    Raises:
+        ConfigError: The kind is unknown, or the limit does not fit it.
+    """
+    if kind not in get_args(Rejection):
+        raise ConfigError(f"rejection.{kind}: there is no such criterion; choose one of {', '.join(get_args(Rejection))}")
+    given: Any = [limit] if isinstance(limit, (int, float)) else limit
+    numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf]
+    if len(numbers) == len(given):
+        if not kind.endswith("k1") and len(numbers) == 1:
+            return -math.inf, numbers[0]
+        low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[-1])
+        if kind.endswith("k1") and len(numbers) <= 2 and low < 1 < high:
+            return math.log(low), math.log(high)
+    wanted = "[LOW, HIGH] around a ratio of 1, or HIGH alone" if kind.endswith("k1") else "one number above 0"
+    raise ConfigError(f"rejection.{kind}={limit}; give it {wanted}")
+
+
+def accepted_tokens(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    batch: PackedBatch,
+    limits: Mapping[Rejection, float | tuple[float, float]],
+) -> Tensor:
+    """Return a bool mask `[T]` of the response tokens that no criterion rejects.
+
+    Args:
+        old_log_probs: `[T]`, log p, computed by the trainer with the weights that generated the responses.
+        rollout_log_probs: `[T]`, log q, reported by the generator.
+        mask: `[T]` bool mask of the response tokens.
+        batch: The batch that maps tokens to sequences.
+        limits: Criterion -> its limit; see `rejection_bounds`. Criteria of responses reject all their tokens.
+
+    Raises:
+        ConfigError: A criterion is unknown, or its limit does not fit it.
+
+    Source: the rejection of verl's rollout correction (Liu et al. 2025, "When speed kills stability"); the estimates are those of
+    KL(q || p) of Schulman 2020, "Approximating KL divergence".
+    """
+    log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, torch.zeros_like(old_log_probs))
+    log_ratio = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rows, accepted = sequence_of(batch), mask
+    counts = sequence_sums(mask.double(), batch).clamp(min=1)
+    for kind, limit in limits.items():
+        low, high = rejection_bounds(kind, limit)
+        level, estimate = kind.rsplit("_", 1)
+        values = torch.where(mask, _ESTIMATES[estimate](log_ratio), torch.zeros_like(log_ratio))
+        if level == "seq_max":
+            values = values.new_zeros(batch.num_sequences).scatter_reduce(0, rows, values, "amax")[rows]
+        elif level != "token":
+            sums = sequence_sums(values, batch)
+            values = (sums / counts if level == "seq_mean" else sums)[rows]
+        accepted = accepted & (values >= low) & (values <= high)
+    return accepted

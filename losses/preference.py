@@ -1,0 +1,380 @@
+"""Losses for preference learning without a reward model: what makes the formulas of `losses.pairs` available to an engine, and KTO.
+
+Axes: T tokens, N sequences, P pairs.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from ..engine.errors import BatchError, ConfigError
+from ..engine.loss import LossSums, OutputRequest, TokenOutputs, loss_mask
+from ..engine.packing.batch import PackedBatch
+from . import pairs as p
+from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, sequence_field, token_field
+from .names import BY_DIVERGENCE, SMOOTHED, Divergence, PairLoss
+from .sequences import CHOSEN, MATCHED, REFERENCE, pairs_of, sequence_sums
+
+REFERENCE_FREE: frozenset[str] = frozenset({"simpo", "orpo", "cpo", "sft"})
+"""Losses that do not use a reference model."""
+LENGTH_NORMALIZED: frozenset[str] = frozenset({"ipo", "simpo", "orpo"})
+"""Losses that by default divide a sequence's log-probability by its number of supervised tokens."""
+SFT_WEIGHT: Mapping[str, float] = {"cpo": 1.0, "orpo": 1.0, "sft": 1.0}
+"""Default weight of the chosen side's negative log-likelihood, for the losses that add it."""
+BASELINE = "kl_baseline"
+"""Sequence field `[N]`: KTO's reference point z0, the same value throughout the global batch."""
+
+
+def kto_loss(
+    log_ratio: Tensor, chosen: Tensor, baseline: Tensor, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+) -> Tensor:
+    """Compute the KTO loss: w_d (1 - s(beta (r - z0))) for a desirable response, w_u (1 - s(beta (z0 - r))) for any other.
+
+    Args:
+        log_ratio: `[N]`, r, the response's log-probability minus the reference's.
+        chosen: `[N]` bool, whether the response is desirable.
+        baseline: `[N]` or a scalar, z0, an estimate of the policy's KL divergence from the reference; carries no gradient.
+        beta: The degree of risk aversion.
+        desirable: w_d, the weight of desirable responses.
+        undesirable: w_u, the weight of undesirable responses.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
+    """
+    gain = beta * (log_ratio - baseline)
+    return torch.where(chosen, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
+
+
+def check_supervised(batch: PackedBatch) -> None:
+    """Check that every sequence has a supervised token, without which a loss over sequences is undefined.
+
+    Args:
+        batch: The batch that the loss is computed on.
+
+    Raises:
+        BatchError: A sequence has no supervised token; the message names it.
+    """
+    empty = (sequence_sums(loss_mask(batch).long(), batch) == 0).nonzero()
+    if len(empty):
+        raise BatchError(
+            f"{batch.name_of(int(empty[0]))} has an empty response: none of its tokens is supervised, so it cannot be "
+            f"compared; remove {'the pair' if batch.group_ids is not None else 'it'}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sides:
+    """What the losses read of the pairs of a micro-batch, `[P]` each."""
+
+    margin: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    chosen_policy: Tensor
+    rejected_policy: Tensor
+    matched: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss:
+    """A pairwise preference loss, averaged over the pairs of the global batch.
+
+    The two sequences of a group form a pair. The sequence field `chosen` marks the preferred one, and `reference_log_probs`
+    holds the reference's log-probabilities, for the losses that need them: summed, as a sequence field, or per token. `aot` reads the
+    sequence field `matched_margin` of `losses.pairs.matched_quantiles` as well.
+
+    Args:
+        kind: The formula to use, one of those of `losses.pairs`.
+        loss_weights: The weights of several formulas, whose weighted sum is the loss instead of `kind`. `sft` is the chosen side's
+            per-token negative log-likelihood.
+        beta: The scale of the implicit reward; tau for IPO, lambda for ORPO.
+        label_smoothing: The assumed fraction of flipped labels, for the losses in `SMOOTHED`.
+        gamma: SimPO's target reward margin.
+        tau: The width of DiscoPOP's transition.
+        divergence: How the distance to the reference is measured, for the losses in `BY_DIVERGENCE`; see `divergence_score`.
+        alpha: The parameter of the alpha-divergence.
+        length_normalize: Whether to divide a sequence's log-probability by its number of supervised tokens; None follows the
+            definition of the loss (`LENGTH_NORMALIZED`).
+        sft_weight: The weight of the chosen side's per-token negative log-likelihood; None follows the definition of the loss
+            (`SFT_WEIGHT`). With the sigmoid loss this is RPO's term (Pang et al. 2024, arXiv:2404.19733, equation 1), except
+            that it is a mean over all chosen tokens of the batch, while the paper averages each response's mean.
+        temperature: The temperature of the log-probabilities: that at which the responses were sampled.
+
+    Raises:
+        ConfigError: A setting is out of range, or does not apply to the loss.
+    """
+
+    kind: PairLoss = "sigmoid"
+    loss_weights: Mapping[str, float] | None = None
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 0.5
+    tau: float = 0.05
+    divergence: Divergence = "reverse_kl"
+    alpha: float = 0.5
+    length_normalize: bool | None = None
+    sft_weight: float | None = None
+    temperature: float = 1.0
+    linear: bool = False
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature={self.temperature}; it must be more than 0")
+        for kind, weight in self.weighted.items():
+            if kind not in (*get_args(PairLoss), *(["sft"] if self.loss_weights else [])):
+                given = f"loss_weights.{kind}={weight}" if self.loss_weights else f"loss={kind}"
+                raise ConfigError(f"{given}; choose one of {', '.join(get_args(PairLoss))}")
+            if isinstance(weight, bool) or not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+                raise ConfigError(f"loss_weights.{kind}={weight}; it must be a number above 0")
+        for name in ("beta", "tau"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
+        if self.tau >= 1:
+            raise ConfigError(
+                f"tau={self.tau}; at 1 and more discopop grows without bound for rejected answers, so it must be below 1"
+            )
+        if not math.isfinite(self.alpha):
+            raise ConfigError(f"alpha={self.alpha}; it must be a finite number")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing}; it is a fraction of flipped labels, at least 0 and below 0.5"
+            )
+        if self.label_smoothing and not SMOOTHED & self.weighted.keys():
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} with loss={self.names}, which does not support it; "
+                f"use {', '.join(sorted(SMOOTHED))}, or set it to 0"
+            )
+        if "exo_pair" in self.weighted and not self.label_smoothing:
+            raise ConfigError("label_smoothing=0 with loss=exo_pair, which is infinite then; the paper uses 0.001")
+        if self.divergence not in get_args(Divergence):
+            raise ConfigError(f"divergence={self.divergence}; choose one of {', '.join(get_args(Divergence))}")
+        if self.divergence != "reverse_kl" and (other := sorted(self.weighted.keys() - BY_DIVERGENCE - {"sft"})):
+            raise ConfigError(
+                f"divergence={self.divergence} with loss={other[0]}, which does not support it; use {', '.join(sorted(BY_DIVERGENCE))}, "
+                "or reverse_kl"
+            )
+        if not (self.gamma >= 0 and math.isfinite(self.gamma)):
+            raise ConfigError(f"gamma={self.gamma}; it is a margin and must be 0 or more")
+        if self.sft_weight is not None and not (self.sft_weight >= 0 and math.isfinite(self.sft_weight)):
+            raise ConfigError(f"sft_weight={self.sft_weight}; it must be 0 or more")
+        if self.sft_weight is not None and "sft" in self.weighted:
+            raise ConfigError(f"sft_weight={self.sft_weight} with loss_weights.sft={self.weighted['sft']}; give one of them")
+        if self.length_normalize is False and "orpo" in self.weighted:
+            raise ConfigError("length_normalize=false with loss=orpo, whose odds are defined per token; unset it")
+
+    @property
+    def request(self) -> OutputRequest:
+        """The requested outputs: log-probabilities."""
+        return OutputRequest(log_probs=True, temperature=self.temperature)
+
+    @property
+    def weighted(self) -> Mapping[str, float]:
+        """The formulas with their weights."""
+        return self.loss_weights or {self.kind: 1.0}
+
+    @property
+    def names(self) -> str:
+        """The names of the formulas."""
+        return "+".join(self.weighted)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must hold log-probabilities of a reference model."""
+        return not REFERENCE_FREE.issuperset(self.weighted)
+
+    @property
+    def needs_matching(self) -> bool:
+        """Whether the batch must hold `matched_margin`."""
+        return "aot" in self.weighted
+
+    @property
+    def _sft_weight(self) -> float:
+        if self.sft_weight is not None:
+            return self.sft_weight
+        return sum(weight * SFT_WEIGHT.get(kind, 0.0) for kind, weight in self.weighted.items())
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """Return the mask of the supervised tokens."""
+        return loss_mask(batch)
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        """Return the number of pairs and, if the likelihood term is used, the number of supervised tokens on chosen sides."""
+        pairs = pairs_of(batch)
+        if self.needs_reference:
+            if REFERENCE in batch.token_fields:
+                token_field(batch, REFERENCE, loss_mask(batch))
+            else:
+                sequence_field(batch, REFERENCE, f"loss={self.names}, which uses a reference model,")
+        if self.needs_matching:
+            sequence_field(batch, MATCHED, "loss=aot")
+        check_supervised(batch)
+        weights = {"preference": float(len(pairs.chosen))}
+        if self._sft_weight:
+            weights["sft"] = float(sequence_sums(loss_mask(batch).float(), batch)[pairs.chosen].sum())
+        return weights
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Compute the loss sums over the pairs of a micro-batch."""
+        assert outputs.log_probs is not None
+        pairs = pairs_of(batch)
+        # Float64, like the reference's sums, so that before the first step the two are equal and the loss has its exact
+        # initial value.
+        sums = sequence_sums(outputs.log_probs.double(), batch)
+        counts = sequence_sums(outputs.mask.double(), batch)
+        reference = _reference_sums(batch, outputs.mask) if self.needs_reference else torch.zeros_like(sums)
+        matched = batch.sequence_fields[MATCHED].to(sums.dtype)[pairs.chosen] if self.needs_matching else None
+        terms: dict[str, Tensor] = {}
+        for kind, weight in self.weighted.items():
+            if kind == "sft":
+                continue
+            normalizes = kind in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
+            scale = 1 / counts if normalizes else torch.ones_like(counts)
+            free = kind in REFERENCE_FREE
+            ratio = sums if free else sums - reference
+            score = (ratio if free else p.divergence_score(ratio, self.divergence, self.alpha)) * scale
+            ratio, policy = ratio * scale, sums * scale
+            losses = PAIR_LOSSES[kind](
+                self,
+                _Sides(
+                    margin=score[pairs.chosen] - score[pairs.rejected],
+                    chosen=ratio[pairs.chosen],
+                    rejected=ratio[pairs.rejected],
+                    chosen_policy=policy[pairs.chosen],
+                    rejected_policy=policy[pairs.rejected],
+                    matched=matched,
+                ),
+            )
+            terms["preference"] = weight * losses.sum() + terms.get("preference", 0.0)
+        if "preference" not in terms:
+            terms["preference"] = 0.0 * sums.sum()
+        if self._sft_weight:
+            terms["sft"] = -self._sft_weight * sums[pairs.chosen].sum()
+        with torch.no_grad():
+            # The reward is the log-ratio summed over the response, even where the loss averages it over tokens. Without a
+            # reference it is the quantity that the loss compares.
+            first = next(iter(self.weighted))
+            normalizes = first in LENGTH_NORMALIZED if self.length_normalize is None else self.length_normalize
+            rewards = sums - reference
+            rewards = rewards / counts if normalizes and not self.needs_reference else rewards
+            metrics = self._metrics(sums.detach(), counts, rewards.detach(), pairs.chosen, pairs.rejected)
+        return LossSums(terms=terms, metrics=metrics)
+
+    def _metrics(
+        self, sums: Tensor, counts: Tensor, ratio: Tensor, chosen: Tensor, rejected: Tensor
+    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        pairs = float(len(chosen))
+        reward = self.beta * ratio
+        margin = reward[chosen] - reward[rejected]
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            # Before the first step the policy equals the reference: margins are rounding noise, and the accuracy is arbitrary.
+            "reward_accuracy": ((margin > 0).sum(), pairs),
+            "reward_margin": (margin.sum(), pairs),
+            "reward_chosen": (reward[chosen].sum(), pairs),
+            "reward_rejected": (reward[rejected].sum(), pairs),
+            "log_probs_chosen": (sums[chosen].sum(), pairs),
+            "log_probs_rejected": (sums[rejected].sum(), pairs),
+            "nll_chosen": (-sums[chosen].sum(), counts[chosen].sum()),
+        }
+        if self.needs_reference:
+            metrics["log_ratio_chosen"] = (ratio[chosen].sum(), pairs)
+            metrics["log_ratio_rejected"] = (ratio[rejected].sum(), pairs)
+        return metrics
+
+
+def _matched(x: _Sides) -> Tensor:
+    assert x.matched is not None
+    return x.matched
+
+
+PAIR_LOSSES: Mapping[str, Callable[[PreferenceLoss, _Sides], Tensor]] = {
+    "sigmoid": lambda s, x: p.sigmoid_loss(x.margin, s.beta, s.label_smoothing),
+    "ipo": lambda s, x: p.ipo_loss(x.margin, s.beta),
+    "hinge": lambda s, x: p.hinge_loss(x.margin, s.beta),
+    "exo_pair": lambda s, x: p.exo_loss(x.margin, s.beta, s.label_smoothing),
+    "robust": lambda s, x: p.robust_loss(x.margin, s.beta, s.label_smoothing),
+    "nca_pair": lambda s, x: p.nca_loss(x.chosen, x.rejected, s.beta),
+    "bco_pair": lambda s, x: p.bco_loss(x.chosen, x.rejected, s.beta),
+    "sppo_hard": lambda s, x: p.sppo_loss(x.chosen, x.rejected, s.beta),
+    "apo_zero": lambda s, x: p.apo_zero_loss(x.chosen, x.rejected, s.beta),
+    "apo_down": lambda s, x: p.apo_down_loss(x.chosen, x.rejected, s.beta),
+    "aot": lambda s, x: p.aot_loss(x.chosen_policy - x.rejected_policy, _matched(x), s.beta, s.label_smoothing),
+    "discopop": lambda s, x: p.discopop_loss(x.margin, s.beta, s.tau),
+    "simpo": lambda s, x: p.simpo_loss(x.margin, s.beta, s.gamma, s.label_smoothing),
+    "orpo": lambda s, x: p.orpo_loss(x.chosen_policy, x.rejected_policy, s.beta),
+    "cpo": lambda s, x: p.cpo_loss(x.margin, s.beta, s.label_smoothing),
+}
+"""The losses by name."""
+
+
+def _reference_sums(batch: PackedBatch, mask: Tensor) -> Tensor:
+    """Return the reference's log-probability of each sequence, `[N]` float64."""
+    per_token = batch.token_fields.get(REFERENCE)
+    if per_token is None:
+        return batch.sequence_fields[REFERENCE].double()
+    return sequence_sums(torch.where(mask, per_token.double(), 0.0), batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss:
+    """The KTO loss over single responses, averaged over the responses of the global batch.
+
+    The sequence field `chosen` marks the desirable responses, `reference_log_probs` holds the reference's summed
+    log-probabilities, and `kl_baseline` holds z0.
+
+    Args:
+        beta: The degree of risk aversion.
+        desirable_weight: The weight of desirable responses.
+        undesirable_weight: The weight of undesirable responses.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    request: OutputRequest = OutputRequest(log_probs=True)
+    linear: bool = False
+    token_fields: ClassVar[frozenset[str]] = TOKEN_FIELDS
+    sequence_fields: ClassVar[frozenset[str]] = SEQUENCE_FIELDS
+    needs_reference: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be more than 0")
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        """Return the mask of the supervised tokens."""
+        return loss_mask(batch)
+
+    def weights(self, batch: PackedBatch) -> Mapping[str, float]:
+        """Return the number of responses."""
+        for name in (REFERENCE, CHOSEN, BASELINE):
+            sequence_field(batch, name, "KTO")
+        check_supervised(batch)
+        return {"preference": float(batch.num_sequences)}
+
+    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossSums:
+        """Compute the loss sums over the responses of a micro-batch."""
+        assert outputs.log_probs is not None
+        # Float64, like the reference's sums.
+        sums = sequence_sums(outputs.log_probs.double(), batch)
+        ratio = sums - batch.sequence_fields[REFERENCE].to(sums.dtype)
+        chosen, baseline = batch.sequence_fields[CHOSEN] > 0, batch.sequence_fields[BASELINE].to(sums.dtype)
+        losses = kto_loss(ratio, chosen, baseline, self.beta, self.desirable_weight, self.undesirable_weight)
+        reward = self.beta * ratio.detach()
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
+            # The log-ratio of a desirable response should exceed the policy's average, that of an undesirable one should not.
+            "reward_accuracy": (((reward > self.beta * baseline) == chosen).sum(), float(len(chosen))),
+            "reward_chosen": (reward[chosen].sum(), chosen.sum()),
+            "reward_rejected": (reward[~chosen].sum(), (~chosen).sum()),
+            "log_probs_chosen": (sums.detach()[chosen].sum(), chosen.sum()),
+            "log_probs_rejected": (sums.detach()[~chosen].sum(), (~chosen).sum()),
+            "kl_baseline": (baseline.sum(), float(len(chosen))),
+        }
+        return LossSums(terms={"preference": losses.sum()}, metrics=metrics)

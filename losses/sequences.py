@@ -1,0 +1,76 @@
+"""Reductions from tokens to sequences, and the pairing of sequences.
+
+Axes: T tokens, N sequences, P pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..engine.errors import BatchError
+from ..engine.packing.batch import PackedBatch
+
+CHOSEN = "chosen"
+"""Sequence field `[N]`: 1 for a preferred sequence, 0 for any other."""
+MARGIN = "margin"
+"""Sequence field `[N]`: how much better the chosen sequence is, if the data provide it."""
+REFERENCE = "reference_log_probs"
+"""Sequence field `[N]`: the reference's log-probability, summed over the supervised tokens."""
+
+MATCHED = "matched_margin"
+"""Sequence field `[N]`: the reference's log-ratio between the sides of a pair that the policy's is compared with, by rank (AOT)."""
+
+
+def sequence_of(batch: PackedBatch) -> Tensor:
+    """Return `[T]` int64: the index of the sequence that each token belongs to."""
+    indices = torch.arange(batch.num_sequences, device=batch.device)
+    # Lengths from the boundaries on the device: a list would be copied there, which waits for all earlier work.
+    return indices.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
+
+
+def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Return `[N]`: the sum of the values `[T]` of each sequence."""
+    return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), values)
+
+
+def last_tokens(batch: PackedBatch) -> Tensor:
+    """Return `[N]` int64: the index of each sequence's last token."""
+    return batch.cu_seqlens[1:].long() - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pairs:
+    """The pairs of sequences to compare.
+
+    Args:
+        chosen: `[P]` int64, the indices of the chosen sequences.
+        rejected: `[P]` int64, the indices of the rejected sequences, in the same order.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+
+
+def pairs_of(batch: PackedBatch) -> Pairs:
+    """Return the pairs of a batch, which are the groups of one chosen and one rejected sequence.
+
+    Raises:
+        BatchError: The group ids or the field `chosen` are missing, or a group is not a pair.
+    """
+    marks = batch.sequence_fields.get(CHOSEN)
+    if marks is None or batch.group_ids is None:
+        raise BatchError(f"a loss over pairs needs group_ids and the sequence field {CHOSEN!r}; this batch lacks one of them")
+    if marks.shape != (batch.num_sequences,):
+        raise BatchError(f"sequence field {CHOSEN!r} is {list(marks.shape)}; it must be [{batch.num_sequences}]")
+    preferred, groups = marks > 0, batch.group_ids
+    # By group, the chosen one first.
+    order = (2 * groups + ~preferred).argsort()
+    chosen, rejected = order[::2], order[1::2]
+    # One reading from the device, whatever is checked.
+    if batch.num_sequences % 2 or not bool(
+        (preferred[chosen] & ~preferred[rejected] & (groups[chosen] == groups[rejected])).all()
+        & (groups[chosen][1:] != groups[chosen][:-1]).all()
+    ):
+        raise BatchError("every group must be a pair: one sequence with chosen = 1 and one with chosen = 0")
+    return Pairs(chosen=chosen, rejected=rejected)

@@ -1,0 +1,191 @@
+"""Processes for reward functions, each of which can be killed. Imports no torch."""
+
+import pickle
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Self
+
+from ..engine.errors import ConfigError
+from ..engine.parallel.fork_pool import LOAD_S, CallError, ForkPool, PoolClosedError, StartError, is_importing_program
+from ..engine.parallel.fork_server import ProcessEndedError
+from .registry import import_function
+from .sample import Outcome, RewardSample
+from .signatures import Signature, judge, signature_of
+
+MIB = 2**20
+_CLOSED = "the reward pool was closed"
+
+Done = Callable[[list[Outcome], bool], None]
+Target = str | Callable[..., Any]
+"""A reward function, or its location as `module:function`."""
+
+
+class RewardPool:
+    """Runs reward functions in processes of their own, with limits on time and memory. Use it with `with`, or close it.
+
+    A process whose call takes too long is killed and replaced; so is one that ends by itself, or with all others when the system runs out
+    of memory. Calls that were running there have no value; those that wait are made when there is a process again.
+
+    Args:
+        workers: The number of processes.
+        timeout_s: For how many seconds a call may run.
+        memory_mb: How much memory a process may have for data, in MiB.
+        targets: Functions whose modules every process imports at its start, which is not a part of any call's time.
+
+    Raises:
+        ConfigError: A function cannot be sent to another process.
+    """
+
+    def __init__(
+        self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[Target] = ()
+    ) -> None:
+        if is_importing_program():
+            raise ConfigError(
+                "a process of rewards imports this program, which must start its run under if __name__ == '__main__':"
+            )
+        for target in targets:
+            if getattr(target, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+                raise ConfigError(
+                    f"the reward {title_of(target)} is defined in a program without a file (a notebook, python -c or standard input), "
+                    "which other processes cannot import; define it in a module"
+                )
+            try:
+                pickle.dumps(target)
+            except Exception as e:  # of many types
+                raise ConfigError(
+                    f"the reward {title_of(target)} cannot be used: {type(e).__name__}: {e}; it must be at the top level of a module"
+                ) from e
+        self.timeout_s = timeout_s
+        # The functions can be loaded once the program has been imported.
+        start = (memory_mb * MIB, pickle.dumps(tuple(targets)))
+        self._pool = ForkPool(workers, __name__, _prepare, start, imports_program=True)
+
+    def describe(self, target: Target) -> Signature:
+        """Import a function, in one of the processes, and return how it is called.
+
+        Raises:
+            ConfigError: It cannot be imported or called, or importing it takes too long.
+        """
+        try:
+            found: Signature = self._pool.submit(_describe, target, timeout_s=LOAD_S).result()
+        except ConfigError:
+            raise
+        except TimeoutError:
+            raise ConfigError(f"the module of the reward {title_of(target)} took more than {LOAD_S:g} s to import") from None
+        except StartError as e:
+            raise ConfigError(
+                f"the processes of rewards end as soon as they start ({e}): they import this program, which must start its run under "
+                "if __name__ == '__main__':"
+            ) from e
+        except Exception as e:  # what the module raises, or what cannot be pickled
+            raise ConfigError(
+                f"the reward {title_of(target)} cannot be used: {_text(e)}; it must be at the top level of a module"
+            ) from e
+        return found
+
+    def submit(
+        self,
+        target: Target,
+        samples: Sequence[RewardSample],
+        settings: Mapping[str, Any],
+        done: Done,
+        *,
+        calls: int = 1,
+    ) -> None:
+        """Judge answers in one of the processes, when it is free.
+
+        Args:
+            target: The function.
+            samples: The answers.
+            settings: Further arguments of the function.
+            done: Called in a thread of the pool, with an outcome for each answer, and whether each belongs to its answer alone: not if
+                one failure stands for all, because the call was killed, its process died, or a function of all answers raised.
+            calls: For how many calls of `timeout_s` the answers may take.
+
+        Raises:
+            ConfigError: The pool was closed.
+        """
+        limit = self.timeout_s * calls
+        try:
+            outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
+        except PoolClosedError:
+            raise ConfigError(_CLOSED) from None
+        except Exception as e:  # of pickle: the answers have something that cannot be sent
+            outcome = Future()
+            outcome.set_exception(e)
+        outcome.add_done_callback(lambda ended: done(*_outcomes(ended, len(samples), limit)))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._pool.closed
+
+    def close(self) -> None:
+        """End all processes; calls that run are killed, and those that wait are not made."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def title_of(target: Target) -> str:
+    """Return the name of a function for messages."""
+    return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
+
+
+def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Outcome], bool]:
+    """Return the outcome of each answer, and whether it belongs to this answer alone."""
+    try:
+        outcomes, separate = ended.result()
+        return outcomes, separate
+    except TimeoutError:
+        outcome = Outcome(
+            kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
+        )
+    except ProcessEndedError as e:
+        outcome = Outcome(kind="error", message=f"its process ended ({e})")
+    except BaseException as e:  # what the call raises, and what pickle does
+        outcome = Outcome(kind="error", message=_text(e))
+    return [outcome] * count, False
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, PoolClosedError):
+        return _CLOSED
+    return str(error) if isinstance(error, CallError) else f"{type(error).__name__}: {error}"
+
+
+# ---- in a process -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(size: int, targets: bytes) -> None:
+    # Private memory; a limit of the address space would count what is only reserved.
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    # The call itself says what is wrong.
+    with suppress(Exception):
+        for target in pickle.loads(targets):
+            with suppress(Exception):
+                _resolve(target)
+                if str(target).endswith(":match_answer"):
+                    import_module("math_verify")
+
+
+def _resolve(target: Target) -> Callable[..., Any]:
+    return import_function(target) if isinstance(target, str) else target
+
+
+def _describe(target: Target) -> Signature:
+    return signature_of(_resolve(target))
+
+
+def _judge(
+    target: Target, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float
+) -> tuple[list[Outcome], bool]:
+    return judge(_resolve(target), samples, settings, timeout_s)

@@ -1,0 +1,351 @@
+"""The weighted sum of several rewards, and what becomes of answers that could not be judged. Imports no torch."""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+from ..engine.errors import ConfigError, RewardError
+from .config import RewardsConfig
+from .pool import Done, RewardPool, Target, title_of
+from .registry import location_of
+from .sample import OUTCOME_KINDS, Outcome, OutcomeKind, RewardSample
+from .signatures import Signature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The rewards of a batch of answers.
+
+    Args:
+        rewards: The weighted sum for each answer; NaN for one that has no reward and must be left out.
+        outcomes: By the name of each function, what it made of each answer; None for those that it was not asked about.
+    """
+
+    rewards: list[float]
+    outcomes: dict[str, list[Outcome | None]]
+
+    def counts(self, name: str) -> dict[OutcomeKind, int]:
+        """Return how often a function came to each kind of outcome."""
+        found = Counter(outcome.kind for outcome in self.outcomes[name] if outcome is not None)
+        return {kind: found[kind] for kind in OUTCOME_KINDS}
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a function's values; NaN if it has none."""
+        values = [outcome.value for outcome in self.outcomes[name] if outcome is not None and outcome.value is not None]
+        return sum(values) / len(values) if values else math.nan
+
+
+_CALL_S = 0.02
+"""For how many seconds a process is given answers at a time."""
+_MEMORY = 0.1
+"""The weight of a call in the mean time per answer."""
+
+
+class PendingScores:
+    """The rewards of answers that are being judged."""
+
+    def __init__(
+        self,
+        scorer: "RewardScorer",
+        samples: Sequence[RewardSample],
+        asked: dict[str, list[int]],
+        asked_of_models: dict[str, list[int]],
+    ) -> None:
+        self._scorer, self._count, self._asked_of_models = scorer, len(samples), asked_of_models
+        self._outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in asked}
+        self._left = sum(len(rows) for rows in asked.values())
+        self._done = threading.Condition()
+
+    def add(self, name: str, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Note what a function made of some answers."""
+        with self._done:
+            for row, outcome in zip(rows, outcomes, strict=True):
+                self._outcomes[name][row] = outcome
+            self._left -= len(rows)
+            self._done.notify_all()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ready(self) -> bool:
+        """Whether all answers have been judged."""
+        return not self._left
+
+    def result(self, timeout_s: float | None = None, *, models: Mapping[str, Sequence[float]] | None = None) -> Scores:
+        """Wait for all answers and return their rewards.
+
+        Args:
+            timeout_s: For how long to wait, in seconds; None without limit.
+            models: For each name in `models` of the scorer, its value for each answer; used where it was asked.
+
+        Raises:
+            RewardError: A function failed, and `rewards.on_failure` is `raise`.
+            TimeoutError: They were not judged in time.
+        """
+        with self._done:
+            if not self._done.wait_for(lambda: self.ready, timeout_s):
+                raise TimeoutError(f"{self._left} judgments of rewards are missing after {timeout_s} s")
+        outcomes = dict(self._outcomes)
+        for name, rows in self._asked_of_models.items():
+            values = (models or {})[name]
+            found: list[Outcome | None] = [None] * self._count
+            for row in rows:
+                finite = math.isfinite(values[row])
+                message = "" if finite else f"the reward model returned {values[row]}"
+                found[row] = Outcome(
+                    kind="value" if finite else "error", value=values[row] if finite else None, message=message
+                )
+            outcomes[name] = found
+        return self._scorer.add_up(self._count, outcomes)
+
+
+class RewardScorer:
+    """Judges answers with several reward functions at the same time, each in a process that can be killed.
+
+    Args:
+        config: The configuration.
+        functions: Reward functions of this program, beside those that the configuration names. Each must be at the top level of a
+            module; its name there is its name in `weights` and `settings`.
+        models: Names in `config.use` that are not functions: what they make of the answers is given to `PendingScores.result`.
+
+    Raises:
+        ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
+    """
+
+    def __init__(self, config: RewardsConfig, functions: Sequence[Target] = (), *, models: Sequence[str] = ()) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._models = [name for name in config.use if name in models]
+        self._targets: dict[str, Target] = {name: location_of(name) for name in config.use if name not in models}
+        for function in functions:
+            name = title_of(function)
+            if name in self._targets:
+                raise ConfigError(f"two rewards are called {name}; rename the function")
+            self._targets[name] = function
+        if not self.names:
+            raise ConfigError("there is no reward; name one in rewards.use, such as answer, or module:function")
+        for setting in ("weights", "settings"):
+            known = self.names if setting == "weights" else list(self._targets)
+            if unknown := sorted(set(getattr(config, setting)) - set(known)):
+                raise ConfigError(
+                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(known)})"
+                )
+        self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
+        try:
+            self._signatures: dict[str, Signature] = {
+                name: self._pool.describe(target) for name, target in self._targets.items()
+            }
+            self._check_settings()
+        except BaseException:
+            self._pool.close()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the rewards."""
+        named = [name for name in self._config.use if name in self._targets or name in self._models]
+        return [*named, *(name for name in self._targets if name not in named)]
+
+    def _check_settings(self) -> None:
+        for name, settings in self._config.settings.items():
+            signature = self._signatures[name]
+            if unknown := sorted(set(settings) - signature.required - signature.optional):
+                if signature.takes_all:
+                    continue
+                raise ConfigError(
+                    f"rewards.settings.{name}.{unknown[0]}: {name} has no such parameter; it has "
+                    f"{', '.join(sorted(signature.required | signature.optional)) or 'none'}"
+                )
+
+    def check(self, samples: Sequence[RewardSample], names: Sequence[str]) -> None:
+        """Check that rows have the columns that the rewards need, without judging anything.
+
+        Args:
+            samples: Rows, without answers.
+            names: The name of each row, for messages.
+
+        Raises:
+            ConfigError: A row is routed to a reward that does not exist, or lacks a column.
+        """
+        renamed = [self._renamed(sample, name) for sample, name in zip(samples, names, strict=True)]
+        routes = self._routes(renamed, names)
+        self._check_columns(renamed, {name: rows for name, rows in routes.items() if name in self._targets}, names)
+
+    def submit(self, samples: Sequence[RewardSample]) -> PendingScores:
+        """Begin to judge answers, and return at once. A function may be asked again about an answer whose call failed together with
+        others, so that only those are lost that it cannot judge by themselves.
+
+        Raises:
+            ConfigError: A row is routed to a reward that does not exist, or lacks a column.
+        """
+        renamed = [self._renamed(sample, _title(row, None)) for row, sample in enumerate(samples)]
+        routes = self._routes(renamed)
+        asked = {name: rows for name, rows in routes.items() if name not in self._models}
+        self._check_columns(renamed, asked)
+        pending = PendingScores(self, samples, asked, {name: routes[name] for name in self._models})
+        for name, rows in asked.items():
+            size = len(rows) if self._signatures[name].at_once else self._answers_per_call(name, len(rows))
+            for first in range(0, len(rows), max(1, size)):
+                self._ask(name, rows[first : first + size], renamed, pending)
+        return pending
+
+    def _answers_per_call(self, name: str, count: int) -> int:
+        """Return how many answers a process judges at a time: more than one if that takes no longer than handing them over."""
+        with self._lock:
+            seconds = self._seconds.get(name)
+        if seconds is None:
+            return 1
+        return max(1, min(int(_CALL_S / max(seconds, 1e-6)), -(-count // (2 * self._config.workers))))
+
+    def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
+        """Ask a function about answers; and about each by itself, if one failure stands for several of them."""
+
+        def done(outcomes: list[Outcome], separate: bool) -> None:
+            if separate or len(rows) == 1:
+                self._note(name, outcomes)
+                pending.add(name, rows, outcomes)
+            else:
+                # One of them has killed the process, or taken the time of all: the next ones are asked about singly too.
+                with self._lock:
+                    self._seconds[name] = _CALL_S
+                self._ask_singly(name, rows, samples, pending)
+
+        self._submit(name, rows, samples, done)
+
+    def _ask_singly(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
+        """Ask a function about each of several answers by itself.
+
+        What a function of all answers makes of one may depend on the others. Its values therefore come from a call for all that it can
+        judge: those that fail by themselves are left out, and it is asked about the others together once more.
+        """
+        singly: dict[int, Outcome] = {}
+
+        def collect(row: int, outcomes: list[Outcome], _: bool) -> None:
+            self._note(name, outcomes)
+            with self._lock:
+                (singly[row],) = outcomes
+                if len(singly) < len(rows):
+                    return
+            able = [row for row in rows if singly[row].kind in ("value", "not_applicable")]
+            if len(able) < 2 or not self._signatures[name].takes_batch:
+                able = []
+            settled = [row for row in rows if row not in set(able)]
+            pending.add(name, settled, [singly[row] for row in settled])
+            if able:
+                self._submit_again(name, able, samples, lambda outcomes, _: pending.add(name, able, outcomes))
+
+        for row in rows:
+            self._submit_again(name, [row], samples, partial(collect, row))
+
+    def _submit(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        calls = -(-len(rows) // self._config.workers) if self._signatures[name].at_once else 1
+        settings = self._config.settings.get(name, {})
+        self._pool.submit(self._targets[name], [samples[row] for row in rows], settings, done, calls=calls)
+
+    def _submit_again(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], done: Done) -> None:
+        try:
+            self._submit(name, rows, samples, done)
+        except ConfigError as e:  # it was closed since the first call
+            done([Outcome(kind="error", message=str(e))] * len(rows), False)
+
+    def _note(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        """Note how long a function takes for an answer."""
+        mean = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
+        with self._lock:
+            before = self._seconds.get(name, mean)
+            self._seconds[name] = before + _MEMORY * (mean - before)
+
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        """Judge answers, and wait for the rewards.
+
+        Raises:
+            ConfigError: A row is routed to a reward that does not exist, or lacks a column.
+            RewardError: A function failed, and `rewards.on_failure` is `raise`.
+        """
+        return self.submit(samples).result()
+
+    def add_up(self, count: int, outcomes: dict[str, list[Outcome | None]]) -> Scores:
+        """Return the weighted sums of what the functions made of `count` answers."""
+        totals = [0.0] * count
+        judged = [False] * count
+        for name, found in outcomes.items():
+            weight = self._config.weights.get(name, 1.0)
+            for row, outcome in enumerate(found):
+                if outcome is None or outcome.kind == "not_applicable":
+                    continue
+                judged[row] = True
+                if outcome.value is not None:
+                    totals[row] += weight * outcome.value
+                elif self._config.on_failure == "raise":
+                    raise RewardError(
+                        f"the reward {name} could not judge answer {row} ({outcome.kind}): {outcome.message}; with "
+                        "rewards.on_failure=drop such answers are left out"
+                    )
+                elif self._config.on_failure == "drop":
+                    totals[row] = math.nan
+        # An answer that no function had anything to say about has no reward, which is not a reward of 0.
+        rewards = [total if known else math.nan for total, known in zip(totals, judged, strict=True)]
+        return Scores(rewards=rewards, outcomes=outcomes)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _renamed(self, sample: RewardSample, title: str) -> RewardSample:
+        if not self._config.columns:
+            return sample
+        columns = dict(sample.columns)
+        for parameter, column in self._config.columns.items():
+            if column not in columns:
+                raise ConfigError(
+                    f"rewards.columns.{parameter}={column}: {title} has no such column; it has {', '.join(columns) or 'none'}"
+                )
+            columns[parameter] = columns[column]
+        return replace(sample, columns=columns)
+
+    def _routes(self, samples: Sequence[RewardSample], names: Sequence[str] | None = None) -> dict[str, list[int]]:
+        route = self._config.route
+        if not route:
+            return {name: list(range(len(samples))) for name in self.names}
+        found: dict[str, list[int]] = {name: [] for name in self.names}
+        for row, sample in enumerate(samples):
+            wanted, title = sample.columns.get(route), _title(row, names)
+            routed = [part.strip() for part in wanted.split(",") if part.strip()] if isinstance(wanted, str) else wanted
+            if not isinstance(routed, Sequence) or not routed:
+                raise ConfigError(f"rewards.route={route}: {title} has {wanted!r:.80} there; give it the name of a reward")
+            for name in routed:
+                if name not in found:
+                    raise ConfigError(
+                        f"rewards.route={route}: {title} is routed to {name!r}, but rewards.use has {', '.join(found)}"
+                    )
+                found[name].append(row)
+        return found
+
+    def _check_columns(
+        self, samples: Sequence[RewardSample], asked: Mapping[str, Sequence[int]], names: Sequence[str] | None = None
+    ) -> None:
+        for name, rows in asked.items():
+            needed = self._signatures[name].required - set(self._config.settings.get(name, {}))
+            for row in rows:
+                if missing := sorted(needed - set(samples[row].columns)):
+                    raise ConfigError(
+                        f"the reward {name} needs a column {missing[0]}, which {_title(row, names)} has not (it has "
+                        f"{', '.join(samples[row].columns) or 'none'}); name another one with rewards.columns.{missing[0]}, or set "
+                        f"rewards.settings.{name}.{missing[0]}"
+                    )
+
+
+def _title(row: int, names: Sequence[str] | None) -> str:
+    return f"answer {row}" if names is None else names[row]

@@ -1,0 +1,302 @@
+"""How a reward function is called: as those of TRL and of verl, or with the names that it asks for. Imports no torch.
+
+| parameters | called | with |
+|---|---|---|
+| `completions` | once | lists: `prompts`, `completions`, `completion_ids` and all columns, as TRL does; None is "not applicable" |
+| `solution_strs` | once | `data_sources`, `solution_strs`, `ground_truths`, `extra_infos`, as verl's batch reward manager does |
+| `solution_str` | for each answer | `data_source`, `solution_str`, `ground_truth`, `extra_info`, as verl does |
+| `samples` | once | a list of `RewardSample` |
+| anything else | for each answer | of `sample`, `prompt`, `completion`, `completion_ids`, `truncated`, the columns and the settings, those that it asks for |
+"""
+
+import asyncio
+import inspect
+import math
+import pickle
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Literal
+
+from ..engine.errors import ConfigError
+from .sample import Outcome, RewardSample
+
+_INSTALLED = ("site-packages", "lib/python3")
+"""In the paths of modules that are not the function's own."""
+Convention = Literal["trl", "verl_batch", "verl", "samples", "each"]
+_MARKS: dict[str, Convention] = {
+    "completions": "trl",
+    "solution_strs": "verl_batch",
+    "solution_str": "verl",
+    "samples": "samples",
+}
+_PLURALS = {
+    "data_source": "data_sources",
+    "solution_str": "solution_strs",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_infos",
+}
+_BATCHED: frozenset[Convention] = frozenset(("trl", "verl_batch", "samples"))
+_GIVEN = frozenset(("sample", "prompt", "completion", "completion_ids", "truncated"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """How a function is called.
+
+    Args:
+        convention: Whose signature it has.
+        at_once: Whether one call takes all answers.
+        named: Its parameters.
+        required: The parameters that must be columns or settings.
+        optional: The parameters that may be.
+        takes_all: Whether it takes any name.
+    """
+
+    convention: Convention
+    at_once: bool
+    named: frozenset[str]
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    takes_all: bool = False
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether it is called with lists of answers, and returns a list."""
+        return self.convention in _BATCHED
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Return how a function is called.
+
+    Raises:
+        ConfigError: It has parameters that only go by their position.
+    """
+    parameters = inspect.signature(function).parameters
+    title = getattr(function, "__qualname__", type(function).__name__)
+    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters.values()):
+        raise ConfigError(f"the reward {title} has parameters without a name; it is called by name")
+    convention: Convention = next((_MARKS[name] for name in parameters if name in _MARKS), "each")
+    named = {name: p for name, p in parameters.items() if p.kind != p.VAR_KEYWORD}
+    if convention == "each" and not _GIVEN & set(named):
+        raise ConfigError(
+            f"the reward {title}({', '.join(named)}) does not ask for the answer; give it one of the parameters "
+            f"{', '.join(sorted(_GIVEN))}, {', '.join(_MARKS)}"
+        )
+    own = {
+        "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"},
+        "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
+        "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+        "samples": {"samples"},
+        "each": _GIVEN,
+    }[convention]
+    rest = {name: p for name, p in named.items() if name not in own}
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return Signature(
+        convention=convention,
+        # Those that wait for a network wait together.
+        at_once=convention in _BATCHED or is_async,
+        named=frozenset(named),
+        required=frozenset(name for name, p in rest.items() if p.default is p.empty),
+        optional=frozenset(name for name, p in rest.items() if p.default is not p.empty),
+        takes_all=len(named) < len(parameters),
+    )
+
+
+def judge(
+    function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
+) -> tuple[list[Outcome], bool]:
+    """Call a function for answers, and check what it returns. Errors become outcomes.
+
+    A function that is called for each answer is judged answer by answer: an error of one changes nothing for the others, and what a call
+    changes in its arguments is not seen by the next one. Outcomes therefore do not depend on which answers are passed together.
+
+    Args:
+        function: The function.
+        samples: The answers, with columns under the names of its parameters.
+        settings: Further arguments.
+        timeout_s: For how many seconds an asynchronous function may work on one answer.
+
+    Returns:
+        An outcome for each answer; and whether each belongs to its answer alone: False if a call for all answers has failed, which may
+        be because of a single one of them.
+    """
+    signature = signature_of(function)
+    if signature.takes_batch:
+        return _judge_batch(function, signature, samples, settings)
+    if signature.at_once:
+        return asyncio.run(_judge_concurrently(function, signature, samples, settings, timeout_s)), True
+    return [_judge_one(function, signature, sample, settings) for sample in samples], True
+
+
+def _judge_batch(
+    function: Callable[..., Any], signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]
+) -> tuple[list[Outcome], bool]:
+    started = time.perf_counter()
+    separate = True
+    try:
+        values = _settled(function(**_arguments_at_once(signature, samples, settings)))
+        if isinstance(values, Mapping) or not hasattr(values, "__len__") or isinstance(values, str):
+            raise TypeError(f"it returned a {type(values).__name__}; it must return a list with a value for each answer")
+        if len(values) != len(samples):
+            raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
+        outcomes = [_checked(value, none_is_allowed=signature.convention == "trl") for value in values]
+    except Exception as e:  # the function's own
+        outcomes, separate = [Outcome(kind="error", message=_described(e))] * len(samples), False
+    share = (time.perf_counter() - started) / max(1, len(samples))
+    return [replace(outcome, seconds=share) for outcome in outcomes], separate
+
+
+def _judge_one(
+    function: Callable[..., Any], signature: Signature, sample: RewardSample, settings: Mapping[str, Any]
+) -> Outcome:
+    started = time.perf_counter()
+    try:
+        outcome = _checked(_settled(function(**_arguments(signature, *_copies(sample, settings)))))
+    except Exception as e:  # the function's own
+        outcome = Outcome(kind="error", message=_described(e))
+    return replace(outcome, seconds=time.perf_counter() - started)
+
+
+async def _judge_concurrently(
+    function: Callable[..., Awaitable[Any]],
+    signature: Signature,
+    samples: Sequence[RewardSample],
+    settings: Mapping[str, Any],
+    timeout_s: float,
+) -> list[Outcome]:
+    async def one(sample: RewardSample) -> Outcome:
+        started = time.perf_counter()
+        try:
+            call = function(**_arguments(signature, *_copies(sample, settings)))
+            outcome = _checked(await asyncio.wait_for(call, timeout_s))
+        except TimeoutError:
+            outcome = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
+        except Exception as e:  # the function's own
+            outcome = Outcome(kind="error", message=_described(e))
+        return replace(outcome, seconds=time.perf_counter() - started)
+
+    return list(await asyncio.gather(*(one(sample) for sample in samples)))
+
+
+def _copies(sample: RewardSample, settings: Mapping[str, Any]) -> tuple[RewardSample, Mapping[str, Any]]:
+    """Return an answer and settings that share nothing with those of other answers, as the answers to one prompt share their columns."""
+    copies: tuple[RewardSample, Mapping[str, Any]] = pickle.loads(pickle.dumps((sample, settings)))
+    return copies
+
+
+def _checked(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+    """Return what a returned value stands for, whatever its class raises when it is looked at."""
+    try:
+        return outcome_of(value, none_is_allowed=none_is_allowed)
+    except Exception as e:  # of the value's class
+        return Outcome(kind="error", message=f"it returned a {type(value).__name__} that is not a number: {_described(e)}")
+
+
+def _described(error: Exception) -> str:
+    """Return an error and the line of the function's own code that raised it, or called what did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)] or frames
+    where = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _settled(value: Any) -> Any:
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def outcome_of(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+    """Return what a returned value stands for: a finite number, or a mapping with one as `score`, as in verl."""
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
+    if value is None and none_is_allowed:
+        return Outcome(kind="not_applicable")
+    if hasattr(value, "item") and hasattr(value, "shape") and math.prod(value.shape) == 1:
+        # A tensor with one element.
+        value = value.item()
+    if not isinstance(value, Real):
+        return Outcome(kind="error", message=f"it returned {value!r:.80}, a {type(value).__name__}; it must return a number")
+    number = float(value)
+    if not math.isfinite(number):
+        return Outcome(kind="error", message=f"it returned {number}; a reward must be finite")
+    return Outcome(kind="value", value=number)
+
+
+def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {**sample.columns, **settings}
+    if signature.convention == "verl":
+        return {**_wanted(signature, columns), **_asked(signature, _verl(sample))}
+    given = {
+        "sample": sample,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "completion_ids": list(sample.completion_ids),
+        "truncated": sample.truncated,
+    }
+    return {**_wanted(signature, columns), **_asked(signature, given)}
+
+
+def _arguments_at_once(signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]) -> dict[str, Any]:
+    if signature.convention == "samples":
+        return {"samples": list(samples), **_wanted(signature, settings)}
+    if signature.convention == "verl_batch":
+        each = [_verl(sample) for sample in samples]
+        given: dict[str, Any] = {_PLURALS[name]: [one[name] for one in each] for name in _PLURALS}
+        return {**_wanted(signature, settings), **_asked(signature, given)}
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+    given = {
+        "prompts": [sample.prompt for sample in samples],
+        "completions": [
+            sample.completion if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.completion}]
+            for sample in samples
+        ],
+        "completion_ids": [list(sample.completion_ids) for sample in samples],
+        # There is no trainer where it runs.
+        "trainer_state": None,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+    }
+    return {**_wanted(signature, {**columns, **settings}), **_asked(signature, given)}
+
+
+def _ignore(*args: Any, **more: Any) -> None:
+    pass
+
+
+def _asked(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
+    # A function that takes any name still gets an answer only under those that it knows.
+    every = signature.takes_all and signature.convention != "each"
+    return {name: value for name, value in given.items() if every or name in signature.named}
+
+
+def _verl(sample: RewardSample) -> dict[str, Any]:
+    columns = sample.columns
+    nested = columns.get("reward_model")
+    if "ground_truth" in columns:
+        truth = columns["ground_truth"]
+    elif isinstance(nested, Mapping) and "ground_truth" in nested:
+        truth = nested["ground_truth"]
+    elif "answer" in columns:
+        truth = columns["answer"]
+    else:
+        raise KeyError("no column ground_truth, reward_model.ground_truth or answer")
+    return {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": sample.completion,
+        "ground_truth": truth,
+        "extra_info": columns.get("extra_info", {}),
+    }
+
+
+def _wanted(signature: Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := sorted(signature.required - set(columns)):
+        raise KeyError(f"no column or setting {', '.join(missing)}; the row has {', '.join(sorted(columns)) or 'none'}")
+    if signature.takes_all:
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in signature.required | signature.optional}

@@ -1,0 +1,1 @@
+"""The routes of OpenAI's interface: completions, chats and embeddings over HTTP."""

@@ -1,0 +1,366 @@
+"""The routes of the service."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from ... import __version__
+from ...engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
+from ...generation.token_scheduler import GenerationRequest
+from .formats import Format, embedding_answer, usage_of
+from .guards import HostGuard, KeyGuard, SizeGuard, error_body
+from .metrics import Metrics
+from .model import ServedModel
+from .replicas import NoWorkerError, Replicas
+from .responses import Response as Generated
+from .responses import Responses
+from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, ModelName, Sampling, WeightsRequest
+from .settings import ServeSettings
+from .weights import WeightLoader
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_S = 1
+"""After how many seconds a client may ask again when the queue was full."""
+_CLOSED = 499
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def create_app(settings: ServeSettings, model: ServedModel, replicas: Replicas) -> FastAPI:
+    """Return the service as an ASGI application. The workers must have been started.
+
+    Args:
+        settings: The settings.
+        model: What is served.
+        replicas: The workers.
+    """
+    service = Service(settings, model, replicas)
+    # Without pages of documentation, which load scripts from elsewhere.
+    app = FastAPI(title="Drivetrain", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.numbers)
+    app.get("/v1/models")(service.models)
+    app.get("/v1/models/{name:path}")(service.model)
+    app.post("/load_model")(service.announce)
+    app.post("/v1/completions")(service.complete)
+    app.post("/v1/chat/completions")(service.chat)
+    app.post("/v1/embeddings")(service.embed)
+    if settings.weights_dir is not None:
+        app.post("/weights")(service.load_weights)
+    app.exception_handler(RequestValidationError)(_invalid)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(DrivetrainError)(_failed)
+    app.exception_handler(ClientGoneError)(_client_gone)
+    app.exception_handler(UnicodeError)(_not_unicode)
+    app.exception_handler(Exception)(_defect)
+    app.middleware("http")(service.count)
+    # The last one that is added is the first one that a request meets.
+    app.add_middleware(SizeGuard, limit=int(settings.max_body_mib * 2**20))
+    app.add_middleware(
+        KeyGuard,
+        keys=settings.api_keys,
+        own={"/weights": settings.weights_key} if settings.weights_dir else {},
+        open_paths=["/health"],
+    )
+    app.add_middleware(HostGuard, hosts=settings.hosts())
+    return app
+
+
+class Service:
+    """What the routes do.
+
+    Args:
+        settings: The settings.
+        model: What is served.
+        replicas: The workers.
+    """
+
+    def __init__(self, settings: ServeSettings, model: ServedModel, replicas: Replicas) -> None:
+        self._settings, self._model, self._replicas = settings, model, replicas
+        self._metrics = Metrics()
+        self._responses = Responses(replicas, model.texts, self._metrics)
+        self._weights = None if settings.weights_dir is None else WeightLoader(settings.weights_dir, replicas, model.shapes())
+        self._created = int(time.time())
+
+    async def count(self, request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Count a request."""
+        began = time.perf_counter()
+        route = request.url.path if not request.url.path.startswith("/v1/models") else "/v1/models"
+        response = await pass_on(request)
+        # Paths that do not exist are not counted one by one.
+        path = route if response.status_code != 404 else "other"
+        self._metrics.requests.labels(path, str(response.status_code)).inc()
+        self._metrics.seconds.labels(path).observe(time.perf_counter() - began)
+        return response
+
+    async def health(self) -> Response:
+        """Say whether any worker takes requests."""
+        healthy = self._replicas.is_healthy()
+        return JSONResponse({"status": "ok" if healthy else "no worker"}, status_code=200 if healthy else 503)
+
+    async def numbers(self) -> Response:
+        """Return the numbers of the service."""
+        return Response(self._metrics.text(self._replicas), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self) -> dict[str, Any]:
+        """List the model."""
+        return {"object": "list", "data": [self._described()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """Describe the model."""
+        self._check_model(name)
+        return self._described()
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "drivetrain"}
+
+    async def announce(self, body: ModelName) -> Response:
+        """Tell the chat client of transformers, which asks before it begins, that the model is loaded."""
+        self._check_model(body.model)
+        return Response(_event({"status": "ready", "cached": True}), media_type="text/event-stream")
+
+    # ---- text --------------------------------------------------------------------------------------------------------
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        self._check_model(body.model)
+        self._require(generates=True)
+        prompts = body.prompts()
+        if not prompts:
+            raise ConfigError("prompt is empty; give a text, or a list of token ids")
+        self._check_count(len(prompts), body.n)
+        ids = await self._tokens(prompts, self._model.texts.encode)
+        requests = self._requests(body, ids, body.max_tokens if body.max_tokens is not None else body.length(16), [])
+        return await self._generate(body, ids, requests, request, chat=False, log_probs=body.wants_log_probs)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        self._require(generates=True)
+        messages, images = self._model.parse_messages(body.messages, self._settings.max_images)
+        self._check_count(1, body.n)
+        self._model.check_length(sum(len(str(message["content"])) for message in messages))
+        ids = await asyncio.to_thread(self._model.texts.encode_chat, messages)
+        requests = self._requests(body, [ids], body.max_completion_tokens or body.max_tokens, images)
+        return await self._generate(body, [ids], requests, request, chat=True, log_probs=body.wants_log_probs)
+
+    def _requests(
+        self, body: Sampling, prompts: Sequence[list[int]], max_tokens: int | None, images: list[str]
+    ) -> list[GenerationRequest]:
+        found = []
+        for row, prompt in enumerate(prompts):
+            options = self._model.options(body, len(prompt), max_tokens)
+            found += [
+                GenerationRequest(prompt=prompt, options=options, row=row, sample=sample, images=images)
+                for sample in range(body.n)
+            ]
+        return found
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        """Refuse requests for more responses than the service allows, before anything is done for them."""
+        if prompts * n > self._settings.max_samples:
+            raise ConfigError(f"{prompts} prompts with n={n}: at most {self._settings.max_samples} responses are allowed")
+
+    async def _tokens(self, texts: Sequence[str | list[int]], encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """Return the tokens of texts; the event loop goes on meanwhile."""
+        for text in texts:
+            self._model.check_length(len(text) if isinstance(text, str) else 0)
+        return await asyncio.to_thread(lambda: [encode(text) if isinstance(text, str) else text for text in texts])
+
+    async def _generate(
+        self,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        requests: Sequence[GenerationRequest],
+        request: Request,
+        *,
+        chat: bool,
+        log_probs: bool,
+    ) -> Response:
+        form = Format(
+            chat=chat, model=self._settings.name, texts=self._model.texts, log_probs=log_probs, token_ids=body.return_token_ids
+        )
+        self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        pieces = self._timed(self._responses.pieces(requests, body.stops))
+        if not body.stream:
+            whole = await self._unless_gone(request, _collect(pieces, len(requests)))
+            return JSONResponse(form.answer(whole, usage_of(prompts, whole)))
+        # What fails at once, such as a full queue, has a status of its own.
+        first = await self._unless_gone(request, anext(pieces))
+
+        async def events() -> AsyncIterator[bytes]:
+            found = {first.response.index: first.response}
+            try:
+                if (chunk := form.chunk(first)) is not None:
+                    yield _event(chunk)
+                async for piece in pieces:
+                    found[piece.response.index] = piece.response
+                    if (chunk := form.chunk(piece)) is not None:
+                        yield _event(chunk)
+                if body.wants_usage:
+                    yield _event(form.usage_chunk(usage_of(prompts, list(found.values()))))
+                yield b"data: [DONE]\n\n"
+            except DrivetrainError as e:
+                # The status was sent long ago.
+                yield _event(error_body(str(e).splitlines()[0], "server_error"))
+            finally:
+                await pieces.aclose()  # type: ignore[attr-defined]
+
+        return _ClosingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _timed(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        began = time.perf_counter()
+        first = True
+        try:
+            async for piece in pieces:
+                if first:
+                    self._metrics.first_token.observe(time.perf_counter() - began)
+                    first = False
+                yield piece
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def _unless_gone(self, request: Request, work: Awaitable[T]) -> T:
+        """Wait for something, and give it up when the client closes the connection."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+            return await task
+        finally:
+            for one in (task, gone):
+                one.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    # ---- embeddings and weights --------------------------------------------------------------------------------------
+
+    async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
+        """Embed texts."""
+        self._check_model(body.model)
+        self._require(generates=False)
+        texts = body.texts()
+        if not texts:
+            raise ConfigError("input is empty; give a text, or a list of token ids")
+        if len(texts) > 2048:
+            raise ConfigError(f"input has {len(texts)} texts; at most 2048 are allowed")
+        ids = await self._tokens(texts, self._model.embedding_tokens)
+        embeddings = await self._unless_gone(request, self._replicas.embed(ids))
+        if body.dimensions not in (None, len(embeddings[0])):
+            raise ConfigError(
+                f"dimensions={body.dimensions}: the embeddings of this model have {len(embeddings[0])}; leave it out"
+            )
+        return JSONResponse(embedding_answer(self._settings.name, embeddings, sum(map(len, ids)), body.encoding_format))
+
+    async def load_weights(self, body: WeightsRequest) -> dict[str, Any]:
+        """Load new weights at all workers, and return a receipt."""
+        assert self._weights is not None
+        return await self._weights.load(body.name)
+
+    def _check_model(self, name: str) -> None:
+        if name and name not in (self._settings.name, *self._model.aliases):
+            raise HTTPException(404, f"the model {name!r} is not served here; this is {self._settings.name!r}")
+
+    def _require(self, *, generates: bool) -> None:
+        if generates != self._model.generates:
+            raise ConfigError(
+                "this model embeds texts; use /v1/embeddings"
+                if generates
+                else "this model generates text; serve an embedding model"
+            )
+
+
+class _ClosingResponse(StreamingResponse):
+    """A stream that ends what makes its parts when the client goes away, instead of leaving that to the garbage collector."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+async def _collect(pieces: AsyncIterator[Any], count: int) -> list[Generated]:
+    found: dict[int, Generated] = {}
+    async for piece in pieces:
+        found[piece.response.index] = piece.response
+    return [found[i] for i in range(count)]
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    # Of the alternatives of a field, the one that came furthest.
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    if first["type"] == "json_invalid":
+        return JSONResponse(error_body("the body is no JSON", "invalid_request_error"), status_code=400)
+    if first["type"].endswith("attributes_type") and "application/json" not in request.headers.get("content-type", ""):
+        message = "send the header Content-Type: application/json"
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body",))
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return JSONResponse(error_body(message, "invalid_request_error", param=place or None), status_code=400)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code)
+
+
+async def _not_unicode(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(f"a text is not valid Unicode: {error}", "invalid_request_error"), status_code=400)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    logger.error("%s failed", request.url.path, exc_info=error)
+    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error"), status_code=500)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLOSED)
+
+
+def _lost(error: WorkerLostError) -> str:
+    """Return what a client is told when there is no worker."""
+    return str(error) if isinstance(error, NoWorkerError) else "the worker ended while it answered; try again"
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer with what a request's error says, and how the client should see it."""
+    cause = error.__cause__ if isinstance(error, WorkerError) else error
+    message = str(cause or error).splitlines()[0]
+    if isinstance(error, QueueFullError):
+        body = error_body("too many requests are waiting; try again later", "rate_limit_error", "queue_full")
+        return JSONResponse(body, status_code=429, headers={"retry-after": str(math.ceil(RETRY_S))})
+    if isinstance(error, WorkerLostError):
+        return JSONResponse(error_body(_lost(error), "server_error"), status_code=503, headers={"retry-after": str(RETRY_S)})
+    if isinstance(cause, ConfigError):
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+    logger.error("%s", error)
+    return JSONResponse(error_body(message, "server_error"), status_code=500)

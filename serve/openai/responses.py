@@ -1,0 +1,110 @@
+"""Responses to one request: their tokens and texts as they appear, whatever the format of the answer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from ...generation.token_scheduler import GenerationRequest
+from ...generation.tokens import Token
+from ...workers.supervision.response_stream import ResponseStream
+from .metrics import Metrics
+from .replicas import Replicas
+from .text import Texts, TextStream
+
+
+@dataclass
+class Response:
+    """One response.
+
+    Args:
+        index: Its number in the answer.
+        prompt: The token ids of its prompt.
+        writer: Its text.
+    """
+
+    index: int
+    prompt: list[int]
+    writer: TextStream
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a response has gained.
+
+    Args:
+        response: The response.
+        text: The text that is certain by now.
+        tokens: The tokens that it belongs to; those of a text that is held back come before it.
+        ended: Whether this is the end.
+    """
+
+    response: Response
+    text: str
+    tokens: list[Token]
+    ended: bool = False
+
+
+class Responses:
+    """The responses to one request.
+
+    Args:
+        replicas: The workers.
+        texts: The tokenizer.
+        metrics: Counts tokens.
+    """
+
+    def __init__(self, replicas: Replicas, texts: Texts, metrics: Metrics) -> None:
+        self._replicas, self._texts, self._metrics = replicas, texts, metrics
+
+    async def pieces(self, requests: Sequence[GenerationRequest], stops: Sequence[str]) -> AsyncIterator[Piece]:
+        """Generate, and yield what every response gains. If the iterator is left, the workers stop.
+
+        Args:
+            requests: The requests, one for each response.
+            stops: The strings before which a response ends.
+
+        Raises:
+            WorkerError: A request failed; its cause is the original error. A QueueFullError if too many wait.
+            WorkerLostError: The worker died.
+        """
+        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        responses = [Response(i, request.prompt, self._texts.stream(stops)) for i, request in enumerate(requests)]
+        with self._replicas.streams(requests) as streams:
+            readers = [
+                asyncio.create_task(self._read(stream, response, queue))
+                for stream, response in zip(streams, responses, strict=True)
+            ]
+            try:
+                rest = len(readers)
+                while rest:
+                    piece = await queue.get()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    rest -= piece.ended
+                    yield piece
+            finally:
+                for reader in readers:
+                    reader.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, stream: ResponseStream, response: Response, queue: "asyncio.Queue[Piece | Exception]") -> None:
+        try:
+            async for token in stream:
+                response.tokens.append(token)
+                self._metrics.tokens.inc()
+                text = response.writer.add(token.token)
+                if response.writer.stopped:
+                    stream.cancel()
+                    response.finish_reason = "stop"
+                    queue.put_nowait(Piece(response, text, [token], ended=True))
+                    return
+                queue.put_nowait(Piece(response, text, [token]))
+            # A client knows nothing of requests that the service cancels.
+            response.finish_reason = "stop" if stream.finish_reason == "stop" else "length"
+            queue.put_nowait(Piece(response, response.writer.end(), [], ended=True))
+        except Exception as e:  # raised by whoever reads the pieces
+            queue.put_nowait(e)

@@ -1,0 +1,318 @@
+"""`drivetrain serve`: an HTTP service for a model, a run or a checkpoint.
+
+drivetrain serve MODEL|RUN|CHECKPOINT [--host 127.0.0.1] [--port 8000] [--engine transformers|tensor_parallel|vllm] [--tp N] [--replicas N]
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ...checkpoint_tools.model_source import is_embedding_model, model_folder
+from ...engine.config import ModelConfig
+from ...engine.errors import ConfigError, DrivetrainError, WorkerError
+from ...generation.embeddings.config import EmbeddingConfig
+from ...generation.options import RolloutConfig
+from ...generation.registry import ENGINES, generator_class
+from ...workers.roles.embedder import EmbeddingWorker
+from ...workers.roles.generator import RolloutWorker
+from ...workers.supervision.hosts import Host, RayHost
+from ...workers.supervision.supervised_worker import SupervisorSettings
+from .app import create_app
+from .model import ServedModel
+from .replicas import Replicas, gpus_of_replicas
+from .settings import ServeSettings
+
+KEY_VARIABLE, WEIGHTS_KEY_VARIABLE = "DRIVETRAIN_API_KEY", "DRIVETRAIN_WEIGHTS_KEY"
+SHUTDOWN_S = 5
+"""For how many seconds responses may go on after the service was told to end."""
+LISTEN_QUEUE = 2048
+_UNFIT = "generator=continuous cannot run"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the process is told to end; return the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        settings = _settings(args)
+        with model_folder(args.source, lambda text: print(text, flush=True)) as folder:
+            return asyncio.run(_serve(args, settings, folder))
+    except KeyboardInterrupt:
+        return 130
+    except (DrivetrainError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="drivetrain serve", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint")
+    add("--name", default=None, help="the name of the model in requests; the folder's name if not given")
+    add("--host", default="127.0.0.1", help="the address to listen at; other than the loopback address, it needs --api-key")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--engine", choices=list(ENGINES), default="transformers", help="how responses are generated")
+    add(
+        "--tp",
+        type=int,
+        default=None,
+        metavar="N",
+        help="the number of devices of a model; needs --engine tensor_parallel or vllm",
+    )
+    add("--replicas", type=int, default=1, metavar="N", help="the number of workers, each with the whole model")
+    add(
+        "--group",
+        choices=("process", "ray"),
+        default="process",
+        help="where workers run: on this machine, or spread over the Ray cluster of RAY_ADDRESS, a GPU for each device of a model",
+    )
+    add("--task", choices=("auto", "generate", "embed"), default="auto", help="what the model does; auto looks at its folder")
+    add(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto is bfloat16 on a GPU, otherwise float32"
+    )
+    add("--quant", choices=("int8",), default=None, help="weights of 8 bits; needs --engine tensor_parallel")
+    add("--max-batch-size", type=int, default=RolloutConfig.max_batch_size, metavar="N", help="responses at the same time")
+    add(
+        "--max-batch-total-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
+        "fit on the GPU, 32,768 without one",
+    )
+    add("--queue-size", type=int, default=1024, metavar="N", help="requests that may wait; more are refused with 429")
+    add("--max-wait-ms", type=float, default=0.0, metavar="MS", help="how long a request to an idle model waits for others")
+    add("--api-key", action="append", default=[], metavar="KEY", help=f"a key that requests must carry; or {KEY_VARIABLE}")
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="a name under which the service may be addressed")
+    add("--max-body-mib", type=float, default=32.0, metavar="N", help="the largest request")
+    add("--max-images", type=int, default=8, metavar="N", help="images in a request")
+    add("--weights-dir", type=Path, default=None, metavar="DIR", help="allow POST /weights to load sub-folders of this one")
+    add("--weights-key", default=None, metavar="KEY", help=f"the key for POST /weights; or {WEIGHTS_KEY_VARIABLE}")
+    add(
+        "--restarts",
+        type=int,
+        default=SupervisorSettings.restarts,
+        metavar="N",
+        help="how often in a row a worker that died is restarted",
+    )
+    add("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> ServeSettings:
+    keys = [*args.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    weights_key = args.weights_key or os.environ.get(WEIGHTS_KEY_VARIABLE, "")
+    if args.weights_dir is not None and not weights_key:
+        raise ConfigError(f"--weights-dir needs --weights-key KEY, or the environment variable {WEIGHTS_KEY_VARIABLE}")
+    if args.tp is not None and args.engine == "transformers":
+        raise ConfigError(f"--tp {args.tp} with --engine transformers, which uses one device; use --engine tensor_parallel")
+    if args.quant is not None and args.engine != "tensor_parallel":
+        raise ConfigError(f"--quant {args.quant} with --engine {args.engine}; use --engine tensor_parallel")
+    if args.max_batch_total_tokens < 2 and args.max_batch_total_tokens != 0:
+        raise ConfigError(
+            f"--max-batch-total-tokens {args.max_batch_total_tokens}; a prompt and its response need at least 2, and 0 is as many "
+            "as fit"
+        )
+    if args.weights_key is not None and args.weights_dir is None:
+        raise ConfigError("--weights-key without --weights-dir DIR, the folder below which weights may be loaded")
+    if args.replicas < 1:
+        raise ConfigError(f"--replicas {args.replicas}; it must be at least 1")
+    generator_class(ENGINES[args.engine])
+    return ServeSettings(
+        name=args.name or Path(args.source).resolve().name,
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(keys),
+        allowed_hosts=tuple(args.allowed_host),
+        max_body_mib=args.max_body_mib,
+        max_images=args.max_images,
+        # All responses to a request have to find room in the queue.
+        max_samples=min(ServeSettings.max_samples, args.queue_size),
+        weights_dir=args.weights_dir,
+        weights_key=weights_key,
+    )
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the command."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: the command has taken the signals before the workers were started."""
+        yield
+
+
+class _Stop:
+    """Ends the service in order when a signal comes; at once when a second one does.
+
+    Args:
+        task: What to cancel while nothing is served yet.
+    """
+
+    def __init__(self, task: "asyncio.Task[Any] | None") -> None:
+        self.server: uvicorn.Server | None = None
+        self.code = 0
+        self._task = task
+
+    def __call__(self, number: int) -> None:
+        """Take a signal."""
+        if self.server is None:
+            self.code = 128 + number
+            if self._task is not None:
+                self._task.cancel()
+            return
+        if self.server.should_exit:
+            self.server.force_exit = True
+        self.server.should_exit, self.code = True, 128 + number
+
+
+async def _serve(args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
+    stop = _Stop(asyncio.current_task())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await _serve_until(stop, args, settings, folder)
+    except asyncio.CancelledError:
+        return stop.code
+
+
+async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSettings, folder: Path) -> int:
+    embeds = args.task == "embed" or (args.task == "auto" and is_embedding_model(folder))
+    model = ServedModel(
+        folder,
+        generates=not embeds,
+        room=args.max_batch_total_tokens or None,
+        aliases=[args.source, str(folder)],
+        trust_remote_code=args.trust_remote_code,
+    )
+    # Before anything takes time.
+    listener = _listen(settings)
+    replicas = await _start(args, folder, embeds=embeds)
+    try:
+        if not embeds:
+            # Of replicas on different GPUs, the smallest cache counts, since any of them may get a request.
+            model.limit(min([await worker.acall("largest_request") for worker in replicas.workers]))
+        app = create_app(settings, model, replicas)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
+        )
+        server = _Server(config)
+        stop.server = server
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            print(f"{settings.name} is served at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+        while not serving.done():
+            await asyncio.wait({serving}, timeout=0.5)
+            if replicas.is_over() and not server.should_exit:
+                print("error: all workers have ended; the service ends", file=sys.stderr)
+                server.should_exit = True
+                stop.code = 1
+        await serving
+    finally:
+        await asyncio.shield(replicas.close())
+    return stop.code
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host.strip("[]"), settings.port))
+        listener.listen(LISTEN_QUEUE)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"--host {settings.host} --port {settings.port} cannot be used: {e.strerror or e}") from e
+    return listener
+
+
+async def _start(args: argparse.Namespace, folder: Path, *, embeds: bool) -> Replicas:
+    settings = SupervisorSettings(
+        name="replica",
+        restarts=args.restarts,
+        queue_size=args.queue_size,
+        max_wait_ms=args.max_wait_ms,
+        environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    )
+    host: Host | None = None
+    gpus: list[str] = []
+    if args.group == "ray":
+        host = RayHost(devices=args.tp or 1, count=args.replicas)
+    else:
+        cache_is_given = embeds or args.max_batch_total_tokens > 0
+        gpus = gpus_of_replicas(args.replicas, args.tp or 1, cache_is_given=cache_is_given)
+    if embeds:
+        replicas = Replicas(EmbeddingWorker, _embedding_config(args, folder), args.replicas, settings, host, gpus)
+        await _started(replicas)
+        return replicas
+    generator = ENGINES[args.engine]
+    replicas = Replicas(RolloutWorker, _rollout_config(args, folder, generator), args.replicas, settings, host, gpus)
+    try:
+        await _started(replicas)
+    except WorkerError as e:
+        if _UNFIT not in str(e):
+            raise
+        logging.getLogger(__name__).warning("%s", str(e).splitlines()[0])
+        print(
+            "the attention of this model cannot be batched continuously; requests are served in batches one after the other",
+            flush=True,
+        )
+        replicas = Replicas(RolloutWorker, _rollout_config(args, folder, "static"), args.replicas, settings, host, gpus)
+        await _started(replicas)
+    return replicas
+
+
+async def _started(replicas: Replicas) -> None:
+    try:
+        await replicas.start()
+    except asyncio.CancelledError:
+        await asyncio.shield(replicas.close())
+        raise
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    if args.dtype != "auto":
+        return str(args.dtype)
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _rollout_config(args: argparse.Namespace, folder: Path, generator: str) -> RolloutConfig:
+    options: dict[str, Any] = {}
+    if generator != "continuous" and generator != "static":
+        options = {name: value for name, value in (("tp", args.tp), ("quant", args.quant)) if value is not None}
+    return RolloutConfig(
+        model=ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code),
+        generator=generator,
+        dtype=_dtype(args),
+        max_batch_size=args.max_batch_size,
+        max_batch_total_tokens=args.max_batch_total_tokens,
+        options=options,
+    )
+
+
+def _embedding_config(args: argparse.Namespace, folder: Path) -> EmbeddingConfig:
+    return EmbeddingConfig(
+        model=ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code),
+        dtype=_dtype(args),
+        max_batch_size=args.max_batch_size,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

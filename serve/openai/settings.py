@@ -1,0 +1,77 @@
+"""The settings of the service. Imports no torch."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """The settings of the service.
+
+    Args:
+        name: The name of the model in requests and answers.
+        host: The address to listen at.
+        port: The port; 0 takes a free one.
+        api_keys: The keys that requests must carry; none are needed without any.
+        allowed_hosts: The names under which the service may be addressed, beside those of this machine's loopback address and `host`.
+        max_body_mib: The largest size of a request, in MiB.
+        max_images: The number of images in a request.
+        max_samples: The number of responses to a request, and of prompts in it.
+        weights_dir: The folder whose sub-folders may be loaded as new weights; None refuses new weights.
+        weights_key: The key for new weights.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_mib: float = 32.0
+    max_images: int = 8
+    max_samples: int = 128
+    weights_dir: Path | None = None
+    weights_key: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"--port {self.port}; it must be from 1 to 65535, or 0 for a free one")
+        if not is_loopback(self.host) and not self.api_keys:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines; give --api-key (or the environment variable "
+                "DRIVETRAIN_API_KEY), or use --host 127.0.0.1"
+            )
+        if any("*" in name or not name.strip("[]") for name in self.allowed_hosts):
+            raise ConfigError(f"--allowed-host {' '.join(self.allowed_hosts)}: give names without *")
+        if any(
+            not key or not key.isascii() or not key.isprintable() or " " in key
+            for key in (*self.api_keys, *([self.weights_key] if self.weights_dir else []))
+        ):
+            raise ConfigError("a key is empty or has characters that no HTTP header can carry; use letters and digits")
+        if self.weights_dir is not None and self.weights_key in self.api_keys:
+            raise ConfigError(
+                "--weights-key is one of the keys of --api-key; whoever may ask may not load weights: use another key"
+            )
+        if self.weights_dir is not None and not self.weights_dir.is_dir():
+            raise ConfigError(f"--weights-dir {self.weights_dir} is not a folder")
+        for name in ("max_body_mib", "max_images", "max_samples"):
+            if not 0 < getattr(self, name) < 2**20:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be above 0, and below {2**20}")
+
+    def hosts(self) -> list[str]:
+        """Return the names under which the service may be addressed, without ports."""
+        own = [] if self.host in ("0.0.0.0", "::") else [self.host]
+        names = {"localhost", "127.0.0.1", "::1", *own, *self.allowed_hosts}
+        return sorted(name.strip("[]") for name in names)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

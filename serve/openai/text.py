@@ -1,0 +1,125 @@
+"""Between text and tokens: prompts, chats, and text that appears token by token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from ...engine.errors import ConfigError, ModelError
+
+
+class Texts:
+    """The tokenizer of a model.
+
+    Args:
+        folder: The model's folder.
+        trust_remote_code: Whether code in it may run.
+
+    Raises:
+        ModelError: It has no tokenizer, or one that cannot decode token by token.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as e:
+            raise ModelError(f"{folder} has no tokenizer that can be used: {e}") from e
+        self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if self._backend is None:
+            raise ModelError(
+                f"the tokenizer of {folder} is not one of the tokenizers library, so it cannot decode token by token"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+            UnicodeError: It has half of a character, which the tokenizer would call a wrong type.
+        """
+        text.encode()
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token(self, token: int) -> str:
+        """Return the text of a single token."""
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, up to where the answer begins.
+
+        Raises:
+            ConfigError: The tokenizer has no chat template, or the messages do not fit it.
+        """
+        if not self.tokenizer.chat_template:
+            raise ConfigError("the model's tokenizer has no chat template; use /v1/completions, or train on chats")
+        try:
+            found = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as e:  # whatever a template raises
+            raise ConfigError(f"the messages do not fit the model's chat template: {e}") from e
+        ids: list[int] = found["input_ids"]
+        return ids
+
+    def stream(self, stops: Sequence[str]) -> "TextStream":
+        """Return text that appears token by token and ends before one of the stop strings."""
+        return TextStream(self._backend, stops)
+
+
+class TextStream:
+    """The text of a response that appears token by token.
+
+    Args:
+        backend: The tokenizer.
+        stops: The strings before which the text ends.
+    """
+
+    def __init__(self, backend: Any, stops: Sequence[str]) -> None:
+        self._backend, self._stops = backend, [stop for stop in stops if stop]
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._held = ""
+        self._tokens: list[int] = []
+        self.text = ""
+        """All text that has been returned."""
+        self.stopped = False
+        """Whether a stop string has come."""
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that is certain by now, which is not the beginning of a stop string."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        self._held += self._decoder.step(self._backend, token) or ""
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._give(min(found))
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        return self._give(len(self._held) - keep)
+
+    def end(self) -> str:
+        """Return what was held back, at the end of the response: half of a character, or the beginning of a stop string."""
+        if self.stopped:
+            return ""
+        whole = str(self._backend.decode(self._tokens, skip_special_tokens=True))
+        if whole.startswith(self.text + self._held):
+            self._held = whole[len(self.text) :]
+        return self._give(len(self._held))
+
+    def _give(self, count: int) -> str:
+        given, self._held = self._held[:count], self._held[count:]
+        self.text += given
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text with which a stop string begins."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

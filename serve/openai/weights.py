@@ -1,0 +1,94 @@
+"""New weights over HTTP: only folders below one that the owner of the service has named."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ...engine.errors import ConfigError, DrivetrainError, WorkerError
+from ...engine.hf.weights import WeightFolder
+from ...workers.supervision.supervised_worker import SupervisedWorker
+from .replicas import Replicas
+
+_BLOCK = 2**22
+
+
+class WeightLoader:
+    """Loads new weights at all workers.
+
+    Args:
+        root: The folder below which they are.
+        replicas: The workers.
+        shapes: The shapes of the tensors of the model, by their names.
+    """
+
+    def __init__(self, root: Path, replicas: Replicas, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._root, self._replicas, self._shapes = root.resolve(), replicas, shapes
+        self._version = 0
+
+    def folder(self, name: str) -> Path:
+        """Return a folder below the root; symbolic links are followed first.
+
+        Raises:
+            ConfigError: It does not exist, or is elsewhere.
+        """
+        try:
+            path = (self._root / name).resolve()
+            path.is_dir()
+        except (OSError, ValueError):
+            path = self._root
+        if not name or path == self._root or not path.is_relative_to(self._root) or not path.is_dir():
+            raise ConfigError(f"name={name!r:.100} is no folder below --weights-dir")
+        return path
+
+    async def load(self, name: str) -> dict[str, Any]:
+        """Load weights and return a receipt: their version, and a digest of the files.
+
+        Raises:
+            ConfigError: There is no such folder.
+            ModelError: It has no weights.
+            WorkerError: A worker could not load them. It answers nothing until it has loaded a complete set.
+        """
+        folder = self.folder(name)
+        # Before any worker begins.
+        tensors, digest = await asyncio.to_thread(self._checked, folder)
+        self._version += 1
+        version = self._version
+
+        async def load(worker: SupervisedWorker) -> Any:
+            worker.remember("load_folder", str(folder), version=version)
+            return await worker.acall("load_folder", str(folder), version=version)
+
+        results = await self._replicas.on_all(load)
+        for result in results:
+            if isinstance(result, WorkerError):
+                raise result
+            if isinstance(result, BaseException):
+                raise WorkerError(f"a worker could not load {name}: {result}") from result
+        return {"name": name, "version": version, "tensors": tensors, "xxh3_128": digest, "workers": len(results)}
+
+    def _checked(self, folder: Path) -> tuple[int, str]:
+        """Compare a folder with the model; return the number of tensors and a digest of the files."""
+        try:
+            stored = WeightFolder(folder, str)
+            shapes = stored.shapes()
+        except (DrivetrainError, OSError, ValueError, KeyError) as e:
+            raise ConfigError(f"{folder.name} has no weights that can be read: {e}") from e
+        different = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
+        if different:
+            raise ConfigError(
+                f"{folder.name} is another model: {len(different)} tensors are missing, unknown or of another shape, {different[0]} "
+                "among them"
+            )
+        return len(stored.names), _digest(stored)
+
+
+def _digest(stored: WeightFolder) -> str:
+    digest = xxhash.xxh3_128()
+    for file in sorted({file for file, _ in stored.places}):
+        digest.update(file.encode())
+        with open(stored.folder / file, "rb") as handle:
+            while block := handle.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,303 @@
+"""`drivetrain generate MODEL|RUN|CHECKPOINT PROMPTS OUT`: responses to the prompts of a file, as a file.
+
+A row has a `prompt`, a text or a list of messages, or `messages` that end with a question; OUT has the same rows with `response` and
+`finish_reason`. What was generated before a run was killed is kept beside OUT, and the same command goes on from there.
+
+  drivetrain generate runs/mine prompts.jsonl answers.jsonl --max-tokens 512
+  drivetrain generate MODEL questions.csv answers.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
+"""
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from ..checkpoint_tools.model_source import model_folder
+from ..engine.config import ModelConfig
+from ..engine.errors import ConfigError, DataError, DrivetrainError, disk_error
+from ..engine.hf.tokenizer import load_tokenizer
+from ..engine.parallel.process import report_failure
+from ..generation.generator import BaseGenerator
+from ..generation.memory import with_cache_size
+from ..generation.options import RolloutConfig, SamplingOptions
+from ..generation.registry import ENGINES, build_generator, generator_class
+from ..generation.token_stream import TokenStream, check_prompt
+from .config.data import PromptsConfig
+from .config.parse import parse
+from .config.rl import GRPOConfig
+from .data.prompts import Prompt, encode_prompt
+from .data.sources import open_source, with_our_columns
+from .data.tokenize import Bar
+
+log = logging.getLogger(__name__)
+
+PARTIAL = ".partial-"
+"""Between the name of the output and a hash of everything that it depends on, in the name of an unfinished output."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    args = _parser().parse_intermixed_args(list(argv))
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    try:
+        if unknown := [word for word in args.settings if not word.startswith("data.") or "=" not in word]:
+            raise ConfigError(f"{unknown[0]!r} is not a setting of the prompts; these are data.columns and the like")
+        data = parse(GRPOConfig, args.settings).data
+        options = SamplingOptions(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            samples=args.samples,
+            seed=args.seed,
+        )
+        if args.column in ("finish_reason", "sample", "prompt", "messages", "text"):
+            raise ConfigError(f"--column {args.column} is a column of its own; give the responses another name")
+        out = Path(args.out)
+        _check_out(out, overwrite=args.overwrite)
+        generator_class(ENGINES[args.engine])
+        with model_folder(args.source, lambda text: print(text, file=sys.stderr, flush=True)) as folder:
+            _generate(args, data, options, folder, out)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    except Exception as e:  # reported as one line, like those of the trainers
+        return report_failure(e)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="drivetrain generate",
+        description=str(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint")
+    add("prompts", metavar="PROMPTS", help="a file, a folder, a pattern or a Hub dataset, as in data.train")
+    add("out", metavar="OUT", help="the jsonl file to write")
+    add("settings", nargs="*", metavar="data.key=value", help="settings of the prompts, as for drivetrain grpo")
+    add("--max-tokens", type=int, default=256, metavar="N", help="the most tokens of a response (256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the most likely token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="the probability mass to sample from (1)")
+    add("--top-k", type=int, default=0, metavar="K", help="the number of tokens to sample from; 0, the default, for all")
+    add("--samples", type=int, default=1, metavar="N", help="responses to each prompt, each in a row of its own (1)")
+    add("--seed", type=int, default=0, help="the same seed gives the same responses (0)")
+    add("--column", default="response", metavar="NAME", help="the column of the responses (response)")
+    add("--engine", choices=list(ENGINES), default="transformers", help="how responses are generated")
+    add("--tp", type=int, default=None, metavar="N", help="the number of devices; needs --engine tensor_parallel or vllm")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, else float32")
+    add("--max-batch-size", type=int, default=RolloutConfig.max_batch_size, metavar="N", help="responses at the same time")
+    add(
+        "--max-batch-total-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of these responses and their prompts together, which is the size of the cache; 0, the default: as many as "
+        "fit on the GPU, 32,768 without one",
+    )
+    add("--overwrite", action="store_true", help="replace OUT if it exists")
+    add("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    return parser
+
+
+def _check_out(out: Path, *, overwrite: bool) -> None:
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give the name of a jsonl file")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} exists; give another name, or --overwrite")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out} cannot be written: the folder {out.absolute().parent} does not exist")
+
+
+def _generate(args: argparse.Namespace, data: PromptsConfig, options: SamplingOptions, folder: Path, out: Path) -> None:
+    model = ModelConfig(path=str(folder), trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(model)
+    prompts, rows = _read(
+        args.prompts, tokenizer, data, {args.column, "finish_reason", *(["sample"] if options.samples > 1 else [])}
+    )
+    unfinished = _unfinished(out, args, options, folder, prompts)
+    total, began = len(prompts) * options.samples, time.monotonic()
+    with _appended(unfinished) as file:
+        done = _completed(unfinished)
+        if done:
+            print(f"{done} of {total} responses are there already; going on", file=sys.stderr, flush=True)
+        tokens = _respond(args, options, model, tokenizer, prompts, rows, file, done) if done < total else 0
+        # Another command may have written it meanwhile.
+        _check_out(out, overwrite=args.overwrite)
+        os.replace(unfinished, out)
+    seconds = time.monotonic() - began
+    print(
+        f"{total} responses to {len(prompts)} prompts: {out} ({tokens} tokens, {tokens / max(seconds, 1e-9):.0f} per second)"
+    )
+
+
+def _respond(
+    args: argparse.Namespace,
+    options: SamplingOptions,
+    model: ModelConfig,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    rows: Sequence[dict[str, Any]],
+    file: IO[str],
+    done: int,
+) -> int:
+    """Append the responses that are not there yet; return the number of their tokens."""
+    tokens, total = 0, len(prompts) * options.samples
+    config = RolloutConfig(
+        model=model,
+        generator=ENGINES[args.engine],
+        dtype=_dtype(args.dtype),
+        max_batch_size=args.max_batch_size,
+        max_batch_total_tokens=args.max_batch_total_tokens,
+        options={} if args.tp is None else {"tp": args.tp},
+    )
+    with _built(with_cache_size(config)) as generator, Bar("generating") as bar:
+        limits = generator.limits()
+        for prompt in prompts:
+            check_prompt(prompt.name, prompt.ids, options, limits, generator.config)
+        for number, stream in _in_order(generator, prompts, options, done, 2 * args.max_batch_size):
+            tokens += len(stream.tokens)
+            row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
+            response = tokenizer.decode(stream.tokens, skip_special_tokens=True)
+            _write(file, {**row, args.column: response, "finish_reason": stream.finish_reason})
+            bar.advance(1 / total, number + 1)
+    return tokens
+
+
+@contextmanager
+def _appended(unfinished: Path) -> Iterator[IO[str]]:
+    with open(unfinished, "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ConfigError(f"{unfinished} is being written by the same command; wait for it, or stop it") from e
+        except OSError as e:
+            # Some network file systems do not support locks.
+            log.warning("%s cannot be locked (%s): a second command would not be noticed", unfinished, e.strerror or e)
+        try:
+            yield file
+        finally:
+            if unfinished.is_file() and not unfinished.stat().st_size:
+                unfinished.unlink()
+
+
+@contextmanager
+def _built(config: RolloutConfig) -> Iterator[BaseGenerator]:
+    try:
+        generator = build_generator(config)
+    except ConfigError as e:
+        if "generator=continuous cannot run" not in str(e):
+            raise
+        # Some kinds of attention cannot be batched continuously.
+        generator = build_generator(replace(config, generator="static"))
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def _dtype(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _read(name: str, tokenizer: Any, data: PromptsConfig, added: set[str]) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Return the prompts, and the rows that they come from, to which columns will be added."""
+    prompts, rows = [], []
+    source = open_source(name, training=True, every_column=True, columns=data.columns, whole_text=data.txt == "file")
+    for chunk in source.chunks():
+        for number, row in chunk.parsed():
+            place = f"{chunk.file}:{number}"
+            if taken := added & row.keys():
+                raise DataError(f"{place} has a column {min(taken)} already; rename it, or give another name with --column")
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except (TypeError, ValueError) as e:
+                raise DataError(
+                    f"{place} cannot be written as JSON, as it is beside its response: {e}; leave out that column"
+                ) from e
+            ours = with_our_columns(row, data.columns, place)
+            if ours.get("prompt") is None:
+                given = next((c for c in ("messages", "text") if ours.get(c) is not None), None)
+                ours = {**ours, "prompt": ours[given]} if given else ours
+            prompts.append(encode_prompt(tokenizer, ours, place, data))
+            rows.append(row)
+    return prompts, rows
+
+
+def _unfinished(
+    out: Path, args: argparse.Namespace, options: SamplingOptions, folder: Path, prompts: Sequence[Prompt]
+) -> Path:
+    """Return the name of the unfinished output, which is another one if anything that the responses depend on is different."""
+    digest = xxhash.xxh3_64()
+    source = Path(args.source)
+    # A checkpoint is merged into a new folder each time, so its own files are looked at.
+    place = next((p for p in (source / "checkpoints", source) if source not in (folder, folder.parent) and p.is_dir()), folder)
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(place.iterdir())]
+    digest.update(json.dumps([files, asdict(options), args.column, args.dtype, args.engine], default=str).encode())
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.ids, dict(prompt.columns)], default=str).encode())
+    return out.with_name(f"{out.name}{PARTIAL}{digest.hexdigest()}")
+
+
+def _completed(unfinished: Path) -> int:
+    """Cut off an incomplete last line, and return the number of complete ones."""
+    if not unfinished.is_file():
+        return 0
+    with open(unfinished, "rb+") as file:
+        count = end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
+
+
+def _in_order(
+    generator: BaseGenerator, prompts: Sequence[Prompt], options: SamplingOptions, first: int, most: int
+) -> Iterator[tuple[int, TokenStream]]:
+    """Yield the finished responses in order, while up to `most` are requested."""
+    total, following = len(prompts) * options.samples, first
+    requested: deque[tuple[int, TokenStream]] = deque()
+    while requested or following < total:
+        while following < total and len(requested) < most:
+            row, sample = divmod(following, options.samples)
+            # The seed depends on the row and the sample, so a run that goes on generates what an uninterrupted one does.
+            requested.append((following, generator.submit(prompts[row].ids, options, row=row, sample=sample)))
+            following += 1
+        number, stream = requested[0]
+        if not stream.ended:
+            generator.step()
+            continue
+        if stream.error is not None:
+            name = prompts[number // options.samples].name
+            if isinstance(stream.error, DrivetrainError):
+                raise stream.error
+            raise DataError(f"{name}: generating failed with {type(stream.error).__name__}: {stream.error}") from stream.error
+        requested.popleft()
+        yield number, stream
+
+
+def _write(file: IO[str], row: dict[str, Any]) -> None:
+    try:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+    except OSError as e:
+        raise disk_error("the responses", e) from e

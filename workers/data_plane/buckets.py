@@ -1,0 +1,220 @@
+"""Tensors that travel together, packed into one piece of memory, and the ways from process to process that they take."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...engine.errors import ConfigError, RemoteError
+from ...engine.parallel.process_groups import EngineGroups
+from .blocks import CAN_SHARE, Block, BlockPool, BlockReader, InFlight, SharedBlock
+from .digests import Tally
+from .links import CHUNK_BYTES, Links
+from .plan import ITEM_SIZES, aligned
+from .store import DTYPE_NAMES, DTYPES
+
+BUCKET_BYTES = 8 * 2**20
+"""Size of a bucket, unless a single tensor is larger."""
+ADDRESS = 8
+"""Memory of tensors begins at a multiple of this many bytes."""
+PATIENCE_S = 10.0
+"""For how long to wait in vain for memory that is on its way. A target that takes nothing for this long may have failed; there is fresh
+memory then, until one block comes back."""
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Tensors that travel together, or the end of a stream of them.
+
+    Args:
+        contents: Name, data type, shape and digest of each tensor; nothing at the end.
+        data: Their bytes `[bytes]`, aligned for any data type.
+        block: The memory that these begin.
+        total: At the end, the digest of all tensors.
+        error: At the end, why the source failed.
+    """
+
+    contents: Sequence[tuple[str, str, tuple[int, ...], str]] = ()
+    data: Tensor = field(default=_NOTHING, repr=False)
+    block: Block | None = field(default=None, repr=False)
+    total: str = ""
+    error: str = ""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, str]]:
+        """Yield the name, the tensor and the digest of each."""
+        places, _ = _places(self.contents)
+        for (name, dtype, shape, digest), (begin, end) in zip(self.contents, places, strict=True):
+            yield name, self.data[begin:end].view(DTYPES[dtype]).view(shape), digest
+
+
+def _places(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[list[tuple[int, int]], int]:
+    return aligned(torch.Size(shape).numel() * ITEM_SIZES[dtype] for _, dtype, shape, _ in contents)
+
+
+class Channel(Protocol):
+    """One way from a process to others."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the process that receives can read a shared block itself."""
+        ...
+
+    def send(self, bucket: Bucket) -> InFlight | None:
+        """Send a bucket; return what tells when its memory may change, or nothing if it may at once."""
+        ...
+
+    def receive(self) -> Bucket:
+        """Return the next bucket.
+
+        Raises:
+            RemoteError: The source failed.
+        """
+        ...
+
+
+class BroadcastChannel:
+    """Within a pool.
+
+    Args:
+        groups: The groups of this transfer.
+        source: The rank that sends.
+        targets: The ranks that receive.
+    """
+
+    shares_memory = False
+
+    def __init__(self, groups: EngineGroups, source: int, targets: Sequence[int]) -> None:
+        self._source = source
+        self._group = groups.get([source, *targets], "gloo")
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket to all."""
+        dist.broadcast_object_list([bucket.contents, bucket.total, bucket.error], src=self._source, group=self._group)
+        if bucket.data.numel():
+            dist.broadcast(bucket.data, src=self._source, group=self._group)
+
+    def receive(self) -> Bucket:
+        """Return the next bucket; see `Channel`."""
+        header: list[Any] = [None] * 3
+        dist.broadcast_object_list(header, src=self._source, group=self._group)
+        contents, total, error = header
+        if error:
+            raise RemoteError(error)
+        _, size = _places(contents)
+        data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.broadcast(data, src=self._source, group=self._group)
+        return Bucket(contents=contents, data=data, total=total)
+
+
+class LinkChannel:
+    """Between pools. On one machine the target reads the source's memory.
+
+    Args:
+        links: The connections of this process.
+        reader: Opens the memory of other processes.
+        source: The place that sends.
+        target: The place that receives.
+        title: What is sent.
+    """
+
+    def __init__(self, links: Links, reader: BlockReader, source: str, target: str, title: str) -> None:
+        self._links, self._reader = links, reader
+        self._source, self._target, self._title = source, target, title
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both processes are on one machine."""
+        return CAN_SHARE and self._links.is_near(self._target)
+
+    def send(self, bucket: Bucket) -> InFlight:
+        """Send a bucket. Its memory must not change before it has been sent."""
+        if isinstance(bucket.block, SharedBlock) and bucket.data.numel() and self.shares_memory:
+            reading = bucket.block.lend()
+            place = (*bucket.block.address, bucket.data.numel())
+            self._links.send(self._target, self._title, [], about=[bucket.contents, bucket.total], block=place)
+            return reading
+        pieces = [bucket.data.numpy()] if bucket.data.numel() else []
+        about = [bucket.contents, bucket.total]
+        return self._links.send(self._target, self._title, pieces, about=about, error=bucket.error)
+
+    def receive(self) -> Bucket:
+        """Return the next bucket; see `Channel`."""
+        header = self._links.receive_header(self._source, self._title)
+        if header.error:
+            raise RemoteError(header.error)
+        contents, total = header.about
+        if header.block is not None:
+            data = self._reader.read(*header.block)
+        elif 0 < header.size <= CHUNK_BYTES:
+            data = torch.frombuffer(self._links.receive_chunk(header), dtype=torch.uint8)
+            if data.data_ptr() % ADDRESS:
+                data = data.clone()
+        else:
+            data = torch.empty(header.size, dtype=torch.uint8)
+            self._links.receive_into(header, [data.numpy()] if header.size else [])
+        return Bucket(
+            contents=[(n, dtype, tuple(shape), digest) for n, dtype, shape, digest in contents], data=data, total=total
+        )
+
+
+class Packer:
+    """Copies tensors into buckets and sends these.
+
+    Memory that has arrived is used again: fresh pages would take longer than the copies.
+
+    Args:
+        channels: Where to send to.
+        blocks: The memory.
+    """
+
+    def __init__(self, channels: Sequence[Channel], blocks: BlockPool) -> None:
+        self._channels, self._blocks = channels, blocks
+        self._shared = any(channel.shares_memory for channel in channels)
+        self._contents: list[tuple[str, str, tuple[int, ...], str]] = []
+        self._block: Block | None = None
+        self._size = 0
+        self._patience_s = PATIENCE_S
+
+    def add(self, name: str, tensor: Tensor, tally: Tally) -> None:
+        """Copy a tensor, whose memory may then change, and count its copy.
+
+        Raises:
+            ConfigError: Its data type cannot be sent.
+        """
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"{name} is {tensor.dtype}, which cannot be sent; it must be one of {', '.join(DTYPES)}")
+        (_, (begin, end)), _ = aligned([self._size, tensor.numel() * tensor.itemsize])
+        if self._block is None or end > self._block.data.numel():
+            self.flush()
+            begin, end = 0, end - begin
+            started = time.monotonic()
+            self._block = self._blocks.take(
+                max(end, BUCKET_BYTES), pinned=tensor.is_cuda, shared=self._shared, patience_s=self._patience_s
+            )
+            waited_s = time.monotonic() - started
+            self._patience_s = self._patience_s - waited_s if self._block.is_new else PATIENCE_S
+        copy = self._block.data[begin:end].view(tensor.dtype).view(tensor.shape)
+        if tensor.is_cuda and not self._block.pinned:
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            self._blocks.staging(tensor.device).copy(self._block.data[begin:end], source)
+        else:
+            copy.copy_(tensor.detach())
+        self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))
+        self._size = end
+
+    def flush(self) -> None:
+        """Send what has been added."""
+        if self._block is None:
+            return
+        block, self._block = self._block, None
+        bucket = Bucket(contents=self._contents, data=block.data[: self._size], block=block)
+        block.in_flight = [sent for channel in self._channels if (sent := channel.send(bucket)) is not None]
+        self._blocks.give(block)
+        self._contents, self._size = [], 0

@@ -1,1 +1,0 @@
-"""Losses: pure functions of token outputs that depend only on torch."""

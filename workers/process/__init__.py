@@ -1,0 +1,1 @@
+"""The worker process: one rank, which holds models and answers requests."""

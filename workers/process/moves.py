@@ -1,0 +1,65 @@
+"""How the state of a role moves that has both an engine and a generator. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...engine.errors import ConfigError
+from ...generation.placement import Placement
+
+_PARTS = ("parameters", "gradients", "optimizer", "cache")
+_PLACES = ("device", "host", "disk", "absent")
+
+
+@dataclass(frozen=True)
+class HalfMove:
+    """A move of the engine or of the generator.
+
+    Args:
+        half: Which of them moves.
+        place: Where to.
+        part: The part that moves; None is all of them.
+    """
+
+    half: Literal["engine", "generator"]
+    place: str
+    part: str | None = None
+
+
+def plan_moves(place: str, part: str | None, generator: Placement) -> list[HalfMove]:
+    """Return the moves of the two halves of a role, in order.
+
+    Each half takes the places and parts that it has. An engine is on the device, on the host or on disk. A generator is not on disk: its
+    parameters are a copy of the engine's, so they are dropped and copied again. Nor is an engine absent, because nothing else has its
+    state. The order is that of a memory ledger: the generator leaves the device before the engine, and comes back after it.
+
+    Args:
+        place: Where to: `device`, `host`, `disk`, or `absent`, to which only the generator goes.
+        part: `parameters` of both, `gradients` or `optimizer` of the engine, `cache` of the generator; None is everything.
+        generator: Where the parts of the generator are.
+
+    Raises:
+        ConfigError: There is no such place or part, or the part cannot be there.
+    """
+    if part is not None and part not in _PARTS:
+        raise ConfigError(f"to({place!r}, {part!r}): the parts of a role with a generator are {', '.join(_PARTS)}")
+    if place not in _PLACES:
+        raise ConfigError(
+            f"to({place!r}): the state of a role with a generator can be moved to {', '.join(map(repr, _PLACES))}"
+        )
+    if part == "cache":
+        if place in ("host", "disk"):
+            raise ConfigError(f"to({place!r}, 'cache'): a cache is on the device or nowhere; use 'absent'")
+        return [HalfMove("generator", place, part)]
+    if part is not None and part != "parameters":
+        if place == "absent":
+            raise ConfigError(
+                f"to('absent', {part!r}): an engine keeps its state; use 'host' or 'disk'. Only its generator can be absent"
+            )
+        return [HalfMove("engine", place, part)]
+    if place == "device":
+        return [HalfMove("engine", place, part), HalfMove("generator", place, part)]
+    moves = []
+    if place != "host" or generator.parameters != "absent":
+        # What is absent has no values that could be kept on the host.
+        moves.append(HalfMove("generator", "absent" if place == "disk" else place, part))
+    return moves if place == "absent" else [*moves, HalfMove("engine", place, part)]

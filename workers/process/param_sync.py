@@ -1,0 +1,186 @@
+"""Copies the parameters of one role to another, of any layout and engine, in this pool or in another one.
+
+The source streams full tensors under Hugging Face names on all of its processes. A process that has both roles hands them on by
+itself. The others get them from the source's first process in buckets: within the pool by a broadcast, and in another pool by a
+connection to the target's first process, which broadcasts them there; `param_broadcast` has the way between GPUs. What travels is
+rounded at the source to the data type of the target, if all of its weights have the same: the target would round it likewise, and fewer
+bytes travel. A digest of each tensor travels with it, and one of all of them at the end; a target that received anything else refuses it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...engine import progress
+from ...engine.errors import ConfigError, ModelError, RemoteError
+from ...engine.parallel.process_groups import EngineGroups
+from ..data_plane.blocks import BlockPool
+from ..data_plane.buckets import BroadcastChannel, Bucket, Channel, LinkChannel, Packer
+from ..data_plane.digests import Tally
+from ..data_plane.plan import pool_of, rank_of
+from ..data_plane.store import DTYPES
+from ..protocol.hooks import SyncParams
+
+if TYPE_CHECKING:
+    from .worker import ModelWorker
+
+SETTLE_S = 1.0
+"""For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
+
+Pairs = Iterator[tuple[str, Tensor]]
+
+
+def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
+    """Take part in a transfer of parameters. Collective over the processes of both roles.
+
+    Returns:
+        The receipt: the number of `tensors` that this process has sent or loaded, their `bytes`, their `digest`, and the `version` that
+        they have. None from a process that has only helped the source's first one to gather them.
+
+    Raises:
+        ConfigError: The target cannot take the parameters; it must not be used until it has loaded a complete set.
+        ModelError: What arrived is not what was sent.
+        RemoteError: The source failed.
+    """
+    is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
+    # One kind of digest in a transfer: what travels is in host memory.
+    tally = Tally(in_host=not set(hook.targets) <= set(hook.sources))
+    # And one kind of values, also in processes that hand on weights to themselves.
+    dtype = "" if set(hook.targets) <= set(hook.sources) else hook.dtype
+    groups = EngineGroups(None)
+    try:
+        outgoing, incoming = _channels(worker, hook, groups)
+        if not is_source:
+            assert incoming is not None
+            load_stream(worker, hook, _received(incoming, outgoing, tally))
+        else:
+            with worker.host.weights(hook.source) as stream:
+                if not is_target and not outgoing:
+                    for _ in stream:
+                        progress.advance()
+                    return None
+                pairs = _sent(rounded(stream, dtype), outgoing, tally, worker.data.blocks)
+                if is_target:
+                    load_stream(worker, hook, pairs)
+                else:
+                    for _ in pairs:
+                        pass
+        # What the targets have read by now is free; what they keep is theirs.
+        worker.data.blocks.trim(SETTLE_S)
+    finally:
+        groups.close()
+    return {"version": hook.version, "tensors": len(tally), "bytes": tally.bytes, "digest": tally.digest()}
+
+
+def _channels(worker: "ModelWorker", hook: SyncParams, groups: EngineGroups) -> tuple[list[Channel], Channel | None]:
+    """Return where this process sends to, and from where it receives."""
+    name, root = worker.place, hook.sources[0]
+    remote = [target for target in hook.targets if target not in hook.sources]
+    outgoing: list[Channel] = []
+    incoming: Channel | None = None
+    if not remote:
+        return outgoing, incoming
+    first, same_pool = remote[0], pool_of(remote[0]) == pool_of(root)
+    relay = root if same_pool else first
+    below = [target for target in remote if target != relay]
+    if not same_pool and name in (root, first):
+        links = worker.data.links
+        if links is None:
+            raise ConfigError("this worker has no connections to other pools; send listen and peers first")
+        link = LinkChannel(links, worker.data.reader, root, first, hook.title)
+        if name == root:
+            outgoing.append(link)
+        else:
+            incoming = link
+    if below and name in (relay, *below):
+        broadcast = BroadcastChannel(groups, rank_of(relay), [rank_of(target) for target in below])
+        if name == relay:
+            outgoing.append(broadcast)
+        else:
+            incoming = broadcast
+    return outgoing, incoming
+
+
+def remote_target(hook: SyncParams) -> str | None:
+    """Return the process of another pool that the source's first process sends to; None if there is none."""
+    remote = [target for target in hook.targets if target not in hook.sources]
+    return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
+
+
+def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
+    """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
+    try:
+        worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
+        left = sum(1 for _ in pairs)
+    except BaseException:
+        # Its own error counts, and the source's is the source's.
+        with suppress(Exception):
+            for _ in pairs:
+                pass
+        raise
+    if left:
+        raise ConfigError(
+            f"load_weights of {hook.target!r} returned before it had read all weights ({left} tensors were left); read the stream "
+            "to its end"
+        )
+
+
+def rounded(stream: Pairs, dtype: str) -> Pairs:
+    """Yield a stream with floating-point tensors of more bytes per element in a data type; as it is if that is empty."""
+    to = DTYPES[dtype] if dtype else None
+    for name, tensor in stream:
+        narrows = to is not None and tensor.is_floating_point() and tensor.itemsize > to.itemsize
+        yield name, tensor.detach().to(to) if narrows else tensor
+
+
+def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: BlockPool) -> Pairs:
+    """Yield a stream, count it, and send it on in buckets."""
+    packer = Packer(channels, blocks)
+    try:
+        for name, tensor in stream:
+            progress.advance()
+            if channels:
+                packer.add(name, tensor, tally)
+            else:
+                tally.add(name, tensor)
+            yield name, tensor
+        packer.flush()
+    except Exception as e:
+        for channel in channels:
+            channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
+        raise
+    for channel in channels:
+        channel.send(Bucket(total=tally.digest()))
+
+
+def _received(incoming: Channel, outgoing: Sequence[Channel], tally: Tally) -> Pairs:
+    """Yield the tensors of buckets as they arrive, after comparing their digests, and send the buckets on.
+
+    Raises:
+        ModelError: A tensor is not the one that was sent, or some are missing. The stream has then been read to its end.
+        RemoteError: The source failed.
+    """
+    wrong = ""
+    try:
+        while True:
+            bucket = incoming.receive()
+            for channel in outgoing:
+                channel.send(bucket)
+            if not bucket.contents:
+                break
+            for name, tensor, digest in bucket.tensors():
+                progress.advance()
+                if tally.add(name, tensor) != digest and not wrong:
+                    wrong = f"{name} arrived with other bytes than it was sent with"
+                if not wrong:
+                    yield name, tensor
+    except Exception as e:
+        for channel in outgoing:
+            channel.send(Bucket(error=str(e) if isinstance(e, RemoteError) else f"{type(e).__name__}: {e}"))
+        raise
+    if not wrong and tally.digest() != bucket.total:
+        wrong = f"the {len(tally)} tensors that arrived are not those that were sent"
+    if wrong:
+        raise ModelError(f"{wrong}; sync the weights again")

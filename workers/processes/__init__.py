@@ -1,1 +1,0 @@
-"""Processes that a program forks, gives work and kills: for rewards, for programs of a model, for tokenizing."""

@@ -1,1 +1,0 @@
-"""Rewards of answers: functions, each run where it can be killed."""

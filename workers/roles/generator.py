@@ -1,0 +1,195 @@
+"""The rollout role: generates responses to prompts with the policy's weights."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...engine.errors import ConfigError, ModelError
+from ...engine.hf.weights import stored_weights
+from ...engine.packing.batch import PackedBatch
+from ...engine.packing.convert import to_lists
+from ...engine.parallel.collectives import all_gather_object
+from ...engine.parallel.process_groups import EngineGroups
+from ...generation.generator import BaseGenerator, GeneratorStats
+from ...generation.memory import estimated_bytes, with_cache_size
+from ...generation.options import RolloutConfig, SamplingOptions, check_prompts
+from ...generation.registry import build_generator, generator_class
+from ...generation.result import Generation
+from ...generation.scheduler import SchedulerSettings
+from ...generation.token_scheduler import TokenGenerationScheduler
+from .dispatch import register
+
+
+class RolloutWorker:
+    """A worker with a generator in every process, each of which answers its shard of the prompts. Where several processes hold a model
+    together, these have one shard.
+
+    Args:
+        config: The configuration of the role.
+        ranks: The ranks of the role, if these are not all of its pool.
+    """
+
+    needs_process_group = False
+    """Whether it needs torch's default process group, also if it is alone."""
+
+    def __init__(self, config: RolloutConfig, ranks: Sequence[int] | None = None) -> None:
+        if config.dtype == "auto":
+            config = replace(config, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+        if config.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={config.dtype}; the dtype of a rollout must be float32, bfloat16 or auto")
+        self.config = config
+        self._ranks = ranks
+        self._generator: BaseGenerator | None = None
+
+    def initialize(self) -> Self:
+        """Load the model. Collective over the ranks of the role if the size of the cache depends on their memory.
+
+        Raises:
+            ConfigError: There is no such generator, or a setting is invalid, or no cache fits.
+            ModelError: Its model cannot be loaded.
+        """
+        if self._ranks and generator_class(self.config.generator).joins_process_group:
+            raise ConfigError(
+                f"ranks={list(self._ranks)} with generator={self.config.generator}, in whose process group all processes of the pool "
+                "have to be; give the role a pool of its own"
+            )
+        if not self.config.max_batch_total_tokens:
+            self.config = self._with_cache_size()
+        self._generator = build_generator(self.config)
+        return self
+
+    def _with_cache_size(self) -> RolloutConfig:
+        """Return the configuration with the size of the cache, which all ranks have to have: each refuses prompts by it."""
+        if not dist.is_initialized():
+            return with_cache_size(self.config)
+        groups = EngineGroups(None)
+        try:
+            group = groups.get(self._ranks, "gloo") if self._ranks else None
+            config, error = self.config, None
+            try:
+                config = with_cache_size(self.config)
+            except Exception as e:  # raised on all ranks by the exchange, in which the others wait
+                error = e
+            tokens = min(all_gather_object(config.max_batch_total_tokens, group, error=error))
+        finally:
+            groups.close()
+        return replace(config, max_batch_total_tokens=tokens)
+
+    @property
+    def ranks_per_model(self) -> int:
+        """How many processes hold a model together; see `BaseGenerator.ranks_per_model`."""
+        return self.generator.ranks_per_model
+
+    @property
+    def weight_dtype(self) -> str:
+        """The data type of all parameters; see `BaseGenerator.weight_dtype`."""
+        return self.generator.weight_dtype
+
+    @register("dp", returns="objects")
+    def generate(
+        self, prompts: PackedBatch | Sequence[Sequence[int]], options: SamplingOptions, *, version: int | None = None
+    ) -> list[list[Generation]]:
+        """Generate `options.samples` responses to each prompt, in order.
+
+        Args:
+            prompts: The token ids of this process's shard of the prompts. A PackedBatch may have a field `row` `[N]` with the
+                number of each prompt in the global batch, which seeds its sampling together with `options.seed`; a group adds
+                this field. Without it, the prompts are numbered from 0.
+            options: The sampling options.
+            version: The version that the weights must have; None accepts any.
+
+        Raises:
+            ModelError: The weights are of another version.
+        """
+        if version is not None and self.generator.version != version:
+            raise ModelError(
+                f"the generator has version {self.generator.version} of the weights, but version {version} was asked for; "
+                "sync_weights first"
+            )
+        token_ids = to_lists(prompts) if isinstance(prompts, PackedBatch) else check_prompts(prompts)
+        numbers = prompts.sequence_fields.get("row") if isinstance(prompts, PackedBatch) else None
+        rows = range(len(token_ids)) if numbers is None else numbers.tolist()
+        return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:
+        """Load an actor's weights, as streamed by its `weights()`; None as a version is one more than the present one."""
+        self.generator.load_weights(weights, version=version)
+
+    @register("all", changes_weights=True)
+    def discard_weights(self, reason: str) -> None:
+        """Refuse to generate until complete weights have been loaded again; see `BaseGenerator.discard_weights`."""
+        self.generator.discard_weights(reason)
+
+    @register("all", changes_weights=True)
+    def load_folder(self, folder: str, version: int | None = None) -> int:
+        """Load the weights of a folder in Hugging Face format; return their version. Running requests go on with them.
+
+        Args:
+            folder: A folder with the safetensors files of the same model.
+            version: The version of the weights; None is one more than the present one.
+
+        Raises:
+            ModelError: The files are missing or not those of the model.
+        """
+        self.generator.load_weights(stored_weights(folder), version=version)
+        return self.generator.version
+
+    @register("all")
+    def pause(self) -> None:
+        """Stop generating until `resume`; see `BaseGenerator.pause`."""
+        self.generator.pause()
+
+    @register("all")
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.generator.resume()
+
+    @register("all")
+    def stats(self) -> GeneratorStats:
+        """Return the state of the generator."""
+        return self.generator.stats()
+
+    def scheduler(self, settings: SchedulerSettings) -> TokenGenerationScheduler:
+        """Return a scheduler by which a model worker serves single requests."""
+        return TokenGenerationScheduler(self.generator, settings)
+
+    @register("all")
+    def number_format(self) -> dict[str, str]:
+        """Return the `dtype` of the weights, and the type of the `device` that computes with them."""
+        return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+
+    @register("all")
+    def largest_request(self) -> int:
+        """Return the largest number of tokens of a prompt and its response together."""
+        return self.generator.limits().tokens
+
+    @register("all")
+    def state_bytes(self) -> dict[str, int]:
+        """Return the size of the parameters and of the full cache in this process, as estimated from the model's config."""
+        return estimated_bytes(self.config)
+
+    @register("all")
+    def to(self, place: str, part: str | None = None) -> None:
+        """Move the model, or a part of it, to `device`, `host` or `absent`; see `BaseGenerator.to`."""
+        self.generator.to(place, part)
+
+    @property
+    def generator(self) -> BaseGenerator:
+        """The generator.
+
+        Raises:
+            ConfigError: The worker is not initialized.
+        """
+        if self._generator is None:
+            raise ConfigError("this rollout worker is not initialized; call initialize() first")
+        return self._generator
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None

@@ -1,0 +1,1 @@
+"""The controller's side of worker processes: they are started, watched, restarted and ended here."""

@@ -1,0 +1,199 @@
+"""A model worker as a child process of its controller: starting it, its output, its end. Imports no torch."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from ...engine.errors import ConfigError
+from ..protocol.errors import LAST_WORDS
+from ..protocol.names import importing_program, program_arguments
+from ..protocol.transports.zeromq import CurveKeys
+
+logger = logging.getLogger(__name__)
+
+TERMINATE_S = 5.0
+"""For how long a worker may take to end after SIGTERM, before SIGKILL."""
+LAST_LINES = 20
+_MAX_LINE = 2**16
+_MODULE = f"{__name__.rpartition('.supervision.')[0]}.process"
+_RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
+
+
+class ChildProcess:
+    """A model worker that this process has started.
+
+    Its log records come back through this process's logging, with its name; anything else that it prints goes to this process's
+    standard error.
+
+    Args:
+        name: The name of the worker, for messages.
+        address: The controller's address.
+        arguments: Arguments of `drivetrain worker run`, beside those that follow from the others.
+        allow: The names that requests may refer to.
+        environment: Additional environment variables.
+        keys: The keys with which it connects.
+        program: The arguments with which it finds the controller's program; None for this one.
+        listener: The socket at which rank 0 listens; it is passed on, and closed here.
+        on_exit: Called with this object when the process has ended, in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        arguments: Sequence[str] = (),
+        allow: Iterable[str] = (),
+        environment: Mapping[str, str] | None = None,
+        keys: CurveKeys | None = None,
+        program: Sequence[str] | None = None,
+        listener: socket.socket | None = None,
+        on_exit: Callable[["ChildProcess"], None] = lambda process: None,
+    ) -> None:
+        if importing_program():
+            raise ConfigError(
+                "this program starts a worker when a worker imports it; put that under: if __name__ == '__main__':"
+            )
+        self.name = name
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._on_exit = on_exit
+        words = [sys.executable, "-m", _MODULE, "--transport", address, f"--identity={name}", "--parent", str(os.getpid())]
+        words += ["--log-level", _level(), *arguments]
+        words += [part for allowed in sorted(allow) for part in ("--allow", allowed)]
+        words += program_arguments() if program is None else program
+        inherited = []
+        if keys is not None:
+            inherited.append(keys.pass_on())
+            words += ["--keys-fd", str(inherited[-1])]
+        if listener is not None:
+            inherited.append(listener.detach())
+            words += ["--listen-fd", str(inherited[-1])]
+        # As with multiprocessing, a child finds the modules that its parent finds.
+        search = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+        ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=inherited,
+                env={**ours, "PYTHONPATH": search, **(environment or {})},
+                # Ctrl-C is for the controller, which ends its workers itself; and all that a worker starts can be ended with it.
+                start_new_session=True,
+            )
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
+        self._reader = threading.Thread(target=self._read, name=f"{name}-output", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait, name=f"{name}-exit", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative for a signal; None while the process runs."""
+        return self._process.poll()
+
+    def ending(self) -> str:
+        """Return how the process ended, for messages."""
+        code = self.exit_code
+        if code is None:
+            return "is still running"
+        how = f"exited with code {code}"
+        if code < 0:
+            known = -code in set(signal.Signals)
+            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        if code == -signal.SIGKILL:
+            how += ", either from outside or because memory ran out"
+        return how
+
+    def describe_end(self) -> str:
+        """Return how the process ended, with its last words."""
+        words = self.last_words()
+        return self.ending() + (f"{LAST_WORDS}\n{words}" if words else "")
+
+    def last_words(self) -> str:
+        """Return the last lines that the process printed."""
+        # What it printed just before its end is still in the pipe. A process that it started may keep the pipe open.
+        self._reader.join(1.0 if self.exit_code is not None else 0.0)
+        return "\n".join(self._lines)
+
+    def terminate(self, patience_s: float = TERMINATE_S) -> None:
+        """End the process: SIGTERM, and SIGKILL if that does not help; with everything that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            self._process.terminate()
+        if not self.wait(patience_s):
+            self.kill()
+
+    def send_kill(self) -> None:
+        """Kill the process and everything that it started, without waiting for its end."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started."""
+        self.send_kill()
+        self.wait(TERMINATE_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _wait(self) -> None:
+        self._process.wait()
+        # What it started and left behind is ended too.
+        self.send_kill()
+        self._on_exit(self)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        rest = b""
+        with self._process.stdout as output:
+            while chunk := os.read(output.fileno(), 65536):
+                # A progress bar returns to the beginning of its line, and never ends it.
+                *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+                for line in lines:
+                    self._take(line.decode(errors="replace"))
+                if len(rest) > _MAX_LINE:
+                    self._take(rest.decode(errors="replace"))
+                    rest = b""
+        self._take(rest.decode(errors="replace"))
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        self._lines.append(line)
+        record = _RECORD.fullmatch(line)
+        if record is not None:
+            level, source, message = record.groups()
+            logger.log(getattr(logging, level), "[%s] %s: %s", self.name, source, message)
+            return
+        # Whoever read this process's standard error may be gone; the worker must be able to go on printing.
+        with suppress(OSError, ValueError):
+            # In one piece, or the lines of several workers run into each other.
+            sys.stderr.write(f"[{self.name}] {line}\n")
+            sys.stderr.flush()
+
+
+def _level() -> str:
+    """Return the level at which a child should log: that of this module."""
+    level = logger.getEffectiveLevel()
+    return next((name for name, number in (("debug", 10), ("info", 20), ("warning", 30)) if level <= number), "error")

@@ -1,0 +1,405 @@
+"""A model in a process of its own, supervised: it is restarted when it dies, and its caller never dies with it."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ...engine.errors import ConfigError, WorkerLostError
+from ...generation.scheduler import SchedulerSettings
+from ..process.worker import MAX_SECONDS
+from ..protocol import messages
+from ..protocol.compute_messages import Call, Initialize
+from ..protocol.errors import LAST_WORDS, raise_error
+from ..protocol.names import Names, collect, name_of
+from .child_process import TERMINATE_S
+from .controller import Channel, Controller
+from .hosts import Host, LocalHost, ProcessArguments, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROLE = "model"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """How a model worker is started, watched and ended.
+
+    Args:
+        name: The name of the worker in messages and in the log.
+        start_s: For how many seconds the model may load.
+        beat_s: The interval of beats, in seconds.
+        silence_s: After how many seconds without a beat the worker counts as dead. Beats do not come from the thread that computes,
+            so a long batch is not silence.
+        watchdog_s: After how many seconds without progress in a request the worker ends itself; 0 is never.
+        restarts: How often in a row the worker is restarted after it died.
+        stable_s: After how many seconds of work the next death counts as the first one again.
+        pause_s: The pause before the first restart, in seconds; it doubles with every further one.
+        max_pause_s: The longest pause.
+        terminate_s: For how many seconds the worker may end by itself before it is killed.
+        queue_size: The number of requests that may wait. Another one is refused at once.
+        max_wait_ms: For how many milliseconds a request to an idle model waits for others, to be batched with them.
+        environment: Additional environment variables of the worker.
+        names: Further classes and functions that requests and replies may hold; see `names`.
+    """
+
+    name: str = "model-worker"
+    start_s: float = 600.0
+    beat_s: float = 1.0
+    silence_s: float = 60.0
+    watchdog_s: float = 1200.0
+    restarts: int = 3
+    stable_s: float = 3600.0
+    pause_s: float = 1.0
+    max_pause_s: float = 60.0
+    terminate_s: float = TERMINATE_S
+    queue_size: int = 1024
+    max_wait_ms: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        for setting in ("start_s", "beat_s", "silence_s", "terminate_s"):
+            if not 0 < getattr(self, setting) <= MAX_SECONDS:
+                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be above 0, and at most {MAX_SECONDS:g}")
+        for setting in ("watchdog_s", "restarts", "stable_s", "pause_s", "max_pause_s"):
+            if not 0 <= getattr(self, setting) <= MAX_SECONDS:
+                raise ConfigError(f"{setting}={getattr(self, setting)}; it must be at least 0, and at most {MAX_SECONDS:g}")
+        SchedulerSettings(queue_size=self.queue_size, max_wait_ms=self.max_wait_ms)
+        if self.silence_s <= self.beat_s:
+            raise ConfigError(f"silence_s={self.silence_s} is not above beat_s={self.beat_s}; no worker would seem alive")
+
+
+class ProcessControl:
+    """What is known about the life of a worker."""
+
+    def __init__(self) -> None:
+        self._started, self._completed = threading.Event(), threading.Event()
+        self.restarts = 0
+        """How often the worker has been restarted."""
+
+    def set_started(self, started: bool = True) -> None:
+        """Note that the model exists and takes requests, or that it does not any more."""
+        (self._started.set if started else self._started.clear)()
+
+    def set_completed(self) -> None:
+        """Note that the worker has ended for good."""
+        self._completed.set()
+
+    def is_started(self) -> bool:
+        """Return whether the worker takes requests."""
+        return self._started.is_set()
+
+    def is_completed(self) -> bool:
+        """Return whether the worker has ended for good."""
+        return self._completed.is_set()
+
+
+class SupervisedProcess:
+    """A worker process with one model, from its start to its end."""
+
+    def __init__(
+        self, model_factory: Callable[[Any], Any], config: Any, settings: SupervisorSettings, host: Host | None = None
+    ) -> None:
+        self._host = host or LocalHost()
+        self._allow = collect(model_factory) | collect(config) | {name_of(target) for target in settings.names}
+        self._factory, self._config, self._settings = model_factory, config, settings
+        self._names = Names(self._allow)
+        self.control = ProcessControl()
+        self._changed = threading.Condition()
+        self._entered = self._closing = False
+        self._failure: WorkerLostError | None = None
+        self._controller: Controller | None = None
+        self._process: WorkerProcess | None = None
+        self._channel: Channel | None = None
+        self._monitor: threading.Thread | None = None
+        self._remembered: dict[str, Call] = {}
+        self._deaths, self._started_at = 0, 0.0
+
+    @property
+    def name(self) -> str:
+        """The name of the worker."""
+        return self._settings.name
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the worker, as of its last beat."""
+        beat = None if self._channel is None else self._channel.beat
+        return {} if beat is None else dict(beat.metrics)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id."""
+        return None if self._process is None else self._process.pid
+
+    def remember(self, method: str, *args: Any, **options: Any) -> None:
+        """Call a method of the model again after every restart, before anything else, such as one that loads weights.
+
+        A later call of this with the same method takes its place.
+        """
+        self._remembered[method] = Call(role=ROLE, method=method, args=list(args), options=options)
+
+    def is_settled(self) -> bool:
+        """Return whether the worker takes requests, or never will."""
+        return self.control.is_started() or self._failure is not None or self._closing
+
+    def connected_channel(self) -> Channel | None:
+        """Return the connection to the worker; None while the worker restarts.
+
+        Raises:
+            WorkerLostError: The worker has ended for good.
+        """
+        with self._changed:
+            if not self.is_settled():
+                return None
+            if self._failure is not None or self._closing or self._channel is None:
+                raise WorkerLostError(str(self._failure or f"{self.name} was closed"))
+            return self._channel
+
+    def wait_for_channel(self) -> Channel:
+        """Return the connection to the worker, once it takes requests.
+
+        Raises:
+            WorkerLostError: The worker has ended for good.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(self.is_settled)
+            channel = self.connected_channel()
+            if channel is not None:
+                return channel
+
+    def start(self) -> Self:
+        """Start the worker and wait until its model is loaded.
+
+        Raises:
+            ConfigError: It was started before.
+            WorkerError: The model cannot be loaded; the cause is the original error.
+            WorkerLostError: The worker died while it loaded.
+        """
+        with self._changed:
+            if self._entered:
+                raise ConfigError(f"{self._settings.name} was started before; call start_model_worker for another one")
+            self._entered = True
+        self._controller = Controller(self._names, self._host.controller_address())
+        try:
+            self._start_process()
+        except BaseException:
+            self.close()
+            raise
+        self._monitor = threading.Thread(target=self._watch, name=f"{self._settings.name}-monitor", daemon=True)
+        self._monitor.start()
+        return self
+
+    def close(self) -> None:
+        """End the worker: politely if it is idle, otherwise by force. Requests that it has not answered fail."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            loading = not self.control.is_started()
+            self._changed.notify_all()
+        try:
+            self._end_process(by_force=loading)
+            if self._monitor is not None:
+                self._monitor.join()
+            # The monitor may have been starting another one.
+            self._end_process(by_force=True)
+        finally:
+            self.control.set_started(False)
+            if self._controller is not None:
+                self._controller.close()
+            self.control.set_completed()
+
+    def _end_process(self, *, by_force: bool) -> None:
+        process, channel = self._process, self._channel
+        if process is None or channel is None or process.exit_code is not None:
+            return
+        busy = channel.pending > 0
+        shutdown = None if by_force or busy else channel.ask(messages.Shutdown())
+        channel.fail(WorkerLostError(f"{self._settings.name} was closed"))
+        if shutdown is None or not process.wait(self._settings.terminate_s):
+            process.terminate(0.0 if by_force else self._settings.terminate_s)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await in_thread(self.start)
+        except BaseException:
+            # Cancelled while the model was loading, for example: the thread that waits for it ends with the process.
+            await asyncio.shield(in_thread(self.close))
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(in_thread(self.close))
+
+    def _start_process(self) -> None:
+        settings, controller = self._settings, self._controller
+        assert controller is not None
+        identity = f"{settings.name}-{self.control.restarts}"
+        deadline = time.monotonic() + settings.start_s
+        channel = controller.channel(identity)
+        # Not under the lock: on another machine it takes a while.
+        process, run = self._host.start(
+            identity,
+            controller.address,
+            ProcessArguments(
+                arguments=(
+                    *("--beat", str(settings.beat_s)),
+                    *("--watchdog", str(settings.watchdog_s), "--watchdog", "initialize=0"),
+                    *("--queue-size", str(settings.queue_size), "--max-wait-ms", str(settings.max_wait_ms)),
+                ),
+                allow=tuple(self._allow),
+                environment=dict(settings.environment),
+                keys=controller.new_keys(),
+            ),
+            lambda ended: self._note_exit(channel, ended),
+            lambda: self._closing,
+        )
+        with self._changed:
+            closing = self._closing
+            if not closing:
+                self._channel, self._process = channel, process
+        if closing:
+            process.terminate(0.0)
+            raise WorkerLostError(f"{settings.name} was closed")
+        try:
+            self._load(channel, run, deadline)
+        except BaseException:
+            # Nobody else would end it.
+            process.terminate(settings.terminate_s)
+            raise
+        self._started_at = time.monotonic()
+        with self._changed:
+            self.control.set_started()
+            self._changed.notify_all()
+
+    def _load(self, channel: Channel, run: str, deadline: float) -> None:
+        """Let a worker load the model, and bring it to where the last one was."""
+        settings = self._settings
+        requests: list[messages.Request] = [messages.Hello(protocol=messages.PROTOCOL, world_size=1)]
+        if getattr(self._factory, "needs_process_group", True):
+            requests.append(messages.Init(comm_id=run))
+        requests.append(Initialize(role=ROLE, worker=self._factory, config=self._config))
+        for request in [*requests, *self._remembered.values()]:
+            try:
+                sent = channel.ask_flushed(request) if isinstance(request, Initialize | Call) else channel.ask(request)
+                reply = sent.reply(max(deadline - time.monotonic(), 0.1))
+            except TimeoutError:
+                what = f"answer {request.method}" if isinstance(request, Call) else "load its model"
+                raise WorkerLostError(
+                    f"{settings.name} did not {what} within start_s={settings.start_s:g}; raise start_s"
+                ) from None
+            if isinstance(reply, messages.Error):
+                title = f"{request.method} of {settings.name} after a restart" if isinstance(request, Call) else ""
+                raise_error(reply, title or f"loading the model of {settings.name}")
+
+    def note_end(self, channel: Channel) -> None:
+        """Note that a worker takes no more requests."""
+        with self._changed:
+            if channel is self._channel:
+                self.control.set_started(False)
+
+    def _note_exit(self, channel: Channel, process: WorkerProcess) -> None:
+        self.note_end(channel)
+        channel.fail(self._lost(process))
+
+    def _lost(self, process: WorkerProcess) -> WorkerLostError:
+        return WorkerLostError(f"{self._settings.name} {process.describe_end()}")
+
+    def _watch(self) -> None:
+        try:
+            self._supervise()
+        except BaseException as e:
+            # Without a monitor, callers would wait for a restart that does not come.
+            self._give_up(WorkerLostError(f"the supervision of {self._settings.name} failed: {type(e).__name__}: {e}"))
+            raise
+
+    def _supervise(self) -> None:
+        settings = self._settings
+        while not self._closes_within(min(settings.beat_s, 0.2)):
+            process, channel = self._process, self._channel
+            assert process is not None
+            assert channel is not None
+            if process.exit_code is None:
+                silence = channel.silence_s()
+                if silence < settings.silence_s:
+                    continue
+                logger.warning("%s has been silent for %.0f s; it is ended", settings.name, silence)
+                process.terminate(settings.terminate_s)
+            lost = self._lost(process)
+            self._note_exit(channel, process)
+            if not self._restart(lost):
+                return
+
+    def _closes_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, timeout=seconds)
+
+    def _restart(self, lost: WorkerLostError) -> bool:
+        """Start the worker again until it works; return whether it does."""
+        settings = self._settings
+        if time.monotonic() - self._started_at >= settings.stable_s:
+            self._deaths = 0
+        while self._deaths < settings.restarts:
+            pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
+            self._deaths += 1
+            self.control.restarts += 1
+            reason = str(lost).splitlines()[0].removesuffix(LAST_WORDS)
+            logger.warning("%s; restart %d of %d in %.1f s", reason, self._deaths, settings.restarts, pause)
+            if self._closes_within(pause):
+                return False
+            try:
+                self._start_process()
+            except Exception as e:  # whatever keeps the model from loading; the next attempt may do better
+                if self._closing:
+                    return False
+                lost = WorkerLostError(f"{settings.name} could not be restarted: {e}")
+                continue
+            return True
+        self._give_up(WorkerLostError(f"{lost}\nthe worker was restarted {self._deaths} times (restarts={settings.restarts})"))
+        return False
+
+    def _give_up(self, failure: WorkerLostError) -> None:
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+        self.control.set_completed()
+        logger.error("%s", failure)
+
+
+async def in_thread(run: Callable[[], T]) -> T:
+    """Run a function in a thread of its own: those of the event loop's pool may all be waiting."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result = run()
+        except BaseException as e:  # the future's
+            error: BaseException | None = e
+        else:
+            error = None
+        # The event loop may have been cancelled meanwhile.
+        if found.set_running_or_notify_cancel():
+            if error is None:
+                found.set_result(result)
+            else:
+                found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(found)
