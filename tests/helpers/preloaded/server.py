@@ -28,6 +28,8 @@ PRELOAD = (
     "peft",
     "accelerate",
     "datasets",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "drivetrain.cli",
     "drivetrain.engine.fsdp.engine",
     "drivetrain.engine.mcore.engine",
