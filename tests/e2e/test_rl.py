@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.errors import CheckpointError, ConfigError, DataError, RewardError
-from drivetrain.rewards.sample import RewardSample
 from drivetrain.trainers.config.algorithm import AlgorithmName
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import evaluation
 from drivetrain.trainers.rl.phase_commands import main as phases
 from drivetrain.trainers.rl.trainer import GRPOTrainer
+from helpers.reward_functions import fails_later, never, of_even_sums, polite, too_few
 from helpers.rl_runs import make_task, records, train, words
 
 
@@ -121,35 +121,11 @@ def test_the_phases_of_ppo_train_the_policy(task: Path, tmp_path: Path, capfd: p
     assert any(not torch.equal(found[name], tensor) for name, tensor in start.items())
 
 
-def polite(samples: list[RewardSample]) -> list[float]:
-    """A reward of the test's own."""
-    return [0.5 for _ in samples]
-
-
-def too_few(samples: list[RewardSample]) -> list[float]:
-    """A reward that returns too few values."""
-    return [1.0 for _ in samples][1:]
-
-
-def never(completion: str) -> float:
-    """A reward that never judges anything."""
-    raise ValueError("nothing is good enough")
-
-
 def test_rewards_of_ones_own_add_up(task: Path, tmp_path: Path) -> None:
     train(task, tmp_path, "trainer.max_steps=1", "trainer.export_hf=false", "rewards.weights.polite=2", rewards=[polite])
     (record,) = records(tmp_path)
     assert record["reward/polite"] == 0.5
     assert record["reward"] == pytest.approx(1.0 + record["reward/format"])
-
-
-def fails_later(completion: str, note: str) -> float:
-    """A reward whose judge cannot be reached from its 33rd answer on."""
-    with open(note, "a") as file:
-        file.write("x")
-    if Path(note).stat().st_size > 32:
-        raise ConnectionError("no judge")
-    return float(len(set(completion)))
 
 
 @pytest.mark.slow
@@ -237,13 +213,6 @@ def test_a_generator_that_disagrees_with_the_actor_ends_the_run(
     settings = ["trainer.max_steps=2", "rollout.dtype=bfloat16", "rl.max_log_prob_gap=1e-6", *more]
     with pytest.raises(ConfigError, match=r"more than rl\.max_log_prob_gap=1e-06: .* rollout\.dtype"):
         train(task, tmp_path, *settings, config_class=config_class)
-
-
-def of_even_sums(completion: str, answer: str) -> float:
-    """A reward that cannot judge the answers to some prompts."""
-    if int(answer) % 2:
-        raise ValueError("an odd sum")
-    return float(len(set(completion)))
 
 
 @pytest.mark.slow

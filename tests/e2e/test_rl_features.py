@@ -19,6 +19,7 @@ from drivetrain.trainers.rl import trainer
 from drivetrain.trainers.rl.collect import Collector, load_data
 from drivetrain.trainers.rl.ledger import MemoryLedger
 from drivetrain.trainers.rl.phases import Phases
+from helpers.reward_functions import slow
 from helpers.rl_runs import make_task, records, train, words
 
 SHORT = ("trainer.max_steps=2", "trainer.export_hf=false")
@@ -92,15 +93,6 @@ def test_the_policy_learns_at_its_rate_after_the_critic_has_warmed_up(task: Path
     assert first[:2] == [None, None]
     train(task, tmp_path / "short", *more[:1], "trainer.max_steps=2", *more[3:], "rl.mini_batch_size=null")
     assert first[2:] == [record["lr"] for record in records(tmp_path / "short")]
-
-
-def slow(completion: str, note: str) -> float:
-    """A reward that takes its time, and says when."""
-    began = time.monotonic()
-    time.sleep(0.4)
-    with open(note, "a") as file:
-        file.write(f"{began} {time.monotonic()}\n")
-    return float(len(completion))
 
 
 def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

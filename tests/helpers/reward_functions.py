@@ -1,11 +1,17 @@
-"""Reward functions that go wrong in every way, and some that do not."""
+"""Reward functions that go wrong in every way, and some that do not.
+
+The processes of rewards import this module, which is why it imports little: a test file would bring torch and transformers.
+"""
 
 import asyncio
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
+
+from drivetrain.rewards.sample import RewardSample
 
 
 def equal(completion: str, answer: str) -> float:
@@ -81,3 +87,43 @@ def fickle(completion_ids: list[int], judged: int) -> float:
     if total % 5 >= judged:
         raise ValueError(f"no reward for an answer whose tokens add up to {total}")
     return (total % 7) / 4 if judged > 1 else 0.5
+
+
+def polite(samples: list[RewardSample]) -> list[float]:
+    """A reward of the test's own."""
+    return [0.5 for _ in samples]
+
+
+def too_few(samples: list[RewardSample]) -> list[float]:
+    """A reward that returns too few values."""
+    return [1.0 for _ in samples][1:]
+
+
+def never(completion: str) -> float:
+    """A reward that never judges anything."""
+    raise ValueError("nothing is good enough")
+
+
+def fails_later(completion: str, note: str) -> float:
+    """A reward whose judge cannot be reached from its 33rd answer on."""
+    with open(note, "a") as file:
+        file.write("x")
+    if Path(note).stat().st_size > 32:
+        raise ConnectionError("no judge")
+    return float(len(set(completion)))
+
+
+def of_even_sums(completion: str, answer: str) -> float:
+    """A reward that cannot judge the answers to some prompts."""
+    if int(answer) % 2:
+        raise ValueError("an odd sum")
+    return float(len(set(completion)))
+
+
+def slow(completion: str, note: str) -> float:
+    """A reward that takes its time, and says when."""
+    began = time.monotonic()
+    time.sleep(0.4)
+    with open(note, "a") as file:
+        file.write(f"{began} {time.monotonic()}\n")
+    return float(len(completion))
