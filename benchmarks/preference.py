@@ -33,7 +33,7 @@ from drivetrain.engine.registry import engine_class
 from drivetrain.trainers.config.runs import DPOConfig, RMConfig
 from drivetrain.trainers.data.loader import GlobalBatch
 from drivetrain.trainers.data.sample import Sample
-from drivetrain.trainers.methods.base import Method
+from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 
@@ -97,7 +97,7 @@ def global_batch(step: int, shared: bool) -> GlobalBatch:
     return GlobalBatch(lengths=[len(t) for t in texts], read=lambda i: samples[i], width=2, compared=True)
 
 
-def method_of(task: str, folder: str, share: SharePrefixes) -> tuple[Method, Any]:
+def method_of(task: str, folder: str, share: SharePrefixes) -> tuple[TrainingMethod, Any]:
     """Return the trainer's method and its config."""
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=TOKENS), share_prefixes=share)
     optim = OptimConfig(lr=LR, betas=(0.9, 0.999))
@@ -121,7 +121,7 @@ def write_models(folder: str, bare: BareLoop, task: str) -> None:
     model.save_pretrained(f"{folder}/rm")
 
 
-def built(task: str, folder: str, share: SharePrefixes) -> tuple[Method, BaseEngine]:
+def built(task: str, folder: str, share: SharePrefixes) -> tuple[TrainingMethod, BaseEngine]:
     """Return the trainer's method and its engine."""
     method, config = method_of(task, folder, share)
     engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim)

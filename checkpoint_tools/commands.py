@@ -14,7 +14,7 @@ from typing import Any
 from ..engine.checkpoint.hf_folder import SHARD_BYTES
 from ..engine.errors import DrivetrainError
 from .plan import DTYPES
-from .streaming import Progress
+from .streaming import ProgressCallback
 
 SHOWN = 10
 
@@ -213,7 +213,7 @@ def _verify(a: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bar(label: str, total: int | None) -> Iterator[Progress | None]:
+def _bar(label: str, total: int | None) -> Iterator[ProgressCallback | None]:
     """Show a progress bar if standard error is a terminal; yield the function that advances it, or None."""
     if not sys.stderr.isatty():
         yield None

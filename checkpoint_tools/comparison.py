@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from ..engine.checkpoint.hf_folder import natural
-from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.manifest import CheckpointManifest
 from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.checkpoint.safetensors_io import BLOCK_BYTES, ITEMSIZE, CheckedFile
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 from ..engine.errors import CheckpointError
-from .sources import CheckpointSource, Source, is_hf_folder, open_source
-from .streaming import Progress, ThreadBuffer, blocks_of
+from .sources import CheckpointSource, TensorSource, is_hf_folder, open_source
+from .streaming import ProgressCallback, ThreadBuffer, blocks_of
 
 
 @dataclass(kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """The differences between two sets of tensors.
 
     Args:
@@ -48,8 +48,8 @@ class Comparison:
 
 
 def compare(
-    first: Path | str, second: Path | str, *, workers: int | None = None, progress: Progress | None = None
-) -> Comparison:
+    first: Path | str, second: Path | str, *, workers: int | None = None, progress: ProgressCallback | None = None
+) -> CheckpointComparison:
     """Compare two checkpoints from any engine and layout, two Hugging Face folders, or one of each.
 
     The comparison of two checkpoints includes their moments; otherwise only values are compared.
@@ -63,7 +63,7 @@ def compare(
     Raises:
         CheckpointError: One of the two cannot be read.
     """
-    result = Comparison()
+    result = CheckpointComparison()
     sources = list(_sources(first, second))
     for suffix, a, b in sources:
         result.only_first += [n + suffix for n in sorted(set(a.entries) - set(b.entries), key=natural)]
@@ -72,7 +72,7 @@ def compare(
     return result
 
 
-def _sources(first: Path | str, second: Path | str) -> Iterator[tuple[str, Source, Source]]:
+def _sources(first: Path | str, second: Path | str) -> Iterator[tuple[str, TensorSource, TensorSource]]:
     if is_hf_folder(first) or is_hf_folder(second):
         yield "", open_source(first), open_source(second)
         return
@@ -81,11 +81,18 @@ def _sources(first: Path | str, second: Path | str) -> Iterator[tuple[str, Sourc
         yield "" if kind == "value" else f" ({kind})", CheckpointSource(a, kind), CheckpointSource(b, kind)
 
 
-def _kinds(manifest: Manifest) -> list[str]:
+def _kinds(manifest: CheckpointManifest) -> list[str]:
     return list(dict.fromkeys(kind for entry in manifest.data["tensors"].values() for kind in entry["kinds"]))
 
 
-def _compare(a: Source, b: Source, suffix: str, result: Comparison, workers: int, progress: Progress | None) -> None:
+def _compare(
+    a: TensorSource,
+    b: TensorSource,
+    suffix: str,
+    result: CheckpointComparison,
+    workers: int,
+    progress: ProgressCallback | None,
+) -> None:
     first, second = ThreadBuffer(), ThreadBuffer()
 
     def compare_block(name: str, part: TensorSlice) -> tuple[int, float]:
@@ -156,7 +163,7 @@ class VerificationResult:
     bytes: int
 
 
-def verify(where: Path | str, *, workers: int | None = None, progress: Progress | None = None) -> VerificationResult:
+def verify(where: Path | str, *, workers: int | None = None, progress: ProgressCallback | None = None) -> VerificationResult:
     """Check every byte of a checkpoint against its checksum, and that the stored slices cover each tensor exactly once.
 
     A Hugging Face folder has no checksums, so its files are only checked for completeness.

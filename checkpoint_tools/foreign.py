@@ -19,7 +19,7 @@ from ..engine.errors import CheckpointError
 from ..engine.hf.config import read_config
 from ..engine.hf.model import HFModel, empty_lm
 from ..engine.hf.names import hf_name
-from .sources import Source
+from .sources import TensorSource
 
 
 class ForeignTensors(Protocol):
@@ -41,7 +41,7 @@ class ForeignTensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """The location of a part of a Hugging Face tensor in a foreign checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ class Placement:
     segment: StoredSlice
 
 
-class MappedSource(Source):
+class MappedSource(TensorSource):
     """Hugging Face tensors that are assembled from foreign ones.
 
     Args:
@@ -67,9 +67,9 @@ class MappedSource(Source):
         CheckpointError: The parts of a tensor leave it incomplete, or overlap.
     """
 
-    def __init__(self, tensors: ForeignTensors, places: Iterable[Placement], files: Mapping[str, bytes]) -> None:
+    def __init__(self, tensors: ForeignTensors, places: Iterable[TensorPlacement], files: Mapping[str, bytes]) -> None:
         self._tensors, self._files = tensors, dict(files)
-        self._places: dict[str, list[tuple[TensorSlice, Placement]]] = {}
+        self._places: dict[str, list[tuple[TensorSlice, TensorPlacement]]] = {}
         entries: dict[str, Entry] = {}
         for place in places:
             segment = place.segment
@@ -83,7 +83,7 @@ class MappedSource(Source):
         super().__init__(tensors.label, entries)
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
-        """See `Source`."""
+        """See `TensorSource`."""
         for part_slice, place in self._places[name]:
             shared = intersect(part, part_slice)
             if shared is None:
@@ -99,7 +99,7 @@ class MappedSource(Source):
             self._tensors.read(place.name, inside, target[(None,) * len(leading)])
 
     def model_files(self) -> dict[str, bytes]:
-        """See `Source`."""
+        """See `TensorSource`."""
         return dict(self._files)
 
 

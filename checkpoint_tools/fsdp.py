@@ -17,7 +17,7 @@ from ..engine.checkpoint.local_shards import DTYPES
 from ..engine.checkpoint.tensor_slices import StoredSlice, TensorSlice, intersect, whole
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError
-from .foreign import ForeignTensors, MappedSource, Placement, copy_part, load_tensors, parameters_of
+from .foreign import ForeignTensors, MappedSource, TensorPlacement, copy_part, load_tensors, parameters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|optim)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -106,7 +106,7 @@ def _places(
     shapes: Mapping[str, tuple[int, ...]],
     prefix: str,
     suffix: str,
-) -> list[Placement]:
+) -> list[TensorPlacement]:
     places = []
     for name, stored_slices in known.items():
         foreign = f"{prefix}{name}{suffix}"
@@ -115,7 +115,7 @@ def _places(
                 f"{tensors.label} has {foreign} with shape {list(tensors.entries[foreign][1])}, the model with "
                 f"{list(shapes[name])}; it is a checkpoint of a different model than --model"
             )
-        places += [Placement(foreign, (), segment) for segment in stored_slices]
+        places += [TensorPlacement(foreign, (), segment) for segment in stored_slices]
     return places
 
 

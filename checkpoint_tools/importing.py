@@ -18,12 +18,12 @@ from ..engine.errors import CheckpointError, ModelError, disk_error
 from ..engine.hf.model_path import check_model_path, resolve_folder
 from .foreign import MappedSource
 from .plan import DTYPES, CastBlocks, CopiedBlocks, WritePlan, apply, check_dtype, plan_write, with_dtype
-from .streaming import BlockBuffer, Blocks, Progress, blocks_of
+from .streaming import BlockBuffer, Blocks, ProgressCallback, blocks_of
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["auto", "dcp", "verl", "torch_dist"]
-Target = Literal["hf", "checkpoint"]
+CheckpointKind = Literal["auto", "dcp", "verl", "torch_dist"]
+ImportTarget = Literal["hf", "checkpoint"]
 _NAMES = {code: name for name, code in DTYPES.items()}
 
 
@@ -32,14 +32,14 @@ def import_checkpoint(
     output: Path | str,
     *,
     model: str | None = None,
-    kind: Kind = "auto",
-    to: Target = "hf",
+    kind: CheckpointKind = "auto",
+    to: ImportTarget = "hf",
     dtype: str | None = None,
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     trust_pickle: bool = False,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """Convert a foreign checkpoint into a Hugging Face folder or a Drivetrain checkpoint.
 
@@ -124,7 +124,7 @@ class ForeignCheckpoint:
 
 
 def read_foreign(
-    source: Path | str, *, model: str | None = None, kind: Kind = "auto", trust_pickle: bool = False
+    source: Path | str, *, model: str | None = None, kind: CheckpointKind = "auto", trust_pickle: bool = False
 ) -> ForeignCheckpoint:
     """Map a foreign checkpoint to Hugging Face tensors.
 
@@ -180,7 +180,7 @@ def read_foreign(
     )
 
 
-def _kind(folder: Path) -> Kind:
+def _kind(folder: Path) -> CheckpointKind:
     if any(folder.glob("model_world_size_*_rank_*.pt")):
         return "verl"
     if (folder / ".metadata").is_file():
@@ -213,7 +213,7 @@ def _files(path: str) -> dict[str, bytes]:
 
 
 def _write_checkpoint(
-    root: Path, foreign: ForeignCheckpoint, dtype: str | None, step: int | None, progress: Progress | None
+    root: Path, foreign: ForeignCheckpoint, dtype: str | None, step: int | None, progress: ProgressCallback | None
 ) -> Path:
     """Write a checkpoint with a single file of a single rank, from which resuming ranks read the parts that they need."""
     kinds, steps = dict(foreign.kinds), dict(foreign.steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.checkpoint.hf_folder import Entry
-from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.manifest import CheckpointManifest
 from ..engine.checkpoint.retention import find_checkpoint, find_root, newest_first
 from ..engine.checkpoint.safetensors_io import tensor_bytes
 from ..engine.errors import CheckpointError
@@ -100,14 +100,14 @@ def inspect(where: Path | str) -> Inspection:
     if root is None:
         return _checkpoint(find_checkpoint(where), None)
     checkpoints = list(newest_first(root))
-    manifest = next((m for _, m in checkpoints if isinstance(m, Manifest)), None)
+    manifest = next((m for _, m in checkpoints if isinstance(m, CheckpointManifest)), None)
     if manifest is None:
         raise CheckpointError(f"{root} has no complete checkpoint: {'; '.join(str(reason) for _, reason in checkpoints)}")
-    also = {name: "complete" if isinstance(m, Manifest) else str(m) for name, m in checkpoints if m is not manifest}
+    also = {name: "complete" if isinstance(m, CheckpointManifest) else str(m) for name, m in checkpoints if m is not manifest}
     return _checkpoint(manifest, also)
 
 
-def _checkpoint(manifest: Manifest, others: Mapping[str, str] | None) -> Inspection:
+def _checkpoint(manifest: CheckpointManifest, others: Mapping[str, str] | None) -> Inspection:
     data = manifest.data
     config = model_config(dict(manifest.model_files()))
     kinds: dict[str, dict[str, Entry]] = {}

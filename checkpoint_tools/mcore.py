@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 
 from ..engine.bridge.decoder import Decoder
 from ..engine.bridge.family import Family, find_family
-from ..engine.bridge.rules import ExpertBiases, Part, StackedExperts
+from ..engine.bridge.rules import ExpertBiases, StackedExperts, TensorPart
 from ..engine.config import ModelConfig
 from ..engine.errors import CheckpointError, ModelError
 from ..engine.hf.config import read_config
-from .foreign import ForeignTensors, MappedSource, Placement, parameters_of
+from .foreign import ForeignTensors, MappedSource, TensorPlacement, parameters_of
 
 KINDS = {"param": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIASES = {
@@ -80,7 +80,7 @@ def _check_complete(values: MappedSource, expected: Mapping[str, tuple[int, ...]
             )
 
 
-def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[Placement]:
+def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Mapping[str, str]) -> Iterator[TensorPlacement]:
     for name, foreign in names.items():
         if name.endswith(_IGNORED) or (name == "output_layer.weight" and decoder.tied):
             continue
@@ -96,15 +96,15 @@ def _places(tensors: ForeignTensors, family: Family, decoder: Decoder, names: Ma
                     f"{tensors.label}: {full} belongs to experts that its family stores in one tensor, which this tool cannot convert; "
                     "export the model with megatron's own tools"
                 )
-            yield from (Placement(foreign, lead, s) for s in rule.stored_slices(on_disk, own_shape, part, decoder))
+            yield from (TensorPlacement(foreign, lead, s) for s in rule.stored_slices(on_disk, own_shape, part, decoder))
 
 
 def _unstacked(
     name: str, shape: tuple[int, ...], decoder: Decoder
-) -> Iterator[tuple[tuple[int, ...], str, Part, tuple[int, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], str, TensorPart, tuple[int, ...]]]:
     """Yield the parameters inside a stored tensor: indices on its leading axes, name in an unsharded model, part, shape."""
     if not name.startswith(_LAYERS):
-        yield (), name, Part(), shape
+        yield (), name, TensorPart(), shape
         return
     inner = name.removeprefix(_LAYERS)
     number, _, rest = inner.partition(".")
@@ -113,8 +113,8 @@ def _unstacked(
     rest = ALIASES.get(rest, rest)
     for lead, layer, own_shape in layers:
         if not rest.startswith(_EXPERT):
-            yield lead, f"{_LAYERS}{layer}.{rest}", Part(), own_shape
+            yield lead, f"{_LAYERS}{layer}.{rest}", TensorPart(), own_shape
             continue
         full = f"{_LAYERS}{layer}.mlp.experts.{rest.removeprefix(_EXPERT)}"
         for expert in range(own_shape[0]):
-            yield (*lead, expert), full, Part(first_expert=expert), own_shape[1:]
+            yield (*lead, expert), full, TensorPart(first_expert=expert), own_shape[1:]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..engine.checkpoint.hf_folder import SHARD_BYTES, check_target
-from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.manifest import CheckpointManifest
 from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.errors import CheckpointError
 from ..engine.hf.model_path import fingerprint, resolve_folder
@@ -17,24 +17,24 @@ from ..engine.hf.names import PEFT_PREFIX
 from .adapters import AdapterBlocks, MergedAdapters
 from .plan import CopiedBlocks, WritePlan, apply, check_dtype, plan_write
 from .sources import CheckpointSource, FolderSource
-from .streaming import Blocks, Progress
+from .streaming import Blocks, ProgressCallback
 
 log = logging.getLogger(__name__)
 
-Adapters = Literal["merged", "only"]
+AdapterHandling = Literal["merged", "only"]
 
 
 def merge(
     checkpoint: Path | str,
     output: Path | str,
     *,
-    adapters: Adapters = "merged",
+    adapters: AdapterHandling = "merged",
     base: Path | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> WritePlan:
     """Write a checkpoint as a folder that transformers can load (or PEFT, for adapters alone).
 
@@ -67,7 +67,7 @@ def plan_merge(
     checkpoint: Path | str,
     output: Path | str,
     *,
-    adapters: Adapters = "merged",
+    adapters: AdapterHandling = "merged",
     base: Path | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -119,7 +119,7 @@ def plan_merge(
     )
 
 
-def _base_folder(manifest: Manifest, base: Path | str | None) -> Path:
+def _base_folder(manifest: CheckpointManifest, base: Path | str | None) -> Path:
     """Find the base model of a run's adapters.
 
     Raises:

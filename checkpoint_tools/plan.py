@@ -25,8 +25,8 @@ from ..engine.checkpoint.hf_folder import (
 from ..engine.checkpoint.safetensors_io import tensor_bytes
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.errors import CheckpointError, disk_error
-from .sources import Source, size_of
-from .streaming import BlockBuffer, Blocks, Progress, copy_tensors
+from .sources import TensorSource, size_of
+from .streaming import BlockBuffer, Blocks, ProgressCallback, copy_tensors
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 FLOATS = frozenset(DTYPES.values())
@@ -110,7 +110,7 @@ def check_dtype(dtype: str | None) -> None:
         raise CheckpointError(f"dtype={dtype}; it must be one of {', '.join(DTYPES)}")
 
 
-def apply(plan: WritePlan, workers: int | None = None, progress: Progress | None = None) -> None:
+def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallback | None = None) -> None:
     """Carry out a plan.
 
     Raises:
@@ -130,7 +130,7 @@ def apply(plan: WritePlan, workers: int | None = None, progress: Progress | None
 class CopiedBlocks:
     """Blocks in the dtype in which they are stored."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self._source = source
 
     def block(self, name: str, part: TensorSlice, room: BlockBuffer) -> Any:

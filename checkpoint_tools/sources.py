@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.checkpoint.hf_folder import CONFIGS, MODEL_STEM, Entry
-from ..engine.checkpoint.manifest import Manifest
+from ..engine.checkpoint.manifest import CheckpointManifest
 from ..engine.checkpoint.retention import find_checkpoint
 from ..engine.checkpoint.safetensors_io import TensorFiles
 from ..engine.checkpoint.storage import LocalStore
@@ -19,7 +19,7 @@ from ..engine.checkpoint.tensor_slices import TensorSlice, intersect
 from ..engine.errors import CheckpointError
 
 
-class Source(ABC):
+class TensorSource(ABC):
     """A collection of named tensors.
 
     Args:
@@ -43,7 +43,7 @@ class Source(ABC):
         """Return the config, tokenizer and similar files, by name."""
 
 
-class CheckpointSource(Source):
+class CheckpointSource(TensorSource):
     """The tensors of one kind in a checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ class CheckpointSource(Source):
         CheckpointError: Stored slices leave gaps, overlap, or do not match the contents of their files.
     """
 
-    def __init__(self, manifest: Manifest, kind: str = "value", *, verify: bool = True) -> None:
+    def __init__(self, manifest: CheckpointManifest, kind: str = "value", *, verify: bool = True) -> None:
         self.manifest = manifest
         self._files = manifest.tensor_files(verify=verify)
         names = [name for name in manifest.names if kind in manifest.data["tensors"][name]["kinds"]]
@@ -63,7 +63,7 @@ class CheckpointSource(Source):
         super().__init__(str(manifest.store), {name: (t.dtype, t.shape) for name, t in self._tensors.items()})
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
-        """See `Source`."""
+        """See `TensorSource`."""
         for stored_slice in self._tensors[name].boxes:
             shared = intersect(part, stored_slice.box)
             if shared is not None:
@@ -73,11 +73,11 @@ class CheckpointSource(Source):
                 )
 
     def model_files(self) -> dict[str, bytes]:
-        """See `Source`."""
+        """See `TensorSource`."""
         return dict(self.manifest.model_files())
 
 
-class FolderSource(Source):
+class FolderSource(TensorSource):
     """The tensors of a Hugging Face folder: a single safetensors file, or several with an index.
 
     Args:
@@ -116,11 +116,11 @@ class FolderSource(Source):
         raise CheckpointError(f"{self.folder} has neither model.safetensors nor model.safetensors.index.json")
 
     def read(self, name: str, part: TensorSlice, out: Any) -> None:
-        """See `Source`."""
+        """See `TensorSource`."""
         self._files.read(self._where[name], name, part, out)
 
     def model_files(self) -> dict[str, bytes]:
-        """See `Source`. Weights are left out."""
+        """See `TensorSource`. Weights are left out."""
         weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".safetensors.index.json")
         files = sorted(p for p in self.folder.iterdir() if p.is_file() and not p.name.endswith(weights))
         return {p.name: p.read_bytes() for p in files if not p.name.startswith(".")}
@@ -134,7 +134,7 @@ def is_hf_folder(where: Path | str) -> bool:
     )
 
 
-def open_source(where: Path | str, *, verify: bool = True) -> Source:
+def open_source(where: Path | str, *, verify: bool = True) -> TensorSource:
     """Open the tensors of a checkpoint, of the last checkpoint of a run, or of a Hugging Face folder.
 
     Raises:

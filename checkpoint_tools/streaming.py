@@ -15,7 +15,7 @@ from ..engine.checkpoint.safetensors_io import BLOCK_BYTES, ITEMSIZE, RAW, tenso
 from ..engine.checkpoint.tensor_slices import TensorSlice
 from ..engine.checkpoint.thread_pool import in_parallel
 
-Progress = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 """A function that any thread calls with the number of bytes written since the last call."""
 
 
@@ -64,7 +64,7 @@ def blocks_of(entry: Entry, limit: int = BLOCK_BYTES) -> Iterator[tuple[TensorSl
 
 
 def copy_tensors(
-    plan: FolderPlan, writer: FolderWriter, source: Blocks, workers: int, progress: Progress | None = None
+    plan: FolderPlan, writer: FolderWriter, source: Blocks, workers: int, progress: ProgressCallback | None = None
 ) -> None:
     """Write every tensor of a plan.
 

@@ -16,7 +16,7 @@ from .checkpoint.local_shards import LocalShard
 from .config import EngineConfig, OptimConfig, ParallelConfig
 from .errors import ConfigError
 from .flops import ModelShape
-from .offload import Part
+from .offload import StatePart
 from .ops.linear_head import head_bytes
 from .parallel.topology import Topology
 from .resolve import ITEMSIZE, MemoryNeeds, activation_bytes, choose, describe
@@ -181,7 +181,7 @@ class Backend(ABC):
         """Switch dropout and other training-only behavior on or off."""
 
     @abstractmethod
-    def _tensors(self, part: Part) -> Iterator[Tensor]:
+    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
         """Yield views of all memory that belongs to a part, so that its storage can be offloaded and reloaded."""
 
     @abstractmethod

@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .backend import Adapters, check_adapters
-from .checkpointable import CheckpointableEngine, Mode
+from .checkpointable import CheckpointableEngine, EngineMode
 from .config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig, SharePrefixes
 from .errors import BatchError, ConfigError, NonFiniteError
 from .hf.config import read_config
 from .hf.shape import router_aux_coef
 from .loss import Loss, OutputRequest, StepResult
 from .lr_schedule import learning_rate
-from .offload import PARTS, Offloader, Part, free_bytes, free_memory
+from .offload import PARTS, Offloader, StatePart, free_bytes, free_memory
 from .packing.batch import PackedBatch
 from .parallel.process_groups import init_distributed
 from .parallel.topology import Topology, resolve_parallel
@@ -71,7 +71,7 @@ class BaseEngine(CheckpointableEngine):
         """The number of optimizer steps so far, not counting skipped ones."""
         self._ranks = ranks
         self._topology: Topology | None = None
-        self._mode: Mode | None = None
+        self._mode: EngineMode | None = None
         self._incomplete = ""
         self._offloader = Offloader(self._tensors)
         self._finite = True
@@ -210,14 +210,14 @@ class BaseEngine(CheckpointableEngine):
             yield self
 
     @contextmanager
-    def _entered(self, mode: Mode) -> Iterator[None]:
+    def _entered(self, mode: EngineMode) -> Iterator[None]:
         if self._mode == mode:
             yield
             return
         self._require_complete()
         if self._mode is not None:
             raise ConfigError(f"{mode}_mode() inside {self._mode}_mode(); leave the outer mode before entering the other")
-        parts: tuple[Part, ...] = PARTS if mode == "train" else ("params",)
+        parts: tuple[StatePart, ...] = PARTS if mode == "train" else ("params",)
         with self._offloader.on_device(parts):
             self._mode = mode
             self._set_training(mode == "train")

@@ -22,7 +22,7 @@ from .errors import ConfigError, ModelError
 from .hf.model_path import fingerprint
 from .offload import PARTS, Offloader
 
-Mode = Literal["train", "eval", "save"]
+EngineMode = Literal["train", "eval", "save"]
 
 
 class CheckpointableEngine(Backend):
@@ -32,7 +32,7 @@ class CheckpointableEngine(Backend):
     config: EngineConfig
     optim_config: OptimConfig | None
     step: int
-    _mode: Mode | None
+    _mode: EngineMode | None
     _offloader: Offloader
     _incomplete: str
     """Why the weights are not a complete set; empty if they are."""

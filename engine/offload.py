@@ -25,9 +25,9 @@ from .errors import ConfigError
 from .pinned import empty_together
 from .torch_private import storage_key
 
-Part = Literal["params", "grads", "optimizer"]
+StatePart = Literal["params", "grads", "optimizer"]
 Location = Literal["device", "host", "disk"]
-PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
+PARTS: tuple[StatePart, ...] = ("params", "grads", "optimizer")
 LOCATIONS: tuple[Location, ...] = ("device", "host", "disk")
 
 
@@ -106,22 +106,22 @@ class Offloader:
         tensors: A function that returns tensors over all memory of a part. It is called whenever the part is offloaded.
     """
 
-    def __init__(self, tensors: Callable[[Part], Iterable[Tensor]]) -> None:
+    def __init__(self, tensors: Callable[[StatePart], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        self._location: dict[Part, Location] = dict.fromkeys(PARTS, "device")
-        self._offloaded: dict[Part, list[_Offloaded]] = {part: [] for part in PARTS}
+        self._location: dict[StatePart, Location] = dict.fromkeys(PARTS, "device")
+        self._offloaded: dict[StatePart, list[_Offloaded]] = {part: [] for part in PARTS}
         self.gradients_are_zero = False
         """Whether the memory of the gradients holds only zeros, which are not copied."""
 
-    def location_of(self, part: Part) -> Location:
+    def location_of(self, part: StatePart) -> Location:
         """Return the location of a part."""
         return self._location[part]
 
-    def bytes_of(self, part: Part) -> int:
+    def bytes_of(self, part: StatePart) -> int:
         """Return the size of a part, wherever it is."""
         return sum(tensor.numel() * tensor.itemsize for tensor in map(_local, self._tensors(part)))
 
-    def to(self, location: str, parts: tuple[Part, ...]) -> None:
+    def to(self, location: str, parts: tuple[StatePart, ...]) -> None:
         """Move parts to a location. Parameters come first and leave last, because the other parts belong to them.
 
         Args:
@@ -146,7 +146,7 @@ class Offloader:
                 self._location[part] = target
 
     @contextmanager
-    def on_device(self, parts: tuple[Part, ...]) -> Iterator[bool]:
+    def on_device(self, parts: tuple[StatePart, ...]) -> Iterator[bool]:
         """Move parts to the device and, at the end, back to their locations. Yields whether any part was not on the device."""
         before = dict(self._location)
         self.to("device", parts)
@@ -168,7 +168,7 @@ class Offloader:
         for offloaded in self._offloaded["grads"]:
             offloaded.drop()
 
-    def _offload(self, part: Part, location: Location) -> None:
+    def _offload(self, part: StatePart, location: Location) -> None:
         # Megatron's optimizer updates float32 parameters in place, so it shares their memory, which belongs to the parameters
         # and is moved only once.
         others = {
@@ -209,7 +209,7 @@ class Offloader:
             raise
         return file
 
-    def _reload(self, part: Part) -> None:
+    def _reload(self, part: StatePart) -> None:
         while self._offloaded[part]:
             offloaded = self._offloaded[part][-1]
             offloaded.storage.resize_(offloaded.size)

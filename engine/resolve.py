@@ -13,8 +13,8 @@ USABLE = 0.85
 """The share of a device's memory that estimates may fill: allocators, communication and kernels need some too."""
 GIB = 2**30
 
-Mode = Literal["none", "selective", "full"]
-MODES: tuple[Mode, ...] = ("none", "selective", "full")
+RecomputeMode = Literal["none", "selective", "full"]
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 """The modes of recomputation, from the fastest to the one that needs the least memory."""
 
 
@@ -67,10 +67,10 @@ class MemoryNeeds:
 
     state: float
     unsharded_gradients: float
-    activations: dict[Mode, float]
+    activations: dict[RecomputeMode, float]
     head: float
 
-    def total(self, mode: Mode, *, reduce_each: bool) -> float:
+    def total(self, mode: RecomputeMode, *, reduce_each: bool) -> float:
         """Return the sum for a choice of settings."""
         return self.state + self.activations[mode] + self.head + (0.0 if reduce_each else self.unsharded_gradients)
 
@@ -86,7 +86,7 @@ class MemoryChoice:
         memory: The memory of the device in bytes.
     """
 
-    recompute: Mode
+    recompute: RecomputeMode
     reduce_each: bool
     needed: float
     memory: float
@@ -97,7 +97,7 @@ class MemoryChoice:
         return self.needed <= USABLE * self.memory
 
 
-def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig, tokens: int) -> dict[Mode, float]:
+def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig, tokens: int) -> dict[RecomputeMode, float]:
     """Return what the layers keep of a micro-batch for the backward pass, by mode of recomputation, in bytes per rank.
 
     A layer's matrices have the hidden size H on one side; their other sides add up to `weights / H` numbers per token. Without

@@ -10,7 +10,7 @@ PYTHON=${PYTHON:-python}
 WORLD_SIZE=2
 
 start() { # rank
-    coproc WORKER { exec "$PYTHON" -m drivetrain.workers.model_worker --rank "$1" --world-size "$WORLD_SIZE"; }
+    coproc WORKER { exec "$PYTHON" -m drivetrain.workers.process --rank "$1" --world-size "$WORLD_SIZE"; }
     # Bash knows the descriptors of one coprocess at a time.
     eval "exec {TO_$1}>&\"\${WORKER[1]}\" {FROM_$1}<&\"\${WORKER[0]}\""
     eval "PID_$1=$WORKER_PID"

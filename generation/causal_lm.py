@@ -18,8 +18,8 @@ from ..engine.hf.shape import context_of
 from ..engine.hf.weights import check_head, quiet_loading
 from ..engine.offload import free_memory
 from .options import RolloutConfig
-from .placement import Place
-from .token_stream import Limits
+from .placement import GeneratorPlace
+from .token_stream import CompletionLimits
 from .weight_values import largest
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class CausalLM:
         # Nothing is taken from the folder's settings but the tokens that end a response.
         settings, self.model.generation_config = self.model.generation_config, GenerationConfig()
         self.pad: int = config.pad if config.pad is not None else settings.pad_token_id or 0
-        self.limits = Limits(
+        self.limits = CompletionLimits(
             vocabulary=self.model.get_input_embeddings().num_embeddings,
             context=context_of(self.model.config.get_text_config()),
             tokens=config.max_batch_total_tokens,
@@ -129,7 +129,7 @@ class CausalLM:
                 f"{_named(bad_names)} values that are not finite (NaN or infinity); the weights that were sent are damaged"
             )
 
-    def move(self, place: Place) -> None:
+    def move(self, place: GeneratorPlace) -> None:
         """Move the model to the `device` or the `host`, or free its parameters; from there they come back without values."""
         if place == "absent" and self._absent:
             return

@@ -23,9 +23,9 @@ from .generator import BaseGenerator
 from .memory import PAGE_TOKENS_CUDA
 from .options import RolloutConfig, SamplingOptions
 from .paged_attention import IMPLEMENTATION, SUPPORTED, prepare_step
-from .placement import Placement
+from .placement import GeneratorPlacement
 from .sampling import Draw, sample_tokens
-from .token_stream import Limits, TokenStream
+from .token_stream import CompletionLimits, TokenStream
 from .weight_values import common_dtype
 
 # It reports the size of every cache that it makes.
@@ -91,7 +91,7 @@ class ContinuousGenerator(BaseGenerator):
             f"generator=continuous cannot run {self.config.model.path}: {type(error).__name__}: {error}; use generator=static"
         )
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
         return self._lm.limits
 
@@ -248,7 +248,7 @@ class ContinuousGenerator(BaseGenerator):
         """Copy new weights into the model."""
         self._lm.copy_weights(weights)
 
-    def move(self, target: Placement) -> None:
+    def move(self, target: GeneratorPlacement) -> None:
         """Move the model."""
         self._lm.move(target.parameters)
 

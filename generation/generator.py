@@ -18,11 +18,11 @@ from torch import Tensor
 from ..engine import progress
 from ..engine.errors import ConfigError, ModelError, is_out_of_memory
 from .options import RolloutConfig, SamplingOptions, check_prompts
-from .placement import Placement
+from .placement import GeneratorPlacement
 from .readiness import Readiness
 from .result import FinishReason, Generation
 from .sampling import seed_of
-from .token_stream import Limits, RequestId, TokenStream, check_prompt
+from .token_stream import CompletionLimits, RequestId, TokenStream, check_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class BaseGenerator(ABC):
     # ---- what a generator implements ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class BaseGenerator(ABC):
         """Replace the weights; see `load_weights`. No request is running."""
 
     @abstractmethod
-    def move(self, target: Placement) -> None:
+    def move(self, target: GeneratorPlacement) -> None:
         """Move the parameters and the cache from `placement` to another one. No request is running, and the cache is empty."""
 
     @abstractmethod
@@ -383,7 +383,7 @@ class BaseGenerator(ABC):
         return self._readiness.lacks_weights
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> GeneratorPlacement:
         """Where the parameters and the cache are."""
         return self._readiness.placement
 

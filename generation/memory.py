@@ -64,7 +64,7 @@ def gpu_memory(devices: Sequence[int] = ()) -> GpuMemory | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryNeeds:
+class GeneratorMemoryNeeds:
     """What a generator needs on each of its devices, in bytes. 0 stands for what the config or the files do not say.
 
     Args:
@@ -81,7 +81,7 @@ class MemoryNeeds:
     most_tokens: int = 0
 
 
-def memory_needs(config: RolloutConfig) -> MemoryNeeds:
+def memory_needs(config: RolloutConfig) -> GeneratorMemoryNeeds:
     """Estimate what a generator needs on each of its devices.
 
     Args:
@@ -115,7 +115,7 @@ def memory_needs(config: RolloutConfig) -> MemoryNeeds:
         # Without flash attention: the keys and values of a layer are gathered and padded by up to a third, and there is an index of them.
         per_token += per_token // model.num_hidden_layers * 4 // 3 + 16
     inner = max(getattr(model, "intermediate_size", None) or 0, 4 * model.hidden_size)
-    return MemoryNeeds(
+    return GeneratorMemoryNeeds(
         parameters=stored * size // stored_size // tp,
         per_token=per_token,
         workspace=_FIXED_WORKSPACE
@@ -125,7 +125,7 @@ def memory_needs(config: RolloutConfig) -> MemoryNeeds:
     )
 
 
-def tokens_that_fit(gpu: GpuMemory, needs: MemoryNeeds, title: str) -> int:
+def tokens_that_fit(gpu: GpuMemory, needs: GeneratorMemoryNeeds, title: str) -> int:
     """Return the size of a cache, in tokens, for a generator that is not given one.
 
     Args:
@@ -177,7 +177,7 @@ def _joined() -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
-def utilization(gpu: GpuMemory, needs: MemoryNeeds, tokens: int, title: str) -> float:
+def utilization(gpu: GpuMemory, needs: GeneratorMemoryNeeds, tokens: int, title: str) -> float:
     """Return the share of a GPU's memory that an engine may claim which refuses to start unless that share is free.
 
     Args:

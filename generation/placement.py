@@ -5,12 +5,12 @@ from typing import Literal, Self, cast
 
 from ..engine.errors import ConfigError
 
-Place = Literal["device", "host", "absent"]
-Part = Literal["parameters", "cache"]
+GeneratorPlace = Literal["device", "host", "absent"]
+GeneratorPart = Literal["parameters", "cache"]
 
 
 @dataclass(frozen=True)
-class Placement:
+class GeneratorPlacement:
     """Where the parts of a generator are.
 
     Args:
@@ -18,8 +18,8 @@ class Placement:
         cache: On the `device` or `absent`. It is of no use without the parameters.
     """
 
-    parameters: Place = "device"
-    cache: Place = "device"
+    parameters: GeneratorPlace = "device"
+    cache: GeneratorPlace = "device"
 
     def moved(self, place: str, part: str | None) -> Self:
         """Return the placement after a move.
@@ -35,7 +35,7 @@ class Placement:
             raise ConfigError(f"to({place!r}, {part!r}): the parts of a rollout model are 'parameters' and 'cache'")
         if place not in ("device", "host", "absent"):
             raise ConfigError(f"to({place!r}): a rollout model can be on 'device' or 'host', or 'absent'")
-        found = cast("Place", place)
+        found = cast("GeneratorPlace", place)
         if part == "cache":
             if found == "host":
                 raise ConfigError("to('host', 'cache'): a cache is not kept on the host; use 'absent'")
@@ -51,5 +51,5 @@ class Placement:
         return replace(self, parameters=found, cache="device" if part is None else self.cache)
 
 
-def _where(place: Place) -> str:
+def _where(place: GeneratorPlace) -> str:
     return "absent" if place == "absent" else f"on the {place}"

@@ -1,7 +1,7 @@
 """Whether a generator can compute with what it holds."""
 
 from ..engine.errors import ConfigError, ModelError
-from .placement import Placement
+from .placement import GeneratorPlacement
 
 
 class Readiness:
@@ -11,7 +11,7 @@ class Readiness:
     """
 
     def __init__(self) -> None:
-        self.placement = Placement()
+        self.placement = GeneratorPlacement()
         """Where the parameters and the cache are."""
         self.complete = True
         """Whether the last weights were loaded completely."""
@@ -37,18 +37,18 @@ class Readiness:
         """Note that the present weights must not be used, and why."""
         self.complete, self._reason = False, reason
 
-    def moving(self, target: Placement) -> None:
+    def moving(self, target: GeneratorPlacement) -> None:
         """Note that a move begins. Parameters that were absent have no values."""
         self.lacks_weights = self.lacks_weights or target.parameters == "absent"
 
-    def moved(self, target: Placement) -> None:
+    def moved(self, target: GeneratorPlacement) -> None:
         """Note that a move has ended."""
         self.placement = target
 
     @property
     def ready(self) -> bool:
         """Whether the generator can compute."""
-        return self.complete and not self.lacks_weights and self.placement == Placement()
+        return self.complete and not self.lacks_weights and self.placement == GeneratorPlacement()
 
     def check(self) -> None:
         """Check that the generator can compute.
@@ -61,8 +61,8 @@ class Readiness:
             raise ConfigError("the rollout's parameters are absent; call to('device') and load weights first")
         if not self.complete:
             raise ModelError(f"the rollout's weights {self._reason}; load a complete set (sync_weights)")
-        if self.lacks_weights and self.placement == Placement():
+        if self.lacks_weights and self.placement == GeneratorPlacement():
             raise ModelError("the rollout's parameters were absent and have no values yet; load a complete set of weights")
-        if self.placement != Placement():
+        if self.placement != GeneratorPlacement():
             what = "model is on the host" if self.placement.parameters == "host" else "cache is absent"
             raise ConfigError(f"the rollout's {what}; call to('device') first")

@@ -41,7 +41,7 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RequestProgress:
     """Tokens of a request that goes on, or is about to end.
 
     Args:
@@ -72,7 +72,7 @@ class Ended:
     error: Exception | None = None
 
 
-Event = Progress | Ended
+Event = RequestProgress | Ended
 
 
 class Scheduler(ABC, Generic[R]):

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from .causal_lm import CausalLM
 from .generator import BaseGenerator
 from .options import RolloutConfig
-from .placement import Placement
+from .placement import GeneratorPlacement
 from .sampling import sample_tokens
-from .token_stream import Limits, TokenStream
+from .token_stream import CompletionLimits, TokenStream
 from .weight_values import common_dtype
 
 DROP_SHARE = 0.25
@@ -39,7 +39,7 @@ class StaticGenerator(BaseGenerator):
         self._lm = CausalLM(config)
         self._batch: _Batch | None = None
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
         return self._lm.limits
 
@@ -98,7 +98,7 @@ class StaticGenerator(BaseGenerator):
         """Copy new weights into the model."""
         self._lm.copy_weights(weights)
 
-    def move(self, target: Placement) -> None:
+    def move(self, target: GeneratorPlacement) -> None:
         """Move the model."""
         self._lm.move(target.parameters)
 

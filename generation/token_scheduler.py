@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from ..engine.errors import ModelError
 from .generator import BaseGenerator
 from .options import SamplingOptions
-from .scheduler import Ended, Event, Progress, RequestId, Scheduler, SchedulerSettings
+from .scheduler import Ended, Event, RequestId, RequestProgress, Scheduler, SchedulerSettings
 from .token_stream import TokenStream
 
 
@@ -108,7 +108,9 @@ class TokenGenerationScheduler(Scheduler[GenerationRequest]):
             first = self._reported[request_id]
             if first < len(stream.tokens):
                 # Between two reports there is at most one step, so one version.
-                events.append(Progress(request_id, stream.tokens[first:], stream.log_probs[first:], stream.versions[-1]))
+                events.append(
+                    RequestProgress(request_id, stream.tokens[first:], stream.log_probs[first:], stream.versions[-1])
+                )
                 self._reported[request_id] = len(stream.tokens)
             if stream.ended:
                 del self._streams[request_id], self._reported[request_id]

@@ -8,16 +8,15 @@ from ..engine.errors import ConfigError
 from .options import RolloutConfig, SamplingOptions
 from .result import FinishReason, Generation
 from .sampling import Draw, UniformNumbers
+from .scheduler import RequestId
 from .tokens import Token
 
 if TYPE_CHECKING:
     from .generator import BaseGenerator
 
-RequestId = int | str
-
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CompletionLimits:
     """What a generator can take.
 
     Args:
@@ -117,7 +116,9 @@ class TokenStream:
         )
 
 
-def check_prompt(title: str, prompt: list[int], options: SamplingOptions, limits: Limits, config: RolloutConfig) -> None:
+def check_prompt(
+    title: str, prompt: list[int], options: SamplingOptions, limits: CompletionLimits, config: RolloutConfig
+) -> None:
     """Check that a prompt can be generated from.
 
     Raises:

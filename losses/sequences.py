@@ -40,7 +40,7 @@ def last_tokens(batch: PackedBatch) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pairs:
+class SequencePairs:
     """The pairs of sequences to compare.
 
     Args:
@@ -52,7 +52,7 @@ class Pairs:
     rejected: Tensor
 
 
-def pairs_of(batch: PackedBatch) -> Pairs:
+def pairs_of(batch: PackedBatch) -> SequencePairs:
     """Return the pairs of a batch, which are the groups of one chosen and one rejected sequence.
 
     Raises:
@@ -73,4 +73,4 @@ def pairs_of(batch: PackedBatch) -> Pairs:
         & (groups[chosen][1:] != groups[chosen][:-1]).all()
     ):
         raise BatchError("every group must be a pair: one sequence with chosen = 1 and one with chosen = 0")
-    return Pairs(chosen=chosen, rejected=rejected)
+    return SequencePairs(chosen=chosen, rejected=rejected)

@@ -13,14 +13,14 @@ from ..engine.errors import ConfigError
 from ..engine.parallel.fork_pool import LOAD_S, CallError, ForkPool, PoolClosedError, StartError, is_importing_program
 from ..engine.parallel.fork_server import ProcessEndedError
 from .registry import import_function
-from .sample import Outcome, RewardSample
+from .sample import RewardOutcome, RewardSample
 from .signatures import Signature, judge, signature_of
 
 MIB = 2**20
 _CLOSED = "the reward pool was closed"
 
-Done = Callable[[list[Outcome], bool], None]
-Target = str | Callable[..., Any]
+Done = Callable[[list[RewardOutcome], bool], None]
+RewardTarget = str | Callable[..., Any]
 """A reward function, or its location as `module:function`."""
 
 
@@ -41,7 +41,7 @@ class RewardPool:
     """
 
     def __init__(
-        self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[Target] = ()
+        self, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096, targets: Sequence[RewardTarget] = ()
     ) -> None:
         if is_importing_program():
             raise ConfigError(
@@ -64,7 +64,7 @@ class RewardPool:
         start = (memory_mb * MIB, pickle.dumps(tuple(targets)))
         self._pool = ForkPool(workers, __name__, _prepare, start, imports_program=True)
 
-    def describe(self, target: Target) -> Signature:
+    def describe(self, target: RewardTarget) -> Signature:
         """Import a function, in one of the processes, and return how it is called.
 
         Raises:
@@ -89,7 +89,7 @@ class RewardPool:
 
     def submit(
         self,
-        target: Target,
+        target: RewardTarget,
         samples: Sequence[RewardSample],
         settings: Mapping[str, Any],
         done: Done,
@@ -135,24 +135,24 @@ class RewardPool:
         self.close()
 
 
-def title_of(target: Target) -> str:
+def title_of(target: RewardTarget) -> str:
     """Return the name of a function for messages."""
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
 
 
-def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[Outcome], bool]:
+def _outcomes(ended: "Future[Any]", count: int, limit: float) -> tuple[list[RewardOutcome], bool]:
     """Return the outcome of each answer, and whether it belongs to this answer alone."""
     try:
         outcomes, separate = ended.result()
         return outcomes, separate
     except TimeoutError:
-        outcome = Outcome(
+        outcome = RewardOutcome(
             kind="timeout", message=f"it took more than {limit:g} s and was killed", seconds=limit / max(1, count)
         )
     except ProcessEndedError as e:
-        outcome = Outcome(kind="error", message=f"its process ended ({e})")
+        outcome = RewardOutcome(kind="error", message=f"its process ended ({e})")
     except BaseException as e:  # what the call raises, and what pickle does
-        outcome = Outcome(kind="error", message=_text(e))
+        outcome = RewardOutcome(kind="error", message=_text(e))
     return [outcome] * count, False
 
 
@@ -177,15 +177,15 @@ def _prepare(size: int, targets: bytes) -> None:
                     import_module("math_verify")
 
 
-def _resolve(target: Target) -> Callable[..., Any]:
+def _resolve(target: RewardTarget) -> Callable[..., Any]:
     return import_function(target) if isinstance(target, str) else target
 
 
-def _describe(target: Target) -> Signature:
+def _describe(target: RewardTarget) -> Signature:
     return signature_of(_resolve(target))
 
 
 def _judge(
-    target: Target, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float
-) -> tuple[list[Outcome], bool]:
+    target: RewardTarget, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float
+) -> tuple[list[RewardOutcome], bool]:
     return judge(_resolve(target), samples, settings, timeout_s)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .sandbox import Run, SandboxLimits, run_program
+from .sandbox import ProgramResult, SandboxLimits, run_program
 
 _FENCE = re.compile(r"\s*```[ \t]*([\w+-]*).*")
 
@@ -113,7 +113,7 @@ def _passes(program: str, case: str | tuple[str, str], limits: SandboxLimits) ->
     return _succeeded(run) and _lines(run.stdout) == _lines(stdout)
 
 
-def _succeeded(run: Run) -> bool:
+def _succeeded(run: ProgramResult) -> bool:
     if run.kind == "not_started":
         raise RuntimeError(f"the sandbox did not start the program: {run.stderr.strip()[-300:]}")
     return run.kind == "ended" and run.exit_code == 0

@@ -28,7 +28,7 @@ class RewardSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RewardOutcome:
     """What one reward function made of one answer.
 
     Args:

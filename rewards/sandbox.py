@@ -61,7 +61,7 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ProgramResult:
     """How a program ran.
 
     Args:
@@ -78,7 +78,7 @@ class Run:
     stderr: str
 
 
-def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = None) -> Run:
+def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = None) -> ProgramResult:
     """Run a Python program in the sandbox.
 
     Args:
@@ -123,7 +123,7 @@ def check_sandbox() -> str:
     return python
 
 
-def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
+def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> ProgramResult:
     memory = int(limits.memory_mb * MIB)
     # Encoded before there is anything to clean up; half of a character is no text.
     texts = program.encode(errors="replace"), stdin.encode(errors="replace")
@@ -168,7 +168,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
         except OSError as e:
             for number in (write, began, about):
                 os.close(number)
-            return Run(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
+            return ProgramResult(kind="not_started", exit_code=127, stdout="", stderr=f"bwrap cannot be started: {e}")
         finally:
             for number in (source, begin, tell, denied):
                 os.close(number)
@@ -181,7 +181,7 @@ def _run(python: str, program: str, stdin: str, limits: SandboxLimits) -> Run:
                 started = os.read(began, 1) == b"1"
                 os.close(began)
     code = process.returncode
-    return Run(
+    return ProgramResult(
         kind=kind if started else "not_started",
         exit_code=128 - code if code < 0 else code,
         stdout=printed[0].decode(errors="replace"),

@@ -10,9 +10,9 @@ from typing import Self
 
 from ..engine.errors import ConfigError, RewardError
 from .config import RewardsConfig
-from .pool import Done, RewardPool, Target, title_of
+from .pool import Done, RewardPool, RewardTarget, title_of
 from .registry import location_of
-from .sample import OUTCOME_KINDS, Outcome, OutcomeKind, RewardSample
+from .sample import OUTCOME_KINDS, OutcomeKind, RewardOutcome, RewardSample
 from .signatures import Signature
 
 
@@ -26,7 +26,7 @@ class Scores:
     """
 
     rewards: list[float]
-    outcomes: dict[str, list[Outcome | None]]
+    outcomes: dict[str, list[RewardOutcome | None]]
 
     def counts(self, name: str) -> dict[OutcomeKind, int]:
         """Return how often a function came to each kind of outcome."""
@@ -56,11 +56,11 @@ class PendingScores:
         asked_of_models: dict[str, list[int]],
     ) -> None:
         self._scorer, self._count, self._asked_of_models = scorer, len(samples), asked_of_models
-        self._outcomes: dict[str, list[Outcome | None]] = {name: [None] * len(samples) for name in asked}
+        self._outcomes: dict[str, list[RewardOutcome | None]] = {name: [None] * len(samples) for name in asked}
         self._left = sum(len(rows) for rows in asked.values())
         self._done = threading.Condition()
 
-    def add(self, name: str, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+    def add(self, name: str, rows: Sequence[int], outcomes: Sequence[RewardOutcome]) -> None:
         """Note what a function made of some answers."""
         with self._done:
             for row, outcome in zip(rows, outcomes, strict=True):
@@ -93,11 +93,11 @@ class PendingScores:
         outcomes = dict(self._outcomes)
         for name, rows in self._asked_of_models.items():
             values = (models or {})[name]
-            found: list[Outcome | None] = [None] * self._count
+            found: list[RewardOutcome | None] = [None] * self._count
             for row in rows:
                 finite = math.isfinite(values[row])
                 message = "" if finite else f"the reward model returned {values[row]}"
-                found[row] = Outcome(
+                found[row] = RewardOutcome(
                     kind="value" if finite else "error", value=values[row] if finite else None, message=message
                 )
             outcomes[name] = found
@@ -117,12 +117,12 @@ class RewardScorer:
         ConfigError: There is no reward, or one cannot be used; or a setting is invalid.
     """
 
-    def __init__(self, config: RewardsConfig, functions: Sequence[Target] = (), *, models: Sequence[str] = ()) -> None:
+    def __init__(self, config: RewardsConfig, functions: Sequence[RewardTarget] = (), *, models: Sequence[str] = ()) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._models = [name for name in config.use if name in models]
-        self._targets: dict[str, Target] = {name: location_of(name) for name in config.use if name not in models}
+        self._targets: dict[str, RewardTarget] = {name: location_of(name) for name in config.use if name not in models}
         for function in functions:
             name = title_of(function)
             if name in self._targets:
@@ -206,7 +206,7 @@ class RewardScorer:
     def _ask(self, name: str, rows: Sequence[int], samples: Sequence[RewardSample], pending: PendingScores) -> None:
         """Ask a function about answers; and about each by itself, if one failure stands for several of them."""
 
-        def done(outcomes: list[Outcome], separate: bool) -> None:
+        def done(outcomes: list[RewardOutcome], separate: bool) -> None:
             if separate or len(rows) == 1:
                 self._note(name, outcomes)
                 pending.add(name, rows, outcomes)
@@ -224,9 +224,9 @@ class RewardScorer:
         What a function of all answers makes of one may depend on the others. Its values therefore come from a call for all that it can
         judge: those that fail by themselves are left out, and it is asked about the others together once more.
         """
-        singly: dict[int, Outcome] = {}
+        singly: dict[int, RewardOutcome] = {}
 
-        def collect(row: int, outcomes: list[Outcome], _: bool) -> None:
+        def collect(row: int, outcomes: list[RewardOutcome], _: bool) -> None:
             self._note(name, outcomes)
             with self._lock:
                 (singly[row],) = outcomes
@@ -252,9 +252,9 @@ class RewardScorer:
         try:
             self._submit(name, rows, samples, done)
         except ConfigError as e:  # it was closed since the first call
-            done([Outcome(kind="error", message=str(e))] * len(rows), False)
+            done([RewardOutcome(kind="error", message=str(e))] * len(rows), False)
 
-    def _note(self, name: str, outcomes: Sequence[Outcome]) -> None:
+    def _note(self, name: str, outcomes: Sequence[RewardOutcome]) -> None:
         """Note how long a function takes for an answer."""
         mean = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
         with self._lock:
@@ -270,7 +270,7 @@ class RewardScorer:
         """
         return self.submit(samples).result()
 
-    def add_up(self, count: int, outcomes: dict[str, list[Outcome | None]]) -> Scores:
+    def add_up(self, count: int, outcomes: dict[str, list[RewardOutcome | None]]) -> Scores:
         """Return the weighted sums of what the functions made of `count` answers."""
         totals = [0.0] * count
         judged = [False] * count

@@ -21,7 +21,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from ..engine.errors import ConfigError
-from .sample import Outcome, RewardSample
+from .sample import RewardOutcome, RewardSample
 
 _INSTALLED = ("site-packages", "lib/python3")
 """In the paths of modules that are not the function's own."""
@@ -107,7 +107,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 def judge(
     function: Callable[..., Any], samples: Sequence[RewardSample], settings: Mapping[str, Any], timeout_s: float
-) -> tuple[list[Outcome], bool]:
+) -> tuple[list[RewardOutcome], bool]:
     """Call a function for answers, and check what it returns. Errors become outcomes.
 
     A function that is called for each answer is judged answer by answer: an error of one changes nothing for the others, and what a call
@@ -133,7 +133,7 @@ def judge(
 
 def _judge_batch(
     function: Callable[..., Any], signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]
-) -> tuple[list[Outcome], bool]:
+) -> tuple[list[RewardOutcome], bool]:
     started = time.perf_counter()
     separate = True
     try:
@@ -144,19 +144,19 @@ def _judge_batch(
             raise ValueError(f"it returned {len(values)} values for {len(samples)} answers")
         outcomes = [_checked(value, none_is_allowed=signature.convention == "trl") for value in values]
     except Exception as e:  # the function's own
-        outcomes, separate = [Outcome(kind="error", message=_described(e))] * len(samples), False
+        outcomes, separate = [RewardOutcome(kind="error", message=_described(e))] * len(samples), False
     share = (time.perf_counter() - started) / max(1, len(samples))
     return [replace(outcome, seconds=share) for outcome in outcomes], separate
 
 
 def _judge_one(
     function: Callable[..., Any], signature: Signature, sample: RewardSample, settings: Mapping[str, Any]
-) -> Outcome:
+) -> RewardOutcome:
     started = time.perf_counter()
     try:
         outcome = _checked(_settled(function(**_arguments(signature, *_copies(sample, settings)))))
     except Exception as e:  # the function's own
-        outcome = Outcome(kind="error", message=_described(e))
+        outcome = RewardOutcome(kind="error", message=_described(e))
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
@@ -166,16 +166,16 @@ async def _judge_concurrently(
     samples: Sequence[RewardSample],
     settings: Mapping[str, Any],
     timeout_s: float,
-) -> list[Outcome]:
-    async def one(sample: RewardSample) -> Outcome:
+) -> list[RewardOutcome]:
+    async def one(sample: RewardSample) -> RewardOutcome:
         started = time.perf_counter()
         try:
             call = function(**_arguments(signature, *_copies(sample, settings)))
             outcome = _checked(await asyncio.wait_for(call, timeout_s))
         except TimeoutError:
-            outcome = Outcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
+            outcome = RewardOutcome(kind="timeout", message=f"it took more than {timeout_s:g} s")
         except Exception as e:  # the function's own
-            outcome = Outcome(kind="error", message=_described(e))
+            outcome = RewardOutcome(kind="error", message=_described(e))
         return replace(outcome, seconds=time.perf_counter() - started)
 
     return list(await asyncio.gather(*(one(sample) for sample in samples)))
@@ -187,12 +187,14 @@ def _copies(sample: RewardSample, settings: Mapping[str, Any]) -> tuple[RewardSa
     return copies
 
 
-def _checked(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+def _checked(value: Any, *, none_is_allowed: bool = False) -> RewardOutcome:
     """Return what a returned value stands for, whatever its class raises when it is looked at."""
     try:
         return outcome_of(value, none_is_allowed=none_is_allowed)
     except Exception as e:  # of the value's class
-        return Outcome(kind="error", message=f"it returned a {type(value).__name__} that is not a number: {_described(e)}")
+        return RewardOutcome(
+            kind="error", message=f"it returned a {type(value).__name__} that is not a number: {_described(e)}"
+        )
 
 
 def _described(error: Exception) -> str:
@@ -210,21 +212,23 @@ def _settled(value: Any) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
-def outcome_of(value: Any, *, none_is_allowed: bool = False) -> Outcome:
+def outcome_of(value: Any, *, none_is_allowed: bool = False) -> RewardOutcome:
     """Return what a returned value stands for: a finite number, or a mapping with one as `score`, as in verl."""
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if value is None and none_is_allowed:
-        return Outcome(kind="not_applicable")
+        return RewardOutcome(kind="not_applicable")
     if hasattr(value, "item") and hasattr(value, "shape") and math.prod(value.shape) == 1:
         # A tensor with one element.
         value = value.item()
     if not isinstance(value, Real):
-        return Outcome(kind="error", message=f"it returned {value!r:.80}, a {type(value).__name__}; it must return a number")
+        return RewardOutcome(
+            kind="error", message=f"it returned {value!r:.80}, a {type(value).__name__}; it must return a number"
+        )
     number = float(value)
     if not math.isfinite(number):
-        return Outcome(kind="error", message=f"it returned {number}; a reward must be finite")
-    return Outcome(kind="value", value=number)
+        return RewardOutcome(kind="error", message=f"it returned {number}; a reward must be finite")
+    return RewardOutcome(kind="value", value=number)
 
 
 def _arguments(signature: Signature, sample: RewardSample, settings: Mapping[str, Any]) -> dict[str, Any]:

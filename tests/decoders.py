@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import tiny_model
 from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.fsdp.families import check_family
@@ -110,7 +110,7 @@ def judge(family: str) -> Verdict:
             engine.close()
         except DrivetrainError as e:
             return Verdict(False, reason=f"{type(e).__name__}: {e}")
-        want = Reference(folder, OPTIM).step(documents)
+        want = PlainReference(folder, OPTIM).step(documents)
     assert got.grad_norm is not None
     off = max(abs(got.loss - want.loss) / want.loss, abs(got.grad_norm - want.grad_norm) / want.grad_norm)
     return Verdict(True, off, max(1e-5, 10 * compare_packed(small).noise))

@@ -20,7 +20,7 @@ from .config.runs import RunConfig
 from .data.loader import Loader, batch_of
 from .loop.logs import configure_logging
 from .loop.resume import resume
-from .methods.base import Method
+from .methods.base import TrainingMethod
 from .run import Extensions, Prepared, prepared, process_group
 from .validate import check_run, early_stopping_of
 
@@ -67,7 +67,7 @@ class DryRun:
         return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
 
 
-def dry_run(config: RunConfig, method: Method, extensions: Extensions) -> DryRun:
+def dry_run(config: RunConfig, method: TrainingMethod, extensions: Extensions) -> DryRun:
     """Prepare a run, resume it if it has a checkpoint, and make a step on its longest samples. Collective over all processes.
 
     No folder is created or locked, so that it may run beside the run itself, if there is enough memory.

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from ..engine.base import BaseEngine
 from .config.parse import changes
 from .config.runs import RunConfig
-from .data.dataset import Dataset
+from .data.dataset import TokenDataset
 from .data.encode import mark_supervised
 from .data.load import RunData
 from .data.loader import Loader
 from .data.stream import StreamLoader
 from .loop.loop import StopReason, TrainResult
-from .loop.parts import Run
+from .loop.parts import TrainingRun
 from .loop.resume import ResumePoint
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _announce_layout(engine: BaseEngine, data: str, total_steps: int) -> None:
         log.info("%s", line)
 
 
-def _announce_sources(config: RunConfig, dataset: Dataset, epoch_sizes: Sequence[int]) -> None:
+def _announce_sources(config: RunConfig, dataset: TokenDataset, epoch_sizes: Sequence[int]) -> None:
     columns = (config.data.train, dataset.sizes, epoch_sizes, dataset.tokens, dataset.split_chats)
     for name, size, samples_per_epoch, tokens, split_chats_count in zip(*columns, strict=True):
         per_epoch = (
@@ -85,7 +85,7 @@ def _announce_sources(config: RunConfig, dataset: Dataset, epoch_sizes: Sequence
         log.info("  %s: %d samples, %d tokens%s%s", name, size, tokens, per_epoch, per_turn)
 
 
-def report_end(result: TrainResult, start: ResumePoint, run: Run) -> None:
+def report_end(result: TrainResult, start: ResumePoint, run: TrainingRun) -> None:
     """Log why training ended, unless it has just completed all of its steps.
 
     Args:

@@ -22,7 +22,7 @@ from ..engine.parallel.process_groups import close_distributed, close_if_open, i
 from ..engine.registry import engine_class
 from .config.runs import RunConfig
 from .config.trainer import TrainerConfig
-from .data.dataset import Dataset
+from .data.dataset import TokenDataset
 from .data.load import RunData, load_data
 from .data.loader import Loader
 from .data.order import Sampler
@@ -36,11 +36,11 @@ from .loop.early_stopping import EarlyStopping
 from .loop.loggers import Logger, make_loggers, plot_metrics
 from .loop.logs import configure_logging
 from .loop.loop import StopReason, TrainResult, train
-from .loop.parts import Callback, Evaluation, Run
+from .loop.parts import Callback, Evaluation, TrainingRun
 from .loop.resume import resume
-from .loop.samples import Answer, answers
+from .loop.samples import HeldOutCompletion, answers
 from .loop.signals import StopSignal
-from .methods.base import Method
+from .methods.base import TrainingMethod
 from .report import announce, report_end
 from .run_folder import locked_folders, write_config
 from .validate import check_run, early_stopping_of, sample_budget, unused_settings, warn_of_data
@@ -98,7 +98,7 @@ class Prepared:
 
     engine: BaseEngine
     config: RunConfig
-    method: Method
+    method: TrainingMethod
     data: RunData
     loader: Loader | StreamLoader
     total_steps: int
@@ -106,7 +106,7 @@ class Prepared:
     callbacks: Sequence[Callback]
 
 
-def run(config: RunConfig, method: Method, extensions: Extensions = Extensions()) -> RunOutcome:  # immutable
+def run(config: RunConfig, method: TrainingMethod, extensions: Extensions = Extensions()) -> RunOutcome:  # immutable
     """Run training from start to finish. Collective over all processes of the job.
 
     Args:
@@ -155,7 +155,7 @@ def process_group(config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock: bool = True) -> Iterator[Prepared]:
+def prepared(config: RunConfig, method: TrainingMethod, extensions: Extensions, *, lock: bool = True) -> Iterator[Prepared]:
     """Read the data and initialize the engine; free both after the block. Collective over all processes of the job.
 
     Args:
@@ -186,7 +186,7 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
         for line in unused_settings(config.optim, total_steps):
             log.warning("%s", line)
         try:
-            method.setup(engine, data.tokenizer, data.source if isinstance(data.source, Dataset) else None, data.held_out)
+            method.setup(engine, data.tokenizer, data.source if isinstance(data.source, TokenDataset) else None, data.held_out)
             engine.initialize()
             announce(engine, config, data, loader, total_steps, written=lock)
             yield Prepared(
@@ -205,7 +205,7 @@ def prepared(config: RunConfig, method: Method, extensions: Extensions, *, lock:
 
 
 def _loader(config: RunConfig, data: RunData) -> Loader | StreamLoader:
-    if not isinstance(data.source, Dataset):
+    if not isinstance(data.source, TokenDataset):
         warn_of_data(config.data, config.data.batch_size, None)
         return StreamLoader(data.source, batch_size=config.data.batch_size)
     sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
@@ -236,7 +236,7 @@ def _train(ready: Prepared) -> RunOutcome:
                 manager.prepare()
         summary = Summary(total_steps)
         with _loggers(ready, start.step - 1, summary) as loggers:
-            run = Run(
+            run = TrainingRun(
                 engine=engine,
                 method=method,
                 loader=loader,
@@ -283,7 +283,7 @@ def _evaluation(ready: Prepared) -> Evaluation | None:
     samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
     budget = sample_budget(config, ready.method).tokens
 
-    def generate(stop: StopSignal) -> list[Answer] | None:
+    def generate(stop: StopSignal) -> list[HeldOutCompletion] | None:
         if not samples:
             return []
         return answers(ready.engine, ready.data.tokenizer, samples, config.trainer.generate_tokens, budget, stop)

@@ -12,7 +12,7 @@ from .data.python_data import EVAL, TRAIN, Formatting, PythonData, Rows
 from .dry_run import DryRun, dry_run
 from .loop.answer_metrics import Metric
 from .loop.parts import Callback
-from .methods.base import Method
+from .methods.base import TrainingMethod
 from .methods.preference import PreferenceMethod
 from .methods.reward import RewardMethod
 from .methods.sft import SFTMethod
@@ -42,7 +42,7 @@ class Trainer(Generic[C]):
     """
 
     config_class: ClassVar[type[RunConfig]]
-    method_class: ClassVar[type[Method]]
+    method_class: ClassVar[type[TrainingMethod]]
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Trainer(Generic[C]):
         """
         return dry_run(self.config, self._method(), self._extensions)
 
-    def _method(self) -> Method:
+    def _method(self) -> TrainingMethod:
         return self.method_class(self.config, self._loss)
 
 

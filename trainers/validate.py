@@ -15,12 +15,12 @@ from .hub import check_push
 from .loop.answer_metrics import AnswerMetrics, Metric
 from .loop.early_stopping import EarlyStopping
 from .loop.loggers import check_loggers
-from .methods.base import Method
+from .methods.base import TrainingMethod
 
 log = logging.getLogger(__name__)
 
 
-def check_run(config: RunConfig, method: Method, metrics: Sequence[Metric] = ()) -> None:
+def check_run(config: RunConfig, method: TrainingMethod, metrics: Sequence[Metric] = ()) -> None:
     """Check everything that can be checked without data and without a model. Not collective.
 
     Args:
@@ -42,7 +42,7 @@ def check_run(config: RunConfig, method: Method, metrics: Sequence[Metric] = ())
         check_push(config.trainer.push_to_hub)
 
 
-def early_stopping_of(config: RunConfig, method: Method, metrics: AnswerMetrics, data: str) -> EarlyStopping:
+def early_stopping_of(config: RunConfig, method: TrainingMethod, metrics: AnswerMetrics, data: str) -> EarlyStopping:
     """Return the tracker of the best evaluation.
 
     Args:
@@ -119,7 +119,7 @@ def unused_settings(optim: OptimConfig, total_steps: int, name: str = "optim") -
     return lines
 
 
-def sample_budget(config: RunConfig, method: Method) -> Budget:
+def sample_budget(config: RunConfig, method: TrainingMethod) -> Budget:
     """Return the maximum number of tokens in a sample that fits the layout's training and inference micro-batches.
 
     Args:

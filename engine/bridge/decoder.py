@@ -9,7 +9,7 @@ from ..rope import rope_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertSettings:
     """The settings of a mixture of experts.
 
     Args:
@@ -122,7 +122,7 @@ class Decoder:
     rotary: tuple[str | None, ...]
     embedding_scale: float = 1.0
     tied: bool = False
-    experts: Experts | None = None
+    experts: ExpertSettings | None = None
     latent: Latent | None = None
 
     @property

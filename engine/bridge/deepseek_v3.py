@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from ..errors import ModelError
-from .decoder import Decoder, Experts, Latent, read_decoder
+from .decoder import Decoder, ExpertSettings, Latent, read_decoder
 from .family import Family
 from .llama import DENSE, OUTER
 from .qwen3_moe import MIXTURE
@@ -48,7 +48,7 @@ def _decoder(config: Any) -> Decoder:
         interleaved=config.rope_interleave,
         scale=(0.1 * all_dim * math.log(rope["factor"]) + 1.0) ** 2 if all_dim and rope["factor"] > 1 else 1.0,
     )
-    experts = Experts(
+    experts = ExpertSettings(
         count=config.n_routed_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,

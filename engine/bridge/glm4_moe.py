@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import ModelError
-from .decoder import Decoder, Experts, read_decoder
+from .decoder import Decoder, ExpertSettings, read_decoder
 from .deepseek_v3 import SHARED
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
@@ -17,7 +17,7 @@ def _decoder(config: Any) -> Decoder:
             f"norm_topk_prob={config.norm_topk_prob}, n_group={config.n_group}: this bridge requires weights that add up to one, and "
             "experts in one group; use engine.backend=fsdp"
         )
-    experts = Experts(
+    experts = ExpertSettings(
         count=config.n_routed_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,

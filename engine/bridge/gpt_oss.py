@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, biases everywhere, and experts with a clamped activation whose matrices are stacked on disk."""
 
-from .decoder import Experts, read_decoder
+from .decoder import ExpertSettings, read_decoder
 from .family import Family
 from .llama import ATTENTION, OUTER
 from .rules import ColumnParallel, ExpertBiases, Replicated, Rule, StackedExperts
@@ -19,7 +19,7 @@ FAMILY = Family(
     decoder=lambda config: read_decoder(
         config,
         sinks=True,
-        experts=Experts(
+        experts=ExpertSettings(
             count=config.num_local_experts,
             per_token=config.num_experts_per_tok,
             ffn=config.intermediate_size,

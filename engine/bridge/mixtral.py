@@ -1,6 +1,6 @@
 """Mixtral: Mistral as a mixture of experts, with its own tensor names."""
 
-from .decoder import Experts, read_decoder
+from .decoder import ExpertSettings, read_decoder
 from .family import Family
 from .llama import ATTENTION, OUTER
 from .rules import ExpertColumns, ExpertRows, Replicated, Rule
@@ -14,7 +14,7 @@ MIXTURE: dict[str, Rule] = {
 FAMILY = Family(
     decoder=lambda config: read_decoder(
         config,
-        experts=Experts(
+        experts=ExpertSettings(
             count=config.num_local_experts,
             per_token=config.num_experts_per_tok,
             ffn=config.intermediate_size,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .decoder import Experts, read_decoder
+from .decoder import ExpertSettings, read_decoder
 from .family import Family
 from .llama import ATTENTION, DENSE, OUTER
 from .qwen3 import HEAD_NORMS
@@ -15,12 +15,12 @@ MIXTURE: dict[str, Rule] = {
 }
 
 
-def read_experts(config: Any, **different: Any) -> Experts:
+def read_experts(config: Any, **different: Any) -> ExpertSettings:
     """Read the settings of a mixture from a config with Qwen's setting names; `different` are the fields that differ."""
     sparse = tuple(
         i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0 for i in range(config.num_hidden_layers)
     )
-    return Experts(
+    return ExpertSettings(
         count=config.num_experts,
         per_token=config.num_experts_per_tok,
         ffn=config.moe_intermediate_size,

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The part of a module that a rank holds.
 
     Args:
@@ -41,7 +41,7 @@ class Rule(Protocol):
         """Return whether tensor-parallel ranks hold different parts of a parameter with this number of dimensions."""
         ...
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return the stored slices of a local parameter.
 
         Args:
@@ -73,7 +73,7 @@ class Replicated(_SingleModule):
         """Return False: the module is never split."""
         return False
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice."""
         return [StoredSlice(names[0], shape, whole(shape))]
 
@@ -96,7 +96,7 @@ class ColumnParallel:
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each stacked tensor."""
         rows, rest = shape[0] // len(names), shape[1:]
         zeros = (0,) * len(rest)
@@ -116,7 +116,7 @@ class VocabParallel(_SingleModule):
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice, or none for a rank that has only padding."""
         first = part.rank * shape[0]
         rows = min(shape[0], decoder.vocabulary - first)
@@ -138,7 +138,7 @@ class RowParallel(_SingleModule):
         """Return True for the weight and False for the bias."""
         return dimensions > 1
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice."""
         if not self.is_split(len(shape)):
             return [StoredSlice(names[0], shape, whole(shape))]
@@ -162,7 +162,7 @@ class ExpertRows:
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return two stored slices for each of the rank's experts."""
         rows, columns = shape[0] // part.experts // 2, shape[1]
         return [
@@ -185,7 +185,7 @@ class ExpertColumns(_SingleModule):
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each of the rank's experts."""
         rows, columns = shape[0] // part.experts, shape[1]
         return [
@@ -213,7 +213,7 @@ class StackedExperts(_SingleModule):
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice for each of the rank's experts, whose matrices `[in, out]` are stacked by rows."""
         assert decoder.experts is not None
         rows, columns = shape[0] // part.experts, shape[1]
@@ -245,7 +245,7 @@ class ExpertBiases(_SingleModule):
         """Return whether tensor-parallel ranks share the outputs."""
         return self.split
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return one stored slice."""
         assert decoder.experts is not None
         columns = shape[1] * part.size if self.split else shape[1]
@@ -258,7 +258,7 @@ def _qkv_slices(
     totals: tuple[int, int, int],
     offsets: tuple[int, int, int],
     shape: Shape,
-    part: Part,
+    part: TensorPart,
     decoder: Decoder,
 ) -> list[StoredSlice]:
     """Return three stored slices for each of the rank's groups: its query heads, its key head, its value head.
@@ -308,7 +308,7 @@ class QKVParallel:
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return three stored slices for each of the rank's groups."""
         query, key, value = names
         heads, kv_heads = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
@@ -323,7 +323,7 @@ class FusedQKVParallel(_SingleModule):
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return three stored slices for each of the rank's groups."""
         (name,) = names
         heads, kv_heads = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
@@ -339,7 +339,7 @@ class FusedColumnParallel(_SingleModule):
         """Return True: the module is always split."""
         return True
 
-    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: Part, decoder: Decoder) -> list[StoredSlice]:
+    def stored_slices(self, names: tuple[str, ...], shape: Shape, part: TensorPart, decoder: Decoder) -> list[StoredSlice]:
         """Return two stored slices."""
         rows, rest = shape[0] // 2, shape[1:]
         zeros = (0,) * len(rest)

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..parallel.topology import Topology
 from .local_shards import DTYPES, LocalShard, read_part
-from .manifest import Manifest, StoredTensor
+from .manifest import CheckpointManifest, StoredTensor
 from .rng import check_rng, restore_rng, seed_all
 from .safetensors_io import TensorFiles
 from .storage import Store
@@ -49,7 +49,7 @@ def load_state(
     local_shards: Callable[[], Iterable[LocalShard]],
     optimizer: str | None,
     verify: bool,
-) -> Manifest:
+) -> CheckpointManifest:
     """Fill this rank's local shards from a checkpoint of any layout. Collective.
 
     Args:
@@ -63,7 +63,7 @@ def load_state(
         The manifest, for the non-tensor state.
     """
     with topology.collective_errors():
-        manifest = Manifest.read(store)
+        manifest = CheckpointManifest.read(store)
         shards = list(local_shards())
         saved = (manifest.data["optim"] or {}).get("name")
         if optimizer is not None and saved != optimizer:
@@ -85,7 +85,7 @@ def load_state(
     return manifest
 
 
-def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) -> bool:
+def restore_random_state(manifest: CheckpointManifest, topology: Topology, *parts: int) -> bool:
     """Restore every rank's random state, or seed a new one if the layout differs; return whether it was restored."""
     same = _same_layout(manifest, topology)
     if same:
@@ -95,11 +95,13 @@ def restore_random_state(manifest: Manifest, topology: Topology, *parts: int) ->
     return same
 
 
-def _same_layout(manifest: Manifest, topology: Topology) -> bool:
+def _same_layout(manifest: CheckpointManifest, topology: Topology) -> bool:
     return bool(manifest.data["world_size"] == topology.size and manifest.data["parallel"] == asdict(topology.parallel))
 
 
-def _check_state(manifest: Manifest, shards: Iterable[LocalShard], topology: Topology, optimizer: str | None) -> None:
+def _check_state(
+    manifest: CheckpointManifest, shards: Iterable[LocalShard], topology: Topology, optimizer: str | None
+) -> None:
     """Check the non-tensor state before anything is changed."""
     if _same_layout(manifest, topology):
         try:
@@ -113,7 +115,7 @@ def _check_state(manifest: Manifest, shards: Iterable[LocalShard], topology: Top
             raise CheckpointError(f"{manifest.store} has no update count for {missing[0]}")
 
 
-def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
+def _check_shards(manifest: CheckpointManifest, shards: Iterable[LocalShard]) -> None:
     tensors = manifest.data["tensors"]
     for shard in shards:
         entry = tensors.get(shard.name)
@@ -131,7 +133,7 @@ def _check_shards(manifest: Manifest, shards: Iterable[LocalShard]) -> None:
             )
 
 
-def fill(manifest: Manifest, local_shards: Iterable[LocalShard], files: TensorFiles) -> None:
+def fill(manifest: CheckpointManifest, local_shards: Iterable[LocalShard], files: TensorFiles) -> None:
     """Copy a checkpoint's values into local shards, several at a time.
 
     Raises:

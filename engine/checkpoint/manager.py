@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from ..errors import CheckpointError, DrivetrainError
 from ..parallel.collectives import call_on_first
 from .load import RestoredState
-from .manifest import Manifest
+from .manifest import CheckpointManifest
 from .retention import find_checkpoint, newest_first, recover, rotate, step_of, steps
 from .safetensors_io import DamagedError
 from .save import HostCopies, Snapshot, write_snapshot
@@ -250,7 +250,7 @@ class CheckpointManager:
         """Return the next checkpoint that looks complete, and the reasons why those before it do not."""
         skipped: list[str] = []
         for name, manifest in candidates:
-            if isinstance(manifest, Manifest):
+            if isinstance(manifest, CheckpointManifest):
                 return name, skipped
             if not isinstance(manifest, DamagedError):
                 # It is intact but, for example, of a newer version: resuming from an older one would rotate it out.

@@ -49,7 +49,7 @@ class StoredTensor:
     boxes: tuple[StoredFileSlice, ...]
 
 
-class Manifest:
+class CheckpointManifest:
     """The contents of a checkpoint.
 
     Args:
@@ -61,7 +61,7 @@ class Manifest:
         self.data, self.store = data, store
 
     @classmethod
-    def read(cls, store: Store) -> "Manifest":
+    def read(cls, store: Store) -> "CheckpointManifest":
         """Read and check a folder's manifest, without reading tensors.
 
         Raises:

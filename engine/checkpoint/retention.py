@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import Manifest
+from .manifest import CheckpointManifest
 from .storage import DELETED, MANIFEST, TEMPORARY, LocalStore, Store, open_store
 
 log = logging.getLogger(__name__)
@@ -43,33 +43,33 @@ def recover(root: Store) -> None:
             final = name.removeprefix(prefix).rpartition("-")[0]
             if name.startswith(prefix) and step_of(final) is not None and not (root.path / final).exists():
                 try:
-                    Manifest.read(root.child(name))
+                    CheckpointManifest.read(root.child(name))
                 except CheckpointError:
                     continue
                 (root.path / name).rename(root.path / final)
                 log.warning("%s/%s is complete and was recovered after a crash", root, final)
 
 
-def newest_first(root: Store) -> Iterator[tuple[str, Manifest | CheckpointError]]:
+def newest_first(root: Store) -> Iterator[tuple[str, CheckpointManifest | CheckpointError]]:
     """Yield checkpoint folders, newest first, each with its manifest or the reason why it has no usable one."""
     for name in reversed(steps(root)):
         try:
-            yield name, Manifest.read(root.child(name))
+            yield name, CheckpointManifest.read(root.child(name))
         except CheckpointError as e:
             yield name, e
 
 
-def latest(root: Store) -> tuple[Manifest | None, list[str]]:
+def latest(root: Store) -> tuple[CheckpointManifest | None, list[str]]:
     """Return the last complete checkpoint and the reasons why later ones were skipped."""
     skipped: list[str] = []
     for _, candidate in newest_first(root):
-        if isinstance(candidate, Manifest):
+        if isinstance(candidate, CheckpointManifest):
             return candidate, skipped
         skipped.append(str(candidate))
     return None, skipped
 
 
-def find_checkpoint(where: Path | str) -> Manifest:
+def find_checkpoint(where: Path | str) -> CheckpointManifest:
     """Return the checkpoint at a path or URL: the folder itself, or the last complete one of a run or of a checkpoint folder.
 
     Raises:
@@ -85,7 +85,7 @@ def find_checkpoint(where: Path | str) -> Manifest:
         return manifest
     if store.size(MANIFEST) is None and isinstance(store, LocalStore):
         raise CheckpointError(_describe_other(store.path))
-    return Manifest.read(store)
+    return CheckpointManifest.read(store)
 
 
 def find_root(where: Path | str) -> Store | None:

@@ -19,7 +19,7 @@ from ..loss import Loss, LossSums, OutputRequest, StepResult, TokenOutputs, loss
 from ..packing.batch import PackedBatch
 from ..registry import engine_class
 from .engine_factory import OPTIM, ConformanceError, EngineFactory, assert_close, assert_raises, assert_that, weights_of
-from .reference import Reference
+from .reference import PlainReference
 from .tiny import tiny_documents
 
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-5
@@ -83,7 +83,7 @@ def check_shared_prefixes(engine_factory: EngineFactory) -> None:
 def _check_steps(
     engine_factory: EngineFactory, engine: BaseEngine, documents_of: Callable[[int], list[list[int]]]
 ) -> list[StepResult]:
-    reference, results = Reference(engine_factory.folder, OPTIM), []
+    reference, results = PlainReference(engine_factory.folder, OPTIM), []
     for step in range(5):
         documents = documents_of(step)
         masks = [[i % 5 > 0 for i in range(len(d))] for d in documents]
@@ -133,7 +133,7 @@ def check_partition(engine_factory: EngineFactory) -> None:
 def check_shares(engine_factory: EngineFactory) -> None:
     """Check that the numbers do not depend on how documents are distributed over ranks, even if some ranks have none."""
     documents = tiny_documents(8, seed=2)
-    expected = Reference(engine_factory.folder, OPTIM).step(documents)
+    expected = PlainReference(engine_factory.folder, OPTIM).step(documents)
     all_indices = list(range(len(documents)))
     for case, assign in (
         ("distributed round-robin", lambda rank, size: all_indices[rank::size]),
@@ -209,7 +209,7 @@ def check_infer(engine_factory: EngineFactory) -> None:
 def _check_outputs(
     engine_factory: EngineFactory, engine: BaseEngine, documents: Sequence[Sequence[int]], indices: Sequence[int]
 ) -> None:
-    reference = Reference(engine_factory.folder, OPTIM)
+    reference = PlainReference(engine_factory.folder, OPTIM)
     batch = engine_factory.pack(documents, indices)
     request = OutputRequest(log_probs=True, entropy=True, sum_squared_probs=True, temperature=0.7)
     outputs = engine.infer_batch(batch, request)
@@ -264,7 +264,7 @@ def check_modes(engine_factory: EngineFactory) -> None:
         before = weights_of(engine)
         trained = engine.train_batch(batch, MeanNLL())
         assert_close("loss of an evaluation and of the step after it", evaluated.loss, trained.loss, LOSS_BOUND)
-        reference = Reference(engine_factory.folder, OPTIM).step(documents)
+        reference = PlainReference(engine_factory.folder, OPTIM).step(documents)
         assert_close("gradient norm after an evaluation", trained.grad_norm or math.nan, reference.grad_norm, NORM_BOUND)
         changed = weights_of(engine)
         assert_that(any(not torch.equal(before[n], changed[n]) for n in before), "a step did not change any parameter")
@@ -273,7 +273,7 @@ def check_modes(engine_factory: EngineFactory) -> None:
 def check_accumulation(engine_factory: EngineFactory) -> None:
     """Check that two `forward_backward` calls with the total of their weights give the same step as one call."""
     documents = tiny_documents(8, seed=8)
-    reference = Reference(engine_factory.folder, OPTIM).step(documents)
+    reference = PlainReference(engine_factory.folder, OPTIM).step(documents)
     total = {"nll": float(sum(len(d) - 1 for d in documents))}
     with engine_factory.engine() as engine, engine.train_mode():
         engine.zero_grad()
@@ -318,7 +318,7 @@ class FailsOnce:
 def check_aborted(engine_factory: EngineFactory) -> None:
     """Check that an error in the loss is raised on all ranks, and that no partial gradient reaches the next step."""
     documents = tiny_documents(16, seed=11)
-    expected = Reference(engine_factory.folder, OPTIM).step(documents)
+    expected = PlainReference(engine_factory.folder, OPTIM).step(documents)
     with engine_factory.engine(max_tokens=64) as engine:
         batch = engine_factory.share(engine, documents)
         fails = engine.topology.dp_rank == 0

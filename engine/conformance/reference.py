@@ -32,7 +32,7 @@ class ReferenceStep:
     grad_norm: float
 
 
-class Reference:
+class PlainReference:
     """A slow trainer that is as simple as possible.
 
     Args:

@@ -52,7 +52,7 @@ class Described:
 
 
 @dataclass(kw_only=True)
-class Built:
+class FSDPBuild:
     """A model that is ready to run.
 
     Args:
@@ -141,7 +141,7 @@ def build(
     engine: EngineConfig,
     options: FSDPOptions,
     topology: Topology,
-) -> Built:
+) -> FSDPBuild:
     """Build a sharded model with its weights. Collective.
 
     The steps are: experts, recomputation, compilation, sharding, memory, weights.
@@ -155,7 +155,7 @@ def build(
     shard(root, build_mesh(topology), experts, engine, options)
     materialize(root, topology.device, on_host=engine.offload.params == "host")
     fill(root, meta_model, described.layout, experts, model, engine, topology)
-    return Built(root=root, layout=described.layout, adapters=described.adapters, shape=described.shape, experts=experts)
+    return FSDPBuild(root=root, layout=described.layout, adapters=described.adapters, shape=described.shape, experts=experts)
 
 
 def recompute(root: PackedModel, mode: str) -> None:

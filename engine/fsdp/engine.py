@@ -23,7 +23,7 @@ from ..flops import ModelShape
 from ..hf.files import save_model_files
 from ..hf.lora import adapters_disabled
 from ..hf.weights import seed_ranks
-from ..offload import Part, host_cores, host_threads
+from ..offload import StatePart, host_cores, host_threads
 from ..ops.norm import sum_of_squares
 from ..rank_slice import RankSlice
 from ..resolve import MemoryNeeds, choose
@@ -32,7 +32,7 @@ from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
 from ..torch_private import clear_unsharded_gradients, foreach_mul_, take_unsharded_gradients, unsharded_gradients
 from . import compile as compile_module
-from .build import Built, Described, build, check_config, describe
+from .build import Described, FSDPBuild, build, check_config, describe
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
 from .options import FSDPOptions
@@ -70,13 +70,13 @@ class FSDPEngine(BaseEngine):
 
     options_type = FSDPOptions
     options: FSDPOptions
-    _model: Built | None = None
+    _model: FSDPBuild | None = None
     _optimizer: ShardOptimizer | None = None
     _meta: Described | None = None
     _cores = 1
 
     @property
-    def _built(self) -> Built:
+    def _built(self) -> FSDPBuild:
         if self._model is None:
             raise ConfigError("the engine has no model; call initialize() first")
         return self._model
@@ -237,7 +237,7 @@ class FSDPEngine(BaseEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _tensors(self, part: Part) -> Iterator[Tensor]:
+    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
         if part == "optimizer":
             for name in self._optimizer.counts if self._optimizer is not None else ():
                 yield from self._optimizer.moments(name).values()  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class MomentSlice:
     """A range of a flattened tensor.
 
     Args:
@@ -35,14 +35,14 @@ class Piece:
     end: int
 
 
-def parts_of(lengths: Sequence[int], limit: int) -> list[list[Piece]]:
+def parts_of(lengths: Sequence[int], limit: int) -> list[list[MomentSlice]]:
     """Cut tensors into parts of at most `limit` elements, in order. An empty tensor is a piece too.
 
     Args:
         lengths: The number of elements of each tensor.
         limit: The number of elements of a part.
     """
-    parts: list[list[Piece]] = []
+    parts: list[list[MomentSlice]] = []
     room = 0
     for index, length in enumerate(lengths):
         start = 0
@@ -51,7 +51,7 @@ def parts_of(lengths: Sequence[int], limit: int) -> list[list[Piece]]:
                 parts.append([])
                 room = limit
             end = min(length, start + room)
-            parts[-1].append(Piece(index, start, end))
+            parts[-1].append(MomentSlice(index, start, end))
             room -= end - start
             start = end
             if start == length:
@@ -84,7 +84,7 @@ class HostMoments:
         self._to_device: Any = torch.cuda.Stream(self._device) if cuda else None
         self._to_host: Any = torch.cuda.Stream(self._device) if cuda else None
 
-    def of(self, piece: Piece) -> dict[str, Tensor]:
+    def of(self, piece: MomentSlice) -> dict[str, Tensor]:
         """Return the moments of a piece on the host, by kind: flat views."""
         return {kind: whole.view(-1)[piece.start : piece.end] for kind, whole in self.host[piece.index].items()}
 
@@ -147,7 +147,7 @@ class HostMoments:
                 for kind, target in self.of(piece).items():
                     target.copy_(views[kind], non_blocking=True)
 
-    def _bytes(self, piece: Piece) -> int:
+    def _bytes(self, piece: MomentSlice) -> int:
         sizes = [t.numel() * t.itemsize for t in self.of(piece).values()]
         return sum(size + -size % ALIGNMENT for size in sizes)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..config import OptimConfig
 from ..hf.names import hf_name
 from ..lr_schedule import is_decayed
-from .host_moments import HostMoments, Piece
+from .host_moments import HostMoments, MomentSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,7 +53,7 @@ class ShardOptimizer:
                     **{kind: torch.zeros_like(target, requires_grad=False) for kind in kinds},
                 }
 
-    def _piece(self, name: str, piece: Piece) -> nn.Parameter:
+    def _piece(self, name: str, piece: MomentSlice) -> nn.Parameter:
         return nn.Parameter(self._views[name].detach().view(-1)[piece.start : piece.end], requires_grad=True)
 
     def gradients(self) -> list[Tensor]:

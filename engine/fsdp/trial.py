@@ -47,7 +47,7 @@ DESCRIPTION = (
     "_name_or_path",
 )
 
-Kind = tuple[Any, ...]
+LayerKind = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Scale:
     by_width: int
 
 
-def layer_kinds(model: nn.Module) -> list[list[Kind]]:
+def layer_kinds(model: nn.Module) -> list[list[LayerKind]]:
     """Return the kind of each layer of a model, for each of its lists of layers, in order.
 
     Two layers are of one kind if they consist of the same classes under the same names, and have the same switches and a
@@ -82,7 +82,7 @@ def _layer_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
             yield from _layer_lists(child)
 
 
-def _kind(module: nn.Module) -> Kind:
+def _kind(module: nn.Module) -> LayerKind:
     settings = []
     for name, value in sorted(vars(module).items()):
         if name.startswith("_") or name == "training" or re.search(r"(idx|index|layer_id|layer_number)$", name):
@@ -98,7 +98,7 @@ def _kind(module: nn.Module) -> Kind:
     return (type(module).__qualname__, tuple(settings), children)
 
 
-def describe_kind(kind: Kind) -> str:
+def describe_kind(kind: LayerKind) -> str:
     """Return the class of a layer, those of its parts and their windows or types, for an error message."""
     name, settings, children = kind
     parts = [describe_kind(child) for _, child in children if "Norm" not in child[0]] if isinstance(children, tuple) else []
@@ -107,12 +107,12 @@ def describe_kind(kind: Kind) -> str:
     return f"{name}({inside})" if inside else str(name)
 
 
-def _inventory(lists: Sequence[Sequence[Kind]]) -> tuple[set[Kind], set[tuple[Kind, Kind]]]:
+def _inventory(lists: Sequence[Sequence[LayerKind]]) -> tuple[set[LayerKind], set[tuple[LayerKind, LayerKind]]]:
     """Return the kinds of layers and the pairs of neighbors."""
     return {kind for kinds in lists for kind in kinds}, {pair for kinds in lists for pair in pairwise(kinds)}
 
 
-def _shortest_prefix(kinds: Sequence[Kind]) -> int:
+def _shortest_prefix(kinds: Sequence[LayerKind]) -> int:
     """Return how many of the first layers have every kind and every pair of neighbors."""
     inventory = _inventory([kinds])
     return next(n for n in range(min(2, len(kinds)), len(kinds) + 1) if _inventory([kinds[:n]]) == inventory)
@@ -245,7 +245,7 @@ def _is_size(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrialComparison:
     """How packed documents compare with each alone; all numbers are relative to the largest logit.
 
     Args:
@@ -268,7 +268,7 @@ class Comparison:
         return self.leak <= 1e-5 and self.difference <= min(max(2e-5, 10 * self.noise), 0.05)
 
 
-def compare_packed(config: PreTrainedConfig, seed: int = 0) -> Comparison:
+def compare_packed(config: PreTrainedConfig, seed: int = 0) -> TrialComparison:
     """Compare packed documents with each alone, at weights drawn from a seed.
 
     The packed side computes logits as our head does (backbone, output weight, `logit_transform`), so that a family with its
@@ -301,7 +301,7 @@ def compare_packed(config: PreTrainedConfig, seed: int = 0) -> Comparison:
         return float(max((a[n] - b[n]).abs().max() for n in which) / size)
 
     every = range(len(documents))
-    found = Comparison(off(packed, alone, every), off(packed, beside, kept), off(nearby, alone, every))
+    found = TrialComparison(off(packed, alone, every), off(packed, beside, kept), off(nearby, alone, every))
     if not math.isfinite(found.difference + found.leak + found.noise):
         raise ModelError("the logits of random weights are not finite, so nothing can be compared")
     return found

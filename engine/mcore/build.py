@@ -46,7 +46,7 @@ class Architecture:
 
 
 @dataclass(kw_only=True)
-class Built:
+class MCoreBuild:
     """A rank's part of a model.
 
     Args:
@@ -82,7 +82,7 @@ def build_model(
     engine: EngineConfig,
     options: MCoreOptions,
     topology: Topology,
-) -> Built:
+) -> MCoreBuild:
     """Build this rank's chunks, with adapters and without weights. Collective.
 
     Raises:
@@ -100,7 +100,7 @@ def build_model(
         param_shards = param_shards_of(chunks, architecture.family, architecture.decoder, state.groups)
     meta_model.compare(param_shards, topology)
     meta_model.choose_trainable(param_shards)
-    return Built(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
+    return MCoreBuild(state=state, meta_model=meta_model, chunks=chunks, param_shards=param_shards)
 
 
 def _chunks(
@@ -152,7 +152,7 @@ def _add_adapters(
 
 
 def wrap_chunks(
-    built: Built, engine: EngineConfig, options: MCoreOptions, finish_gradients: Callable[..., None]
+    built: MCoreBuild, engine: EngineConfig, options: MCoreOptions, finish_gradients: Callable[..., None]
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk with gradient buffers and their reduction.
 
@@ -180,7 +180,7 @@ def wrap_chunks(
     return chunks
 
 
-def load(built: Built, optimizer: ShardedOptimizer | None, engine: EngineConfig, topology: Topology) -> Loaded:
+def load(built: MCoreBuild, optimizer: ShardedOptimizer | None, engine: EngineConfig, topology: Topology) -> Loaded:
     """Load or initialize the weights. Collective.
 
     Weights come after the optimizer: they are loaded into its shards, in their precision, and copied from there to all ranks.

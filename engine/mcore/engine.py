@@ -26,13 +26,13 @@ from ..hf.files import save_model_files
 from ..hf.shape import router_settings
 from ..hf.weights import seed_ranks
 from ..loss import HeadRequest, OutputRequest
-from ..offload import Part
+from ..offload import StatePart
 from ..ops.router import balancing_loss
 from ..rank_slice import RankSlice, computed_tokens, padded_size
 from ..resolve import ITEMSIZE, MemoryNeeds
 from ..step import MicroBatchConsumer
 from ..step_plan import MicroBatch
-from .build import Architecture, Built, Loaded, build_model, load, wrap_chunks
+from .build import Architecture, Loaded, MCoreBuild, build_model, load, wrap_chunks
 from .config import check_layout
 from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
@@ -66,14 +66,14 @@ class MCoreEngine(BaseEngine):
 
     options_type = MCoreOptions
     options: MCoreOptions
-    _model: Built | None = None
+    _model: MCoreBuild | None = None
     _weights: Loaded | None = None
     _optimizer: ShardedOptimizer | None = None
     _meta: MetaModel | None = None
     _padded_tokens: int | None = None
 
     @property
-    def _built(self) -> Built:
+    def _built(self) -> MCoreBuild:
         if self._model is None:
             raise ConfigError("the engine has no model; call initialize() first")
         return self._model
@@ -273,7 +273,7 @@ class MCoreEngine(BaseEngine):
         for chunk in self._chunks:
             chunk.train(training)
 
-    def _tensors(self, part: Part) -> Iterator[Tensor]:
+    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
         if part == "params":
             for chunk in self._chunks:
                 yield from chunk.parameters()

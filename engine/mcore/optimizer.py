@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class OptimizerShard:
     """The part of a parameter that this rank's optimizer updates.
 
     Args:
@@ -69,7 +69,7 @@ class ShardedOptimizer:
         self._parts = [
             optimizer for experts in (False, True) if (optimizer := self._make(config, optim, experts=experts)) is not None
         ]
-        self.shards: dict[Tensor, Shard] = {
+        self.shards: dict[Tensor, OptimizerShard] = {
             parameter: shard for part in self._parts for parameter, shard in _shards(part) if shard.end > shard.start
         }
         """Model parameter -> the shard that this rank updates; parameters of which it updates nothing are left out."""
@@ -144,7 +144,7 @@ class ShardedOptimizer:
             chunk.start_param_sync(force_sync=True)
 
 
-def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Shard]]:
+def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, OptimizerShard]]:
     for models, mains in (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),
@@ -158,4 +158,4 @@ def _shards(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Shard]]:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
                 for kind in MOMENTS:
                     state[kind] = torch.zeros_like(main, requires_grad=False)
-                yield parameter, Shard(main.detach().view(-1), index_range.start, index_range.end, state)
+                yield parameter, OptimizerShard(main.detach().view(-1), index_range.start, index_range.end, state)

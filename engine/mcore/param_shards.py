@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..bridge.decoder import Decoder
 from ..bridge.family import Family
-from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Part, Replicated, RowParallel, Rule
+from ..bridge.rules import ColumnParallel, FusedColumnParallel, FusedQKVParallel, Replicated, RowParallel, Rule, TensorPart
 from ..checkpoint.tensor_slices import StoredSlice
 from ..config import LoraConfig
 from ..hf.names import PEFT_PREFIX
@@ -59,11 +59,11 @@ def param_shards_of(
         for local_name, parameter in [*chunk.named_parameters(), *_buffers(chunk)]:
             name = _global_name(chunk, local_name)
             expert = _EXPERT in name
-            part = Part(groups.tp.size(), groups.tp.rank())
+            part = TensorPart(groups.tp.size(), groups.tp.rank())
             if expert:
                 assert decoder.experts is not None
                 count = decoder.experts.count // groups.ep.size()
-                part = Part(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
+                part = TensorPart(groups.expt_tp.size(), groups.expt_tp.rank(), count, groups.ep.rank() * count)
             if name == "output_layer.weight" and decoder.tied:
                 name = "embedding.word_embeddings.weight"
             factor_match = _FACTOR.match(name)
@@ -136,7 +136,7 @@ def add_adapters(
     Returns:
         The targets that this rank's chunks contain.
     """
-    part = Part(groups.tp.size(), groups.tp.rank())
+    part = TensorPart(groups.tp.size(), groups.tp.rank())
     adapted: set[str] = set()
     for chunk in chunks:
         for local_name, module in chunk.named_modules():

@@ -14,7 +14,7 @@ from ..checkpoint.local_shards import LocalShard, cut_local_shards
 from ..checkpoint.tensor_slices import StoredSlice, TensorSlice, whole
 from ..hf.names import PEFT_PREFIX
 from ..parallel.topology import Topology
-from .optimizer import MOMENTS, Shard, ShardedOptimizer
+from .optimizer import MOMENTS, OptimizerShard, ShardedOptimizer
 from .param_shards import ParamShard
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -73,11 +73,11 @@ class ModelState:
     def _is_trained(self, param_shard: ParamShard) -> bool:
         return self._optimizer is not None and param_shard.parameter.requires_grad
 
-    def _spread(self, param_shard: ParamShard, stored: torch.dtype) -> Shard:
+    def _spread(self, param_shard: ParamShard, stored: torch.dtype) -> OptimizerShard:
         group, size = self._data_group(param_shard), param_shard.parameter.numel()
         per_rank = -(-size // group.size())
         start, end = (min(size, rank * per_rank) for rank in (group.rank(), group.rank() + 1))
-        return Shard(torch.zeros(end - start, dtype=stored, device=param_shard.parameter.device), start, end, {})
+        return OptimizerShard(torch.zeros(end - start, dtype=stored, device=param_shard.parameter.device), start, end, {})
 
     @torch.no_grad()
     def sync_params(self) -> None:

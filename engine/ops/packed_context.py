@@ -18,7 +18,7 @@ _NUMBERS = count(1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Keys:
+class SegmentKeys:
     """The keys of all segments, one after the other, those of a parent again for each of its children.
 
     Args:
@@ -68,7 +68,7 @@ class PackedContext:
         return max(end - start for start, end in pairwise(self.bounds))
 
     @cached_property
-    def keys(self) -> Keys:
+    def keys(self) -> SegmentKeys:
         """The keys that each segment attends to, its parent's before its own."""
         assert self.parents is not None
         spans: list[Tensor] = []
@@ -79,7 +79,7 @@ class PackedContext:
             sizes.append(sum(self.bounds[s + 1] - self.bounds[s] for s in seen))
         device = self.cu_seqlens.device
         bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-        return Keys(
+        return SegmentKeys(
             index=torch.cat(spans).to(device, non_blocking=True),
             cu_seqlens=bounds.to(device, non_blocking=True),
             longest=max(sizes),

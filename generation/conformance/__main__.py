@@ -15,7 +15,7 @@ from ...engine.errors import ConfigError
 from ...engine.tiny_configs import FAMILIES
 from ..options import RolloutConfig
 from ..registry import generator_class
-from .case import Case, ConformanceError
+from .case import Case, GeneratorConformanceError
 from .checks import CHECKS
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 CHECKS[name](case)
             except Exception as e:  # a generator may fail in any way, and the next check must still run
-                error = str(e) if isinstance(e, ConformanceError) else f"{type(e).__name__}: {e}"
+                error = str(e) if isinstance(e, GeneratorConformanceError) else f"{type(e).__name__}: {e}"
             failed += bool(error)
             print(f"{'FAIL' if error else 'ok':4}  {name:18} {error}".rstrip(), flush=True)
     print(f"{len(names) - failed} checks passed, {failed} failed")

@@ -20,7 +20,7 @@ LOG_PROB_TOLERANCE = 1e-5
 """The largest difference of a log-probability from that of plain transformers, in float32; relative to it where it is beyond 1."""
 
 
-class ConformanceError(AssertionError):
+class GeneratorConformanceError(AssertionError):
     """A generator does not conform; the message says how."""
 
 
@@ -85,7 +85,7 @@ class Case:
 def expect(condition: bool, message: str) -> None:
     """Raise a ConformanceError unless a condition holds."""
     if not condition:
-        raise ConformanceError(message)
+        raise GeneratorConformanceError(message)
 
 
 def expect_error(kinds: type[Exception], what: str, run: Callable[[], Any]) -> None:
@@ -95,8 +95,8 @@ def expect_error(kinds: type[Exception], what: str, run: Callable[[], Any]) -> N
     except kinds:
         return
     except Exception as e:
-        raise ConformanceError(f"{what} raised a {type(e).__name__} ({e}); it must raise a {kinds.__name__}") from e
-    raise ConformanceError(f"{what} raised nothing; it must raise a {kinds.__name__}")
+        raise GeneratorConformanceError(f"{what} raised a {type(e).__name__} ({e}); it must raise a {kinds.__name__}") from e
+    raise GeneratorConformanceError(f"{what} raised nothing; it must raise a {kinds.__name__}")
 
 
 def expect_log_probs(

@@ -19,8 +19,8 @@ from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import fixed_segments
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
-from ..placement import Placement
-from ..token_stream import Limits, TokenStream
+from ..placement import GeneratorPlacement
+from ..token_stream import CompletionLimits, TokenStream
 from ..weight_files import write_weights
 from .model import VLLMModel, sampling_settings, sleep_calls
 from .worker_extension import reload_weights
@@ -99,7 +99,7 @@ class VLLMGenerator(BaseGenerator):
         except (TypeError, ValueError) as e:
             raise ConfigError(f"vLLM cannot run {self.config.model.path}: {e}") from e
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
         return self._limits
 
@@ -208,13 +208,13 @@ class VLLMGenerator(BaseGenerator):
             )
         self._engine = self._build()
         self._broken = False
-        self._sleep(Placement(), self.placement)
+        self._sleep(GeneratorPlacement(), self.placement)
 
-    def move(self, target: Placement) -> None:
-        """Let the engine sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
+    def move(self, target: GeneratorPlacement) -> None:
+        """Let the engine sleep, or wake it; see `GeneratorPlacement`. On a CPU vLLM cannot sleep."""
         self._sleep(self.placement, target)
 
-    def _sleep(self, present: Placement, target: Placement) -> None:
+    def _sleep(self, present: GeneratorPlacement, target: GeneratorPlacement) -> None:
         if torch.cuda.is_available():
             with fixed_segments():
                 for method, arguments in sleep_calls(present, target):

@@ -14,10 +14,10 @@ from ...engine.errors import ConfigError, ModelError
 from ...engine.hf.model_path import resolve_folder
 from ...engine.hf.shape import context_of
 from ...engine.hf.weights import WeightFolder
-from ..memory import GpuMemory, MemoryNeeds, gpu_memory, memory_needs, utilization
+from ..memory import GeneratorMemoryNeeds, GpuMemory, gpu_memory, memory_needs, utilization
 from ..options import RolloutConfig
-from ..placement import Placement
-from ..token_stream import Limits, TokenStream
+from ..placement import GeneratorPlacement
+from ..token_stream import CompletionLimits, TokenStream
 from ..weight_values import all_finite
 from .draws import KEY
 
@@ -57,7 +57,7 @@ class VLLMModel:
         self._tied = bool(getattr(self._text, "tie_word_embeddings", False))
         self._context = context_of(self._text)
 
-    def limits(self, max_length: int) -> Limits:
+    def limits(self, max_length: int) -> CompletionLimits:
         """Return what the generator can take.
 
         Args:
@@ -66,7 +66,7 @@ class VLLMModel:
         ends = self._text.eos_token_id
         if (self.folder / "generation_config.json").is_file():
             ends = GenerationConfig.from_pretrained(self.folder).eos_token_id or ends
-        return Limits(
+        return CompletionLimits(
             vocabulary=self._text.vocab_size,
             context=min(self._context or math.inf, max_length),  # type: ignore[arg-type]
             tokens=min(self._config.max_batch_total_tokens, max_length),
@@ -191,7 +191,9 @@ class CompletedWeights:
                     yield name, torch.zeros(shape)
 
 
-def gpu_arguments(config: RolloutConfig, gpu: GpuMemory, needs: MemoryNeeds, *, tp: int, joined: bool) -> dict[str, Any]:
+def gpu_arguments(
+    config: RolloutConfig, gpu: GpuMemory, needs: GeneratorMemoryNeeds, *, tp: int, joined: bool
+) -> dict[str, Any]:
     """Return those arguments of vLLM's engine that depend on its GPUs.
 
     Args:
@@ -259,7 +261,7 @@ def check_version(version: str) -> None:
         )
 
 
-def sleep_calls(present: Placement, target: Placement) -> list[tuple[str, dict[str, Any]]]:
+def sleep_calls(present: GeneratorPlacement, target: GeneratorPlacement) -> list[tuple[str, dict[str, Any]]]:
     """Return the calls, each a method of vLLM's engine and its arguments, that bring a model from one placement to another.
 
     Level 1 copies the weights to the host, level 2 keeps nothing; both free the cache.

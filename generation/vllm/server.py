@@ -18,8 +18,8 @@ from torch import Tensor
 from ...engine.errors import ConfigError, ModelError
 from ..generator import BaseGenerator
 from ..options import RolloutConfig
-from ..placement import Placement
-from ..token_stream import Limits, TokenStream
+from ..placement import GeneratorPlacement
+from ..token_stream import CompletionLimits, TokenStream
 from ..weight_files import write_weights
 from .model import VLLMModel, sampling_settings, sleep_calls
 from .server_process import ServerProcess, short_folder
@@ -79,7 +79,7 @@ class VLLMServerGenerator(BaseGenerator):
         # Twice as many requests as vLLM works on, so that it always has the next ones.
         return ServerProcess(self._folder, self._arguments, self._start_s, 2 * self.config.max_batch_size)
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
         return self._limits
 
@@ -103,7 +103,7 @@ class VLLMServerGenerator(BaseGenerator):
             self._server = None
         if self._server is None:
             self._server = self._start()
-            self._sleep(Placement(), self.placement)
+            self._sleep(GeneratorPlacement(), self.placement)
         return self._server
 
     def run_step(self) -> None:
@@ -204,7 +204,7 @@ class VLLMServerGenerator(BaseGenerator):
         for reader in self._readers.values():
             reader.cancel()
         self._streams, self._names, self._readers = {}, {}, {}
-        if self._server is None or self._server.lost or self.placement != Placement():
+        if self._server is None or self._server.lost or self.placement != GeneratorPlacement():
             return
         found = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
         if not found["success"]:
@@ -247,11 +247,11 @@ class VLLMServerGenerator(BaseGenerator):
                 self._server = None
             raise
 
-    def move(self, target: Placement) -> None:
-        """Let the server sleep, or wake it; see `Placement`. On a CPU vLLM cannot sleep."""
+    def move(self, target: GeneratorPlacement) -> None:
+        """Let the server sleep, or wake it; see `GeneratorPlacement`. On a CPU vLLM cannot sleep."""
         self._sleep(self.placement, target)
 
-    def _sleep(self, present: Placement, target: Placement) -> None:
+    def _sleep(self, present: GeneratorPlacement, target: GeneratorPlacement) -> None:
         if torch.cuda.is_available():
             for method, arguments in sleep_calls(present, target):
                 self.server.post(f"/{method}", parameters=arguments)

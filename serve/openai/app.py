@@ -17,13 +17,13 @@ from starlette.types import Receive, Scope, Send
 from ... import __version__
 from ...engine.errors import ConfigError, DrivetrainError, QueueFullError, WorkerError, WorkerLostError
 from ...generation.token_scheduler import GenerationRequest
-from .formats import Format, embedding_answer, usage_of
+from .formats import CompletionFormat, embedding_answer, usage_of
 from .guards import HostGuard, KeyGuard, SizeGuard, error_body
 from .metrics import Metrics
 from .model import ServedModel
 from .replicas import NoWorkerError, Replicas
+from .responses import RequestCompletions
 from .responses import Response as Generated
-from .responses import Responses
 from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, ModelName, Sampling, WeightsRequest
 from .settings import ServeSettings
 from .weights import WeightLoader
@@ -93,7 +93,7 @@ class Service:
     def __init__(self, settings: ServeSettings, model: ServedModel, replicas: Replicas) -> None:
         self._settings, self._model, self._replicas = settings, model, replicas
         self._metrics = Metrics()
-        self._responses = Responses(replicas, model.texts, self._metrics)
+        self._responses = RequestCompletions(replicas, model.texts, self._metrics)
         self._weights = None if settings.weights_dir is None else WeightLoader(settings.weights_dir, replicas, model.shapes())
         self._created = int(time.time())
 
@@ -192,7 +192,7 @@ class Service:
         chat: bool,
         log_probs: bool,
     ) -> Response:
-        form = Format(
+        form = CompletionFormat(
             chat=chat, model=self._settings.name, texts=self._model.texts, log_probs=log_probs, token_ids=body.return_token_ids
         )
         self._metrics.prompt_tokens.inc(sum(map(len, prompts)))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...generation.tokens import Token
-from .responses import Piece, Response
+from .responses import CompletionPiece, Response
 from .text import Texts
 
 
-class Format:
+class CompletionFormat:
     """The format of the answers to one request.
 
     Args:
@@ -42,7 +42,7 @@ class Format:
             choices.append(self._choice(response, content, response.tokens, response.finish_reason))
         return {**self._base, **self._whole, "choices": choices, "usage": usage}
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+    def chunk(self, piece: CompletionPiece) -> dict[str, Any] | None:
         """Return what a response has gained, as a part of a stream; None if that is nothing that a client sees."""
         response = piece.response
         details = (self._log_probs or self._token_ids) and piece.tokens

@@ -31,7 +31,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CompletionPiece:
     """What a response has gained.
 
     Args:
@@ -47,7 +47,7 @@ class Piece:
     ended: bool = False
 
 
-class Responses:
+class RequestCompletions:
     """The responses to one request.
 
     Args:
@@ -59,7 +59,7 @@ class Responses:
     def __init__(self, replicas: Replicas, texts: Texts, metrics: Metrics) -> None:
         self._replicas, self._texts, self._metrics = replicas, texts, metrics
 
-    async def pieces(self, requests: Sequence[GenerationRequest], stops: Sequence[str]) -> AsyncIterator[Piece]:
+    async def pieces(self, requests: Sequence[GenerationRequest], stops: Sequence[str]) -> AsyncIterator[CompletionPiece]:
         """Generate, and yield what every response gains. If the iterator is left, the workers stop.
 
         Args:
@@ -70,7 +70,7 @@ class Responses:
             WorkerError: A request failed; its cause is the original error. A QueueFullError if too many wait.
             WorkerLostError: The worker died.
         """
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        queue: asyncio.Queue[CompletionPiece | Exception] = asyncio.Queue()
         responses = [Response(i, request.prompt, self._texts.stream(stops)) for i, request in enumerate(requests)]
         with self._replicas.streams(requests) as streams:
             readers = [
@@ -91,7 +91,9 @@ class Responses:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, stream: ResponseStream, response: Response, queue: "asyncio.Queue[Piece | Exception]") -> None:
+    async def _read(
+        self, stream: ResponseStream, response: Response, queue: "asyncio.Queue[CompletionPiece | Exception]"
+    ) -> None:
         try:
             async for token in stream:
                 response.tokens.append(token)
@@ -100,11 +102,11 @@ class Responses:
                 if response.writer.stopped:
                     stream.cancel()
                     response.finish_reason = "stop"
-                    queue.put_nowait(Piece(response, text, [token], ended=True))
+                    queue.put_nowait(CompletionPiece(response, text, [token], ended=True))
                     return
-                queue.put_nowait(Piece(response, text, [token]))
+                queue.put_nowait(CompletionPiece(response, text, [token]))
             # A client knows nothing of requests that the service cancels.
             response.finish_reason = "stop" if stream.finish_reason == "stop" else "length"
-            queue.put_nowait(Piece(response, response.writer.end(), [], ended=True))
+            queue.put_nowait(CompletionPiece(response, response.writer.end(), [], ended=True))
         except Exception as e:  # raised by whoever reads the pieces
             queue.put_nowait(e)

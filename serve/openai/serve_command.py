@@ -143,7 +143,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     )
 
 
-class _Server(uvicorn.Server):
+class _HTTPServer(uvicorn.Server):
     """A server that leaves signals to the command."""
 
     @contextmanager
@@ -207,7 +207,7 @@ async def _serve_until(stop: _Stop, args: argparse.Namespace, settings: ServeSet
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
         )
-        server = _Server(config)
+        server = _HTTPServer(config)
         stop.server = server
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():

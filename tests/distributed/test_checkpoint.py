@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.checkpoint import hf_folder
-from drivetrain.engine.checkpoint.manifest import Manifest, write_manifest
+from drivetrain.engine.checkpoint.manifest import CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import folder_name, latest, rotate, steps
 from drivetrain.engine.checkpoint.rng import restore_rng, rng_state
 from drivetrain.engine.checkpoint.safetensors_io import TensorWriter
@@ -223,7 +223,7 @@ def test_export_loads_in_plain_transformers(checkpoint: tuple[BaseEngine, Path])
         for name, value in stream:
             assert torch.equal(model.state_dict()[name], value)
     assert sorted(p.name for p in folder.parent.iterdir()) == sorted([folder.name, "hf"])
-    manifest = Manifest.read(LocalStore(folder))
+    manifest = CheckpointManifest.read(LocalStore(folder))
     assert set(manifest.names) == {n for n, _ in model.named_parameters()}
     shutil.rmtree(out)
 

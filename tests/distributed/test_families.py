@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from decoders import decoder_config, judge
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.fsdp import trial
@@ -36,7 +36,7 @@ def compare(folder: Path, parallel: ParallelConfig, steps: int = 2) -> list[tupl
     """Relative differences (loss, gradient norm) to the reference, per step."""
     config = EngineConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=128))
     engine = engine_class("fsdp")(model=ModelConfig(path=str(folder)), engine=config, optim=OPTIM).initialize()
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     off = []
     for step in range(steps):
         documents = tiny_documents(8, seed=step)
@@ -213,7 +213,7 @@ def test_reference_notices_a_leak_between_documents(tmp_path: Path, process_grou
     folder = save_tiny_model(tmp_path / "model", "llama")
     documents = tiny_documents(6, seed=0)
     batch = from_lists(documents)
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     leaky = reference.model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],

@@ -17,7 +17,7 @@ from drivetrain.engine.parallel.process_groups import EngineGroups
 from drivetrain.workers.data_plane.plan import Column, place
 from drivetrain.workers.data_plane.redistributor import Need
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
-from drivetrain.workers.groups.planned import Manifest, PlannedHook, PlannedRequest
+from drivetrain.workers.groups.planned import FlushManifest, PlannedHook, PlannedRequest
 from drivetrain.workers.groups.sample_calls import transfer
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import hooks as h
@@ -81,14 +81,14 @@ def state_hook(rng: random.Random, meshes: Sequence[Sequence[int]], title: str) 
     i, j = rng.randrange(len(meshes)), rng.randrange(len(meshes))
     places = tuple(place("main", rank) for rank in meshes[i])
     kind = rng.choice(["offload", "save", "sync_params"])
-    hook: h.Hook
+    hook: h.WireHook
     if kind == "offload":
-        hook = h.Offload(role=f"r{i}", place=title)
+        hook = h.OffloadHook(role=f"r{i}", place=title)
     elif kind == "save":
-        hook = h.Save(role=f"r{i}", root=title, step=1)
+        hook = h.SaveHook(role=f"r{i}", root=title, step=1)
     else:
         targets = tuple(place("main", rank) for rank in meshes[j])
-        hook = h.SyncParams(source=f"r{i}", target=f"r{j}", sources=list(places), targets=list(targets), title=title)
+        hook = h.SyncParamsHook(source=f"r{i}", target=f"r{j}", sources=list(places), targets=list(targets), title=title)
         places = tuple(dict.fromkeys((*places, *targets)))
     return PlannedHook(name=h.name_of(hook), places=places, make=lambda name: hook, common=repr(hook))
 
@@ -146,7 +146,7 @@ def rank_programs(seed: int, count: int, orders: int) -> int:
         requests = program(rng, meshes, number + 1, buffer)
         for order in list(itertools.permutations(requests))[:orders]:
             # Every rank is sent the same, in the order in which the controller decided.
-            manifest = Manifest.of(order)
+            manifest = FlushManifest.of(order)
             manifest.check()
             if worker.place not in manifest.places:
                 continue
@@ -186,9 +186,9 @@ def test_more_random_programs(seed: int) -> None:
 # ---- requests that went astray ------------------------------------------------------------------------------------------
 
 
-def requests_for(number: int) -> Manifest:
+def requests_for(number: int) -> FlushManifest:
     everyone = tuple(place("main", rank) for rank in range(dist.get_world_size()))
-    return Manifest.of(
+    return FlushManifest.of(
         [
             PlannedRequest(
                 id=number * 10 + k,
@@ -290,7 +290,7 @@ def rank_failing_hook() -> bool:
     moving, _ = transfer(needs, buffer, "batch")
     assert moving is not None
     first, second = requests_for(1).requests[:2]
-    manifest = Manifest.of([replace(first, before=[moving]), second])
+    manifest = FlushManifest.of([replace(first, before=[moving]), second])
     outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
     assert isinstance(outcomes[0], FlushOk)
     failed, ran = outcomes[1], outcomes[2]
@@ -299,16 +299,16 @@ def rank_failing_hook() -> bool:
     assert ran.result == "1"
     # A hook that concerns one rank alone, and fails: the others learn of it, instead of waiting in the call.
     first, second = requests_for(3).requests[:2]
-    nobody = PlannedHook(name="offload", places=everyone[:1], make=lambda name: h.Offload(role="nobody"), common="")
-    manifest = Manifest.of([replace(first, before=[nobody]), second])
+    nobody = PlannedHook(name="offload", places=everyone[:1], make=lambda name: h.OffloadHook(role="nobody"), common="")
+    manifest = FlushManifest.of([replace(first, before=[nobody]), second])
     outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
     assert "there is no role 'nobody'" in str(outcomes[1])
     assert outcomes[2].result == "1"
     # A call that fails on all ranks has no effect on the next one, and its hooks after it do not run.
     first, second = requests_for(2).requests[:2]
-    save = PlannedHook(name="save", places=everyone, make=lambda name: h.Save(role="r0", root="never", step=1), common="")
+    save = PlannedHook(name="save", places=everyone, make=lambda name: h.SaveHook(role="r0", root="never", step=1), common="")
     failing = replace(first, make=lambda name: Call(role="r0", method="fail", args=["planned"]), after=[save])
-    manifest = Manifest.of([failing, replace(second, after=[save])])
+    manifest = FlushManifest.of([failing, replace(second, after=[save])])
     outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.frames(worker.place))
     assert isinstance(outcomes[1], ValueError)
     assert outcomes[2].hook_results == ["never/1"]

@@ -21,7 +21,7 @@ from drivetrain.engine.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.fsdp.options import FSDPOptions
@@ -66,8 +66,8 @@ def test_memory_settings_change_no_number(axes: dict[str, Any], tmp_path: Path) 
 
 def test_bfloat16_is_within_the_references_own_distance(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    exact = Reference(folder, OPTIM).step(tiny_documents(8, seed=0))
-    rough = Reference(folder, OPTIM, torch.bfloat16).step(tiny_documents(8, seed=0))
+    exact = PlainReference(folder, OPTIM).step(tiny_documents(8, seed=0))
+    rough = PlainReference(folder, OPTIM, torch.bfloat16).step(tiny_documents(8, seed=0))
     loss_bound = 4 * abs(rough.loss - exact.loss) / exact.loss + 1e-4
     norm_bound = 4 * abs(rough.grad_norm - exact.grad_norm) / exact.grad_norm + 1e-3
     for precision in (
@@ -427,7 +427,7 @@ def test_the_gradient_is_clipped_to_what_the_settings_say(backend: str, parallel
     folder = save_tiny_model(tmp_path / "model", "llama")
     plain = {}
     for clip in (*CLIPS, 1.0):
-        reference = Reference(folder, clipped_to(clip))
+        reference = PlainReference(folder, clipped_to(clip))
         done = [reference.step(tiny_documents(8, seed=s)) for s in range(2)]
         # Before clipping the norm is larger than all of the bounds.
         assert min(step.grad_norm for step in done) > 1.35
@@ -463,7 +463,7 @@ def rank_frozen_in_16_bits(folder: str, root: str) -> Any:
 
 def test_a_frozen_parameter_that_the_ranks_do_not_divide_is_kept_to_its_last_number(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
-    stored = Reference(folder, OPTIM).weights()
+    stored = PlainReference(folder, OPTIM).weights()
     for found in run_ranks(rank_frozen_in_16_bits, 3, str(folder), str(tmp_path / "c")):
         for name, (first, second) in found.items():
             # Three ranks do not divide its 64, or 8192, numbers.

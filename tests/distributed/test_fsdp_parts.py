@@ -15,7 +15,7 @@ from drivetrain.engine.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.export import export_hf
@@ -87,16 +87,16 @@ def test_lora_trains_as_peft_does(nproc: int, axes: dict[str, Any], modules: tup
     assert all(f["disabled_equals_base"] != bool(modules) and f["training_changed"] and f["resumed"] for f in found)
     model = peft_reference(folder, tmp_path / "start")
     trainable = [p for p in model.parameters() if p.requires_grad]
-    reference = Reference(folder, replace(OPTIM, lr=1e-2))
+    reference = PlainReference(folder, replace(OPTIM, lr=1e-2))
     reference.model = model
     reference.optimizer = torch.optim.AdamW(trainable, lr=1e-2, betas=OPTIM.betas, weight_decay=OPTIM.weight_decay)
     want = [reference.step(tiny_documents(8, seed=s)) for s in range(3)]
     close_to(found[0]["steps"], [(w.loss, w.grad_norm) for w in want])
     documents = tiny_documents(4, seed=9)
-    exported = Reference(folder, OPTIM)
+    exported = PlainReference(folder, OPTIM)
     exported.model = peft_reference(folder, tmp_path / "adapter").eval()
-    merged = Reference(tmp_path / "merged", OPTIM)
-    plain = Reference(folder, OPTIM)
+    merged = PlainReference(tmp_path / "merged", OPTIM)
+    plain = PlainReference(folder, OPTIM)
     for document in documents[1:]:
         want_lp = reference.log_probs(document)
         torch.testing.assert_close(exported.log_probs(document), want_lp, rtol=0, atol=2e-4)
@@ -194,7 +194,7 @@ def test_router_loss(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
     loss, aux, norm = run_ranks(rank_router, nproc, str(folder), axes, 0.5)[0]
     documents = tiny_documents(8, seed=0)
-    model: Any = Reference(folder, OPTIM).model
+    model: Any = PlainReference(folder, OPTIM).model
     total = sum(len(d) - 1 for d in documents)
     parts = balance([len(d) for d in documents], 1 if axes else nproc)
     want_loss, want_aux = torch.zeros(()), torch.zeros(())

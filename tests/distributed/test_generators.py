@@ -14,7 +14,7 @@ from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, ModelError
 from drivetrain.generation.conformance.__main__ import main as conformance
 from drivetrain.generation.conformance.__main__ import parse_settings
-from drivetrain.generation.conformance.case import Case, ConformanceError
+from drivetrain.generation.conformance.case import Case, GeneratorConformanceError
 from drivetrain.generation.conformance.checks import CHECKS
 from drivetrain.generation.generator import BaseGenerator
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
@@ -83,7 +83,7 @@ def test_it_does_what_the_interface_says(case: Case, settings: dict[str, Any], c
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_the_checks_find_a_defect(case: Case, defect: str) -> None:
     broken = with_settings(case, generator=f"helpers.broken_generators:{defect}")
-    with pytest.raises(ConformanceError):
+    with pytest.raises(GeneratorConformanceError):
         CHECKS[DEFECTS[defect]](broken)
 
 

@@ -26,7 +26,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.groups.planned import Manifest, PlannedRequest, Submission
+from drivetrain.workers.groups.planned import FlushManifest, PlannedRequest, Submission
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
@@ -269,7 +269,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
         (d.Get(ids=["nothing"], keys=["x"]), "the samples 'nothing' are not in the data store"),
         (d.Spec(role="troubled"), "role 'troubled' has no data set"),
         (d.Fetch(role="troubled", count=1), "role 'troubled' has no data set"),
-        (d.ModelConfig(role="troubled"), "has no engine"),
+        (d.ModelConfigRequest(role="troubled"), "has no engine"),
         (d.Peers(addresses={}), "does not listen"),
         (p.LoadDenseShard(model_id="m", config_json="", safetensors_paths=[]), "config_json is no JSON"),
         (p.GenerateStep(model_id="m", tokens=[1], offset=0), "there is no model 'm'"),
@@ -296,7 +296,7 @@ def ask(group: Any, request: p.Request) -> list[Any]:
         id=group.next_id(), title="the test", mesh=("main/0", "main/1"), make=lambda name: request, common=""
     )
     submission = Submission(request=planned)
-    group._run(Manifest.of([planned]), [submission])
+    group._run(FlushManifest.of([planned]), [submission])
     submission.result()
     return list(submission.replies.values())
 

@@ -15,7 +15,7 @@ from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.checks import CHECKS
 from drivetrain.engine.conformance.engine_factory import engine_factory
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import CapabilityError, ConfigError, ModelError, RemoteError, TopologyError
 from drivetrain.engine.export import export_hf
@@ -422,7 +422,7 @@ def rank_ropes_by_length(folder: str, axes: dict[str, Any]) -> tuple[Any, Any]:
     documents = [tiny_documents(2, seed=i, longest=n)[1] for i, n in enumerate((7, 50, 9, 23, 11, 40))]
     with contextlib.closing(build(folder, axes)) as engine:
         got = engine.train_batch(share(engine, documents), SFTLoss())
-    want = Reference(folder, engines.OPTIM).step(documents)
+    want = PlainReference(folder, engines.OPTIM).step(documents)
     return (got.loss, got.grad_norm), (want.loss, want.grad_norm)
 
 
@@ -464,7 +464,7 @@ def rank_bfloat16(folder: str, axes: dict[str, Any]) -> tuple[Any, torch.dtype]:
 @pytest.mark.slow
 def test_bfloat16_is_as_near_as_the_format_allows(folder: Path) -> None:
     exact = engines.reference_steps(folder)
-    rounded = Reference(folder, engines.OPTIM, compute=torch.bfloat16)
+    rounded = PlainReference(folder, engines.OPTIM, compute=torch.bfloat16)
     known = [rounded.step(tiny_documents(8, seed=s)) for s in range(3)]
     loss = 3 * max(abs(k.loss - e[0]) / e[0] for k, e in zip(known, exact, strict=True))
     norm = 3 * max(abs(k.grad_norm - e[1]) / e[1] for k, e in zip(known, exact, strict=True))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drivetrain.engine.config import LoraConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents, tiny_model
 from drivetrain.engine.errors import CapabilityError, ModelError
 from drivetrain.engine.export import export_hf
@@ -34,10 +34,10 @@ from helpers.runs import words
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "*.k_proj.weight")
 
 
-def frozen_reference(folder: str | Path, patterns: Sequence[str]) -> Reference:
+def frozen_reference(folder: str | Path, patterns: Sequence[str]) -> PlainReference:
     from fnmatch import fnmatchcase
 
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     for name, parameter in reference.model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, p) for p in patterns))
     return reference
@@ -66,7 +66,7 @@ def test_frozen_parameters_stay_and_the_others_train_as_in_plain_hugging_face(
     folder = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
     reference = frozen_reference(folder, patterns)
     want = [reference.step(tiny_documents(8, seed=s)) for s in range(3)]
-    before = Reference(folder, OPTIM).weights()
+    before = PlainReference(folder, OPTIM).weights()
     for found, after in run_ranks(rank_frozen, nproc, str(folder), patterns, axes):
         close_to(found, [(w.loss, w.grad_norm) for w in want])
         for name, parameter in reference.model.named_parameters():
@@ -129,7 +129,7 @@ def test_added_tokens_begin_as_the_mean_and_train(nproc: int, axes: dict[str, An
         assert now.shape == (18, was.shape[1])
         assert torch.equal(now[:16], was)
         torch.testing.assert_close(now[16:], was.mean(0).expand(2, -1))
-    want = Reference(tmp_path / "start", OPTIM).step(DOCUMENTS)
+    want = PlainReference(tmp_path / "start", OPTIM).step(DOCUMENTS)
     close_to([(loss, norm)], [(want.loss, want.grad_norm)])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "end")
     assert tokenizer("3<a><b>", add_special_tokens=False)["input_ids"][1:] == [16, 17]
@@ -206,7 +206,7 @@ def test_weights_that_are_not_finite_are_refused_on_every_rank(value: float, tmp
 
 def rank_greedy(folder: str, cp: int) -> list[bool]:
     engine = build(folder, parallel=ParallelConfig(cp=cp))
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     documents = tiny_documents(6, seed=0)
     batch = share(engine, documents)
     found = engine.infer_batch(batch, OutputRequest(greedy=True), tokens=torch.ones(batch.num_tokens, dtype=torch.bool))

@@ -12,9 +12,9 @@ import torch
 
 from drivetrain.engine.config import ModelConfig, ParallelConfig
 from drivetrain.engine.errors import ConfigError
-from drivetrain.engine.offload import PARTS, Offloader, Part
+from drivetrain.engine.offload import PARTS, Offloader, StatePart
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
-from drivetrain.generation.placement import Placement
+from drivetrain.generation.placement import GeneratorPlacement
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.process.moves import HalfMove, plan_moves
 from drivetrain.workers.process.role_host import RoleHost, RoleSpec
@@ -24,7 +24,7 @@ from helpers.hybridflow import EXAMPLES, example
 
 EXAMPLE = example()
 ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
-HERE, AWAY, ABSENT = Placement(), Placement("host", "absent"), Placement("absent", "absent")
+HERE, AWAY, ABSENT = GeneratorPlacement(), GeneratorPlacement("host", "absent"), GeneratorPlacement("absent", "absent")
 
 
 def engine(place: str, part: str | None = None) -> HalfMove:
@@ -53,7 +53,7 @@ def generator(place: str, part: str | None = None) -> HalfMove:
     ],
 )
 def test_each_half_of_a_role_takes_the_places_and_parts_that_it_has(
-    place: str, part: str | None, present: Placement, moves: list[HalfMove]
+    place: str, part: str | None, present: GeneratorPlacement, moves: list[HalfMove]
 ) -> None:
     assert plan_moves(place, part, present) == moves
 
@@ -77,7 +77,7 @@ def test_the_parameters_of_an_engine_leave_last_and_come_first(monkeypatch: pyte
     monkeypatch.setattr(Offloader, "_offload", lambda self, part, location: moved.append(f"{part} to {location}"))
     reload = Offloader._reload
 
-    def noted(self: Offloader, part: Part) -> None:
+    def noted(self: Offloader, part: StatePart) -> None:
         moved.append(part)
         reload(self, part)
 

@@ -16,7 +16,7 @@ from drivetrain.rewards import sandbox
 from drivetrain.rewards.config import RewardsConfig
 from drivetrain.rewards.programs import check_program, find_program
 from drivetrain.rewards.sample import RewardSample
-from drivetrain.rewards.sandbox import Run, SandboxLimits, check_sandbox, run_program
+from drivetrain.rewards.sandbox import ProgramResult, SandboxLimits, check_sandbox, run_program
 from drivetrain.rewards.scorer import RewardScorer
 
 
@@ -44,7 +44,7 @@ def strangers() -> list[str]:
     return found
 
 
-def run(program: str, limits: SandboxLimits = QUICK) -> Run:
+def run(program: str, limits: SandboxLimits = QUICK) -> ProgramResult:
     began = time.monotonic()
     found = run_program(program, "", limits)
     assert time.monotonic() - began < limits.seconds + 10
@@ -54,7 +54,9 @@ def run(program: str, limits: SandboxLimits = QUICK) -> Run:
 
 @needs_sandbox
 def test_programs_read_and_print() -> None:
-    assert run_program("print(input()[::-1], 'é')", "olleh\n") == Run(kind="ended", exit_code=0, stdout="hello é\n", stderr="")
+    assert run_program("print(input()[::-1], 'é')", "olleh\n") == ProgramResult(
+        kind="ended", exit_code=0, stdout="hello é\n", stderr=""
+    )
     assert run_program("", "").exit_code == 0
     assert run_program("import sys; sys.exit(3)").exit_code == 3
     assert "ZeroDivisionError" in run_program("1/0").stderr
@@ -305,7 +307,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(sandbox.shutil, "which", lambda tool: tool)
             patch.setattr(
-                sandbox, "_run", lambda *_: Run(kind="ended", exit_code=1, stdout="", stderr="bwrap: No permissions")
+                sandbox, "_run", lambda *_: ProgramResult(kind="ended", exit_code=1, stdout="", stderr="bwrap: No permissions")
             )
             with pytest.raises(
                 ConfigError, match=r"(?s)does not work on this machine: bubblewrap says: bwrap: No permissions"

@@ -22,7 +22,7 @@ from drivetrain.engine.config import (
     ParallelConfig,
     SharePrefixes,
 )
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.loss import LossSums, OutputRequest, StepResult, TokenOutputs
@@ -64,7 +64,7 @@ def build(folder: Path | str, backend: str, parallel: ParallelConfig, **settings
 def compare(folder: Path, backend: str, parallel: ParallelConfig, steps: int = 2, **settings: Any) -> list[tuple[float, ...]]:
     """Relative differences (loss, gradient norm) to the reference, and the share of tokens that was not computed, per step."""
     engine = build(folder, backend, parallel, **settings)
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     off: list[tuple[float, ...]] = []
     rank, size = engine.topology.dp_rank, engine.topology.dp_size
     for step in range(steps):
@@ -161,7 +161,7 @@ def test_layouts_equal_document_by_document(
 
 def test_outputs_are_those_of_whole_documents(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     documents = families(7)
     batch = from_lists(documents)
     shared, alone = (build(folder, "fsdp", ParallelConfig(), share=share) for share in ("on", "off"))
@@ -244,7 +244,7 @@ def test_adapters_and_values_are_those_of_whole_documents(
 
 def test_without_its_adapters_a_model_shares_too(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
-    reference, documents = Reference(folder, OPTIM), families(3)
+    reference, documents = PlainReference(folder, OPTIM), families(3)
     batch = from_lists(documents)
     engine = build(folder, "fsdp", ParallelConfig(), lora=LoraConfig(rank=4), max_tokens=1024)
     for _ in range(2):

@@ -12,7 +12,7 @@ from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, ParallelCo
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp import optimizer as optimizer_module
 from drivetrain.engine.fsdp import replicas
-from drivetrain.engine.fsdp.host_moments import HostMoments, Piece, parts_of
+from drivetrain.engine.fsdp.host_moments import HostMoments, MomentSlice, parts_of
 from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
@@ -194,11 +194,11 @@ def test_replicas_of_a_whole_model_train_as_one(bucket: int, tmp_path: Path) -> 
 
 def test_parts_of_moments() -> None:
     assert parts_of([], 10) == []
-    assert parts_of([0], 10) == [[Piece(0, 0, 0)]]
+    assert parts_of([0], 10) == [[MomentSlice(0, 0, 0)]]
     assert parts_of([6, 5, 0, 12], 10) == [
-        [Piece(0, 0, 6), Piece(1, 0, 4)],
-        [Piece(1, 4, 5), Piece(2, 0, 0), Piece(3, 0, 9)],
-        [Piece(3, 9, 12)],
+        [MomentSlice(0, 0, 6), MomentSlice(1, 0, 4)],
+        [MomentSlice(1, 4, 5), MomentSlice(2, 0, 0), MomentSlice(3, 0, 9)],
+        [MomentSlice(3, 9, 12)],
     ]
     for lengths in ([1], [10, 10], [25, 0, 1, 9]):
         pieces = [piece for part in parts_of(lengths, 10) for piece in part]

@@ -25,7 +25,7 @@ from drivetrain.workers.roles.batch_adapters import adapt_batch
 from drivetrain.workers.roles.critic import CriticConfig, CriticWorker
 from drivetrain.workers.roles.dispatch import MiniBatches, assign_mini_batches, assign_rows
 from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig
-from drivetrain.workers.roles.reward import Answer, FunctionRewardConfig, FunctionRewardWorker, RewardWorker
+from drivetrain.workers.roles.reward import FunctionRewardConfig, FunctionRewardSample, FunctionRewardWorker, RewardWorker
 from helpers.engines import build
 from helpers.harness import run_ranks
 from helpers.hybridflow import EXAMPLES, Plain, example, expected, logs, values
@@ -170,7 +170,7 @@ def reward_too_few(answers: Any) -> list[float]:
 
 @pytest.mark.usefixtures("process_group")
 def test_a_reward_may_be_a_function(models: Path) -> None:
-    seen: list[Answer] = []
+    seen: list[FunctionRewardSample] = []
 
     def count(answers: Any) -> list[float]:
         seen.extend(answers)

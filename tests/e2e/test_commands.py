@@ -97,7 +97,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
     def interrupted(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("drivetrain.checkpoint_tools.cli.main", interrupted)
+    monkeypatch.setattr("drivetrain.checkpoint_tools.commands.main", interrupted)
     assert cli.main(["merge", "a", "b"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -30,7 +30,7 @@ from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader
 from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.methods import reference as reference_module
-from drivetrain.trainers.methods.base import Method
+from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
@@ -440,7 +440,7 @@ def test_a_reference_of_another_vocabulary_is_refused(
 # ---- layouts ------------------------------------------------------------------------------------------------------------
 
 
-def engine_steps(method: Method, engine: Any, samples: Any) -> list[StepResult]:
+def engine_steps(method: TrainingMethod, engine: Any, samples: Any) -> list[StepResult]:
     order = Sampler(samples.sizes, weights=None, seed=0, shuffle=False)
     batches = Loader(samples, order, batch_size=SIZE).once()
     found = []
@@ -463,7 +463,7 @@ def layout_steps(
         ),
         "optim": OPTIM,
     }
-    method: Method
+    method: TrainingMethod
     if kind == "reward":
         reward = RMConfig(model=ModelConfig(path=str(root / "model"), head="value"), **common)
         config: Any = reward

@@ -34,8 +34,8 @@ from drivetrain import (
 from drivetrain.trainers.data.python_data import PythonData
 from drivetrain.trainers.loop.answer_metrics import AnswerMetrics, exact_match
 from drivetrain.trainers.loop.loop import StopReason
-from drivetrain.trainers.loop.parts import Run
-from drivetrain.trainers.loop.samples import Answer
+from drivetrain.trainers.loop.parts import TrainingRun
+from drivetrain.trainers.loop.samples import HeldOutCompletion
 from drivetrain.trainers.sft import main
 from drivetrain.trainers.tasks.addition import write_model
 from drivetrain.trainers.tasks.rising_digits import write_pairs
@@ -59,10 +59,10 @@ class Watch(Callback):
         self.calls: list[tuple[str, int]] = []
         self.stop_at, self.fail_at = stop_at, fail_at
 
-    def on_train_begin(self, run: Run, step: int) -> None:
+    def on_train_begin(self, run: TrainingRun, step: int) -> None:
         self.calls.append(("begin", step))
 
-    def on_step_end(self, run: Run, step: int, metrics: Mapping[str, Any]) -> bool:
+    def on_step_end(self, run: TrainingRun, step: int, metrics: Mapping[str, Any]) -> bool:
         assert metrics["step"] == step
         assert run.engine.step == step
         self.calls.append(("step", step))
@@ -70,14 +70,14 @@ class Watch(Callback):
             raise RuntimeError("the disk of my dashboard is full")
         return step == self.stop_at
 
-    def on_evaluate(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, run: TrainingRun, step: int, metrics: Mapping[str, float]) -> None:
         assert metrics["loss"] > 0
         self.calls.append(("evaluate", step))
 
-    def on_save(self, run: Run, step: int) -> None:
+    def on_save(self, run: TrainingRun, step: int) -> None:
         self.calls.append(("save", step))
 
-    def on_train_end(self, run: Run, step: int) -> None:
+    def on_train_end(self, run: TrainingRun, step: int) -> None:
         self.calls.append(("end", step))
 
 
@@ -296,7 +296,9 @@ def test_answers_are_measured_and_select_the_best_checkpoint(task: Path) -> None
 
 
 def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
-    answer = Answer(name="a.jsonl:1", prompt="", answer="", plain_prompt="2+2=", plain_answer=" 4\n", plain_wanted="4")
+    answer = HeldOutCompletion(
+        name="a.jsonl:1", prompt="", answer="", plain_prompt="2+2=", plain_answer=" 4\n", plain_wanted="4"
+    )
     assert AnswerMetrics.of(["exact_match", "contains"]).measure([answer]) == {"exact_match": 1.0, "contains": 1.0}
     assert AnswerMetrics.of([], [lambda **given: len(given)]).measure([answer]) == {"<lambda>": 3.0}
     for names, functions, told in (

@@ -9,7 +9,7 @@ from torch import Tensor
 from drivetrain.engine.errors import ModelError
 from drivetrain.generation.continuous import ContinuousGenerator
 from drivetrain.generation.options import SamplingOptions
-from drivetrain.generation.placement import Placement
+from drivetrain.generation.placement import GeneratorPlacement
 from drivetrain.generation.static import StaticGenerator
 from drivetrain.generation.token_stream import TokenStream
 
@@ -117,7 +117,7 @@ class TakesAnything(StaticGenerator):
 class LosesWeightsOnHost(StaticGenerator):
     """Its weights come back as zeros from the host."""
 
-    def move(self, target: Placement) -> None:
+    def move(self, target: GeneratorPlacement) -> None:
         super().move(target)
         self._lm.model.lm_head.weight.data.zero_()
 

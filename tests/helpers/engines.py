@@ -12,7 +12,7 @@ from drivetrain.engine.config import (
     ModelConfig,
     OptimConfig,
 )
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import tiny_documents
 from drivetrain.engine.packing.batch import PackedBatch
 from drivetrain.engine.packing.convert import from_lists
@@ -69,6 +69,6 @@ def close_to(got: list[tuple[float, float]], want: list[tuple[float, float]], lo
 
 
 def reference_steps(folder: Path | str, count: int = 3) -> list[tuple[float, float]]:
-    reference = Reference(folder, OPTIM)
+    reference = PlainReference(folder, OPTIM)
     done = [reference.step(tiny_documents(8, seed=s)) for s in range(count)]
     return [(d.loss, d.grad_norm) for d in done]

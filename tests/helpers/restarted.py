@@ -9,7 +9,7 @@ from drivetrain.engine.checkpoint.local_shards import TORCH_DTYPES, as_tensor
 from drivetrain.engine.checkpoint.retention import find_checkpoint
 from drivetrain.engine.checkpoint.safetensors_io import ITEMSIZE, RAW
 from drivetrain.engine.checkpoint.tensor_slices import whole
-from drivetrain.engine.conformance.reference import Reference
+from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.hf.layout import DiskLayout
 from helpers.engines import OPTIM
 
@@ -26,7 +26,7 @@ def stored(where: str, kind: str) -> dict[str, Tensor]:
     return found
 
 
-class Restarted(Reference):
+class Restarted(PlainReference):
     """Plain Hugging Face that goes on from a checkpoint."""
 
     def __init__(self, folder: str, checkpoint: str) -> None:

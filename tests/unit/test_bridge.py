@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain.engine.bridge.decoder import Decoder, read_decoder
 from drivetrain.engine.bridge.family import FAMILIES, Family, find_family
-from drivetrain.engine.bridge.rules import ExpertBiases, ExpertColumns, ExpertRows, Part, StackedExperts
+from drivetrain.engine.bridge.rules import ExpertBiases, ExpertColumns, ExpertRows, StackedExperts, TensorPart
 from drivetrain.engine.checkpoint.tensor_slices import TensorSlice, covers
 from drivetrain.engine.errors import ModelError
 from drivetrain.engine.hf.layout import DiskLayout
@@ -28,7 +28,7 @@ def disk_shapes(family: str, **settings: Any) -> dict[str, tuple[int, ...]]:
     return {s.name: s.shape for name, p in stored.items() for s in layout.stored_slices(name, p.shape)}
 
 
-def local_shapes(family: Family, decoder: Decoder, part: Part) -> dict[str, tuple[int, ...]]:
+def local_shapes(family: Family, decoder: Decoder, part: TensorPart) -> dict[str, tuple[int, ...]]:
     """The parameters that one of `part.size` ranks holds, as megatron would shape them."""
     hidden, d, tp = decoder.hidden, decoder.head_dim, part.size
     vocabulary = math.ceil(decoder.vocabulary / tp)
@@ -111,7 +111,7 @@ def test_parts_of_all_ranks_make_every_tensor_exactly_once(name: str, tp: int, t
     for rank in range(tp):
         for expert_rank in range(ep):
             count = decoder.experts.count // ep if decoder.experts else 1
-            part = Part(tp, rank, count, expert_rank * count)
+            part = TensorPart(tp, rank, count, expert_rank * count)
             for parameter, shape in local_shapes(family, decoder, part).items():
                 rule, names = family.rule(parameter)
                 of_experts = isinstance(rule, ExpertRows | ExpertColumns | StackedExperts | ExpertBiases)
@@ -147,7 +147,7 @@ def test_query_key_and_value_stand_group_by_group() -> None:
     tensors = dict(zip(names, (q, k, v), strict=True))
     for rank in range(2):
         local = torch.zeros(len(want) // 2, decoder.hidden)
-        for s in rule.stored_slices(names, tuple(local.shape), Part(2, rank), decoder):
+        for s in rule.stored_slices(names, tuple(local.shape), TensorPart(2, rank), decoder):
             local[s.box.within((0, 0))] = tensors[s.name][TensorSlice(s.offset, s.box.length).within((0, 0))]
         assert torch.equal(local, want.chunk(2)[rank])
 
@@ -196,7 +196,7 @@ def test_the_bridge_packs_as_mbridge_does(name: str, tp: int) -> None:
     layers = {**oracle._ATTENTION_MAPPING, **oracle._MLP_MAPPING}
     stored = {key: torch.randn(shape) for key, shape in disk_shapes(name).items()}
     for rank in range(tp):
-        for parameter, shape in local_shapes(family, decoder, Part(tp, rank)).items():
+        for parameter, shape in local_shapes(family, decoder, TensorPart(tp, rank)).items():
             rule, names = family.rule(parameter)
             inner = parameter.removeprefix("decoder.layers.1.")
             if inner != parameter:
@@ -210,7 +210,7 @@ def test_the_bridge_packs_as_mbridge_does(name: str, tp: int) -> None:
             whole = bare._weight_to_mcore_format(their, [stored[n] for n in names])
             want = bare._weight_split_across_tp(their, whole, torch.empty(shape), tp)[rank]
             got = torch.full(shape, torch.nan)
-            for s in rule.stored_slices(names, shape, Part(tp, rank), decoder):
+            for s in rule.stored_slices(names, shape, TensorPart(tp, rank), decoder):
                 offset = s.offset or (0,) * len(s.shape)
                 got[s.box.within((0,) * len(shape))] = stored[s.name][
                     TensorSlice(offset, s.box.length).within((0,) * len(s.shape))

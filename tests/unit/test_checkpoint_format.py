@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from drivetrain.engine.checkpoint.manifest import CHECKSUM, Manifest, write_manifest
+from drivetrain.engine.checkpoint.manifest import CHECKSUM, CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.safetensors_io import (
     CHUNK_BYTES,
@@ -62,7 +62,7 @@ def write(store: Store, number: int = 3, **changes: Any) -> None:
     store.commit(made, folder_name(number))
 
 
-def value_of(manifest: Manifest) -> Any:
+def value_of(manifest: CheckpointManifest) -> Any:
     files = manifest.tensor_files()
     found = np.full(SHAPE, 7, RAW[4])
     for box in manifest.check_cover(files, "w", "value").boxes:
@@ -176,7 +176,7 @@ def tensors(shape: list[Any], *boxes: dict[str, Any], dtype: str = "F32") -> dic
 def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(LocalStore(tmp_path), **changes)
     with pytest.raises(CheckpointError, match=message):
-        Manifest.read(LocalStore(tmp_path / "step-00000003"))
+        CheckpointManifest.read(LocalStore(tmp_path / "step-00000003"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], message: str, 
 )
 def test_boxes_that_lie_are_refused(found: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(LocalStore(tmp_path), tensors=found)
-    manifest = Manifest.read(LocalStore(tmp_path / "step-00000003"))
+    manifest = CheckpointManifest.read(LocalStore(tmp_path / "step-00000003"))
     with pytest.raises(CheckpointError, match=message):
         manifest.check_cover(manifest.tensor_files(), "w", "value")
 
@@ -229,7 +229,7 @@ def test_links_lead_nowhere(place: str, tmp_path: Path) -> None:
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DamagedError, match=r"is missing|has no manifest"):
-        Manifest.read(LocalStore(tmp_path / "step-00000003"))
+        CheckpointManifest.read(LocalStore(tmp_path / "step-00000003"))
 
 
 @pytest.mark.parametrize("file", [MANIFEST, CHECKSUM])

@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.trainers.config.data import DataConfig
-from drivetrain.trainers.data.encode import Kind
+from drivetrain.trainers.data.encode import DataKind
 from drivetrain.trainers.data.tokenize import load_token_caches
 from drivetrain.trainers.data_show.facts import Facts, histogram
 from drivetrain.trainers.tasks.addition import make_tokenizer, write_model
@@ -27,7 +27,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-def facts_of(tmp_path: Path, rows: list[dict[str, Any]], name: str = "a", kind: Kind = "completions") -> Facts:
+def facts_of(tmp_path: Path, rows: list[dict[str, Any]], name: str = "a", kind: DataKind = "completions") -> Facts:
     file = write(tmp_path / f"{name}.jsonl", rows)
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
     return Facts.of(load_token_caches([file], TOKENIZER, data, training=True, kind=kind))

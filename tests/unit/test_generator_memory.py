@@ -13,8 +13,8 @@ from drivetrain.generation import memory
 from drivetrain.generation.memory import (
     GIB,
     TOKENS_WITHOUT_GPU,
+    GeneratorMemoryNeeds,
     GpuMemory,
-    MemoryNeeds,
     memory_needs,
     tokens_that_fit,
     utilization,
@@ -30,7 +30,7 @@ from drivetrain.trainers.rl.roles import rollout_config
 from drivetrain.workers.roles.generator import RolloutWorker
 
 # An 8B model in bfloat16 with 36 layers of 8 key/value heads of 128, for 256 responses of up to 40,960 tokens.
-NEEDS = MemoryNeeds(parameters=16 * GIB, per_token=147_456, workspace=5 * GIB, most_tokens=256 * 40_960)
+NEEDS = GeneratorMemoryNeeds(parameters=16 * GIB, per_token=147_456, workspace=5 * GIB, most_tokens=256 * 40_960)
 ALONE = GpuMemory(free=79 * GIB, total=80 * GIB)
 # Beside a trained 8B model on 8 GPUs: 12.3 GB of parameters and moments, and contexts.
 SHARED = GpuMemory(free=64 * GIB, total=80 * GIB)

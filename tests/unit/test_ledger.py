@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, Part, scoring_phase
+from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, RolePart, scoring_phase
 
 GIB = 2**30
 TRAINED = ("parameters", "gradients", "optimizer")
@@ -14,7 +14,7 @@ TRAINED = ("parameters", "gradients", "optimizer")
 def ledger(away: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryLedger, list[str]]:
     """A ledger of four roles, and what it does."""
     done: list[str] = []
-    holdings: dict[tuple[str, Part], Holding] = {("actor", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    holdings: dict[tuple[str, RolePart], Holding] = {("actor", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
     holdings |= {("critic", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
     holdings["reference", "parameters"] = Holding(bytes=GIB)
     holdings["rollout", "parameters"] = Holding(bytes=GIB, shared=not apart)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import CheckpointError
 from drivetrain.engine.packing.batch import IGNORE
 from drivetrain.trainers.config.data import DataConfig
-from drivetrain.trainers.data.dataset import Budget, Dataset
+from drivetrain.trainers.data.dataset import Budget, TokenDataset
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
 from drivetrain.trainers.data.order import BatchOrder, Cursor, Sampler
 from drivetrain.trainers.data.sample import Sample
@@ -30,13 +30,15 @@ def store(folder: Path, lengths: list[int]) -> TokenCache:
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
+def many(tmp_path_factory: pytest.TempPathFactory) -> list[TokenDataset]:
     """Samples by count."""
     root = tmp_path_factory.mktemp("stores")
-    return [Dataset([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)]
+    return [
+        TokenDataset([store(root / str(n), [i % 7 + 2 for i in range(n)])], DataConfig(), BUDGET, ["s"]) for n in range(1, 24)
+    ]
 
 
-def loader(samples: Dataset, size: int, *, shuffle: bool = True, seed: int = 3) -> Loader:
+def loader(samples: TokenDataset, size: int, *, shuffle: bool = True, seed: int = 3) -> Loader:
     return Loader(samples, Sampler(samples.sizes, weights=None, seed=seed, shuffle=shuffle), batch_size=size)
 
 
@@ -44,7 +46,7 @@ def names(drawn: GlobalBatch, rank: int = 0, ranks: int = 1) -> tuple[str, ...]:
     return drawn.shard(rank, ranks, 1e-4).batch.names or ()
 
 
-def test_an_epoch_that_batches_divide_ends_with_its_last_batch(many: list[Dataset]) -> None:
+def test_an_epoch_that_batches_divide_ends_with_its_last_batch(many: list[TokenDataset]) -> None:
     batches = loader(many[3], 2).batches(Cursor())
     drawn = [next(batches) for _ in range(3)]
     assert [len(batch) for batch, _ in drawn] == [2, 2, 2]
@@ -53,7 +55,7 @@ def test_an_epoch_that_batches_divide_ends_with_its_last_batch(many: list[Datase
 
 @settings(deadline=None, max_examples=50)
 @given(count=st.integers(1, 23), size=st.integers(1, 9), ranks=st.integers(1, 5), steps=st.integers(1, 12))
-def test_order_depends_on_the_seed_alone(many: list[Dataset], count: int, size: int, ranks: int, steps: int) -> None:
+def test_order_depends_on_the_seed_alone(many: list[TokenDataset], count: int, size: int, ranks: int, steps: int) -> None:
     """Any number of ranks sees the same batches; each epoch has every sample once; a cursor resumes at the next sample."""
     samples = many[count - 1]
     whole = loader(samples, size).batches(Cursor())
@@ -79,7 +81,7 @@ def order(sizes: list[int], weights: list[float] | None = None, *, seed: int = 3
     return Sampler(sizes, weights=weights, seed=seed, shuffle=shuffle)
 
 
-def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: list[Dataset]) -> None:
+def test_orders_differ_by_epoch_and_seed_and_follow_the_file_unshuffled(many: list[TokenDataset]) -> None:
     assert order([20]).epoch(0).tolist() != order([20]).epoch(1).tolist()
     assert order([20]).epoch(0).tolist() != order([20], seed=4).epoch(0).tolist()
     assert order([12, 8], shuffle=False).epoch(5).tolist() == list(range(20))
@@ -142,7 +144,7 @@ def test_weighted_sources_are_spread_evenly_in_file_order() -> None:
     assert order([4, 4], [3.0, 1.0], shuffle=False).epoch(0).tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
 
 
-def test_another_order_is_not_resumed(many: list[Dataset], caplog: pytest.LogCaptureFixture) -> None:
+def test_another_order_is_not_resumed(many: list[TokenDataset], caplog: pytest.LogCaptureFixture) -> None:
     mine = loader(many[9], 2)
     state = mine.state(Cursor(epoch=1, position=4))
     assert mine.restore(state, epochs=True) == Cursor(epoch=1, position=4)
@@ -165,6 +167,6 @@ def test_another_order_is_not_resumed(many: list[Dataset], caplog: pytest.LogCap
     assert "contents have changed" in caplog.text
 
 
-def test_labels_survive_packing(many: list[Dataset]) -> None:
+def test_labels_survive_packing(many: list[TokenDataset]) -> None:
     batch = next(loader(many[0], 1).batches(Cursor()))[0].shard(0, 1, 1e-4).batch
     assert batch.labels.tolist() == [3, IGNORE]

@@ -23,7 +23,7 @@ from drivetrain.workers.process.param_broadcast import BucketSums
 from drivetrain.workers.process.pool_communicator import PoolCommunicator
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import comm_id
-from drivetrain.workers.protocol.hooks import SyncParams
+from drivetrain.workers.protocol.hooks import SyncParamsHook
 from helpers.weight_roles import Giver, Nothing, Taker, digest_of, tensors
 
 ROOT, TARGETS = "giving/0", ["taking/0", "taking/1"]
@@ -51,8 +51,8 @@ class Cluster:
             assert worker.data.links is not None
             worker.data.links.set_addresses(addresses)
 
-    def hook(self) -> SyncParams:
-        return SyncParams(
+    def hook(self) -> SyncParamsHook:
+        return SyncParamsHook(
             source="giver",
             target="taker",
             sources=[ROOT],

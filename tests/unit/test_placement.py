@@ -9,12 +9,12 @@ import torch
 from drivetrain.engine import torch_private
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.parallel import process_groups
-from drivetrain.generation.placement import Placement
+from drivetrain.generation.placement import GeneratorPlacement
 from drivetrain.generation.sampling import cumulative_by_products
 from drivetrain.generation.vllm.model import sleep_calls
 
-AWAKE, LOADING = Placement(), Placement("device", "absent")
-HOST, ABSENT = Placement("host", "absent"), Placement("absent", "absent")
+AWAKE, LOADING = GeneratorPlacement(), GeneratorPlacement("device", "absent")
+HOST, ABSENT = GeneratorPlacement("host", "absent"), GeneratorPlacement("absent", "absent")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ HOST, ABSENT = Placement("host", "absent"), Placement("absent", "absent")
         (ABSENT, "device", "parameters", LOADING),
     ],
 )
-def test_moves(start: Placement, place: str, part: str | None, end: Placement) -> None:
+def test_moves(start: GeneratorPlacement, place: str, part: str | None, end: GeneratorPlacement) -> None:
     assert start.moved(place, part) == end
 
 
@@ -48,7 +48,7 @@ def test_moves(start: Placement, place: str, part: str | None, end: Placement) -
         (ABSENT, "host", None, "while the parameters are absent; load them on the device first"),
     ],
 )
-def test_moves_that_are_refused(start: Placement, place: str, part: str | None, message: str) -> None:
+def test_moves_that_are_refused(start: GeneratorPlacement, place: str, part: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start.moved(place, part)
 
@@ -84,7 +84,7 @@ class SleepingEngine:
     ("present", "target"),
     [moves for moves in itertools.product((AWAKE, LOADING, HOST, ABSENT), repeat=2) if moves != (ABSENT, HOST)],
 )
-def test_vllm_sleeps_and_wakes_by_its_rules(present: Placement, target: Placement) -> None:
+def test_vllm_sleeps_and_wakes_by_its_rules(present: GeneratorPlacement, target: GeneratorPlacement) -> None:
     engine: Any = SleepingEngine()
     for method, arguments in sleep_calls(AWAKE, present):
         getattr(engine, method)(**arguments)

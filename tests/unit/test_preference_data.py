@@ -13,8 +13,8 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.packing.microbatch import balance, partition
 from drivetrain.losses.sequences import CHOSEN, MARGIN
 from drivetrain.trainers.config.data import DataConfig
-from drivetrain.trainers.data.dataset import Budget, Dataset
-from drivetrain.trainers.data.encode import Kind, encode_row
+from drivetrain.trainers.data.dataset import Budget, TokenDataset
+from drivetrain.trainers.data.encode import DataKind, encode_row
 from drivetrain.trainers.data.loader import GlobalBatch, Loader
 from drivetrain.trainers.data.order import Sampler
 from drivetrain.trainers.data.preference import split_preference
@@ -34,7 +34,7 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def encoded(row: dict[str, Any], kind: Kind = "pairs", **data: Any) -> list[Sample]:
+def encoded(row: dict[str, Any], kind: DataKind = "pairs", **data: Any) -> list[Sample]:
     return encode_row(TOKENIZER, row, "f.jsonl:3", DataConfig(**data), kind)
 
 
@@ -130,7 +130,7 @@ def test_single_answers_for_kto() -> None:
         ({"prompt": "1", "completion": "2"}, "unpaired", "it needs chosen and rejected or prompt and completion and label"),
     ],
 )
-def test_what_is_no_preference_is_refused_by_its_row(row: dict[str, Any], kind: Kind, message: str) -> None:
+def test_what_is_no_preference_is_refused_by_its_row(row: dict[str, Any], kind: DataKind, message: str) -> None:
     with pytest.raises(DataError, match=message):
         encoded(row, kind)
 
@@ -138,14 +138,14 @@ def test_what_is_no_preference_is_refused_by_its_row(row: dict[str, Any], kind: 
 # ---- stores, samples and batches ----------------------------------------------------------------------------------------
 
 
-def load(path: Path, rows: list[dict[str, Any]], tokens: int = 100, kind: Kind = "pairs", **data: Any) -> Dataset:
+def load(path: Path, rows: list[dict[str, Any]], tokens: int = 100, kind: DataKind = "pairs", **data: Any) -> TokenDataset:
     path.mkdir(exist_ok=True)
     file = path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(train=(str(file),), cache_dir=str(path / "cache"), **data)
     budget = Budget(tokens=tokens, setting=f"engine.micro_batch.max_tokens={tokens}")
     stores = load_token_caches([str(file)], TOKENIZER, config, training=True, kind=kind)
-    return Dataset(stores, config, budget, [str(file)])
+    return TokenDataset(stores, config, budget, [str(file)])
 
 
 def row(prompt: str, chosen: str, rejected: str, **more: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_a_pair_is_a_sample_and_equal_ones_are_counted(tmp_path: Path, caplog: p
         load(tmp_path / "none", rows[1:2])
 
 
-def all_of(samples: Dataset) -> list[tuple[Sample, ...]]:
+def all_of(samples: TokenDataset) -> list[tuple[Sample, ...]]:
     return [samples[i] for i in range(len(samples))]
 
 

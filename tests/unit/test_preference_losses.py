@@ -27,7 +27,7 @@ from drivetrain.trainers.config.runs import DPOConfig, RMConfig
 from drivetrain.trainers.data.load import load_data
 from drivetrain.trainers.data.loader import Loader
 from drivetrain.trainers.data.order import Sampler
-from drivetrain.trainers.methods.base import Method
+from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
@@ -348,7 +348,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_step(method: Method, config: Any) -> Any:
+def first_step(method: TrainingMethod, config: Any) -> Any:
     """A step over all rows, through the trainer's own reading of data and its reference."""
     data = load_data(config, method.kind, sample_budget(config, method))
     samples = data.train

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.workers.data_plane.plan import Column, Keys, Load, Step
+from drivetrain.workers.data_plane.plan import Column, CurveKeySet, Load, Step
 from drivetrain.workers.process.worker import ModelWorker, OpError, WorkerSettings, error_of
 from drivetrain.workers.protocol import compute_messages as c
 from drivetrain.workers.protocol import data_messages as d
@@ -27,8 +27,8 @@ JSON, BINARY = Codec(REGISTRY, binary=False), Codec(REGISTRY, binary=True)
 HEX = "ab" * 128
 COLUMN = Column("f@1", "float32", "token")
 FIELD = '{"key":"f@1","dtype":"float32","per":"token"}'
-EVALUATE = h.Evaluate(ids=["y"], fields={"f": COLUMN}, rows=[1])
-TRANSFER = h.DataTransfer(rounds=[[Step("copy", [Load("main/0", ("main/1",), ["x"], [3], [COLUMN])])]], title="7/batch")
+EVALUATE = h.EvaluateHook(ids=["y"], fields={"f": COLUMN}, rows=[1])
+TRANSFER = h.DataTransferHook(rounds=[[Step("copy", [Load("main/0", ("main/1",), ["x"], [3], [COLUMN])])]], title="7/batch")
 REQUESTS: list[tuple[p.Request, str]] = [
     (p.Ping(), '{"op":"ping"}'),
     (p.Init(comm_id=HEX), f'{{"op":"init","comm_id":"{HEX}"}}'),
@@ -65,7 +65,7 @@ REQUESTS: list[tuple[p.Request, str]] = [
     (c.Call(role="a", method="b", wants_result=False), '{"op":"call","role":"a","method":"b","wants_result":false}'),
     (d.Fetch(role="a", count=8), '{"op":"fetch","role":"a","count":8}'),
     (d.Spec(role="a"), '{"op":"spec","role":"a"}'),
-    (d.ModelConfig(role="a"), '{"op":"model_config","role":"a"}'),
+    (d.ModelConfigRequest(role="a"), '{"op":"model_config","role":"a"}'),
     (d.ClearDataCache(ids=["x"]), '{"op":"clear_data_cache","ids":["x"]}'),
     (c.Generate(role="a", ids=["x"]), '{"op":"generate","role":"a","ids":["x"]}'),
     (c.Inference(role="a", method="m", ids=["x"]), '{"op":"inference","role":"a","method":"m","ids":["x"]}'),
@@ -86,12 +86,12 @@ REQUESTS: list[tuple[p.Request, str]] = [
         '"digest":"d"}',
     ),
     (
-        c.Empty(pre_hooks=[h.SyncParams(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
+        c.Empty(pre_hooks=[h.SyncParamsHook(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
         '{"op":"empty","pre_hooks":[{"hook":"sync_params","source":"a","target":"b","sources":["m/0"],"targets":["m/1"],'
         '"title":"t","eta":0.5}]}',
     ),
     (
-        c.Empty(pre_hooks=[h.Offload(role="a")], post_hooks=[h.Save(role="a", root="r", step=1)]),
+        c.Empty(pre_hooks=[h.OffloadHook(role="a")], post_hooks=[h.SaveHook(role="a", root="r", step=1)]),
         '{"op":"empty","pre_hooks":[{"hook":"offload","role":"a"}],"post_hooks":[{"hook":"save","role":"a","root":"r","step":1}]}',
     ),
     (d.Fetch(role="a", count=8, start=2), '{"op":"fetch","role":"a","count":8,"start":2}'),
@@ -104,7 +104,7 @@ REQUESTS: list[tuple[p.Request, str]] = [
     (d.Get(ids=["x"], keys=["f"]), '{"op":"get","ids":["x"],"keys":["f"]}'),
     (d.Listen(endpoint="ipc:///f/0"), '{"op":"listen","endpoint":"ipc:///f/0"}'),
     (
-        d.Listen(endpoint="tcp://h:*", keys=Keys("a", "b", "c", "d")),
+        d.Listen(endpoint="tcp://h:*", keys=CurveKeySet("a", "b", "c", "d")),
         '{"op":"listen","endpoint":"tcp://h:*","keys":{"server_public":"a","server_secret":"b","client_public":"c",'
         '"client_secret":"d"}}',
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import BatchError, WorkerError, WorkerLostError
-from drivetrain.workers.groups.replies import Outcome, Patience, read_replies
+from drivetrain.workers.groups.replies import Patience, ReplyOutcome, read_replies
 from drivetrain.workers.protocol import messages as m
 from drivetrain.workers.protocol.compute_messages import CallOk
 
@@ -18,9 +18,9 @@ WATCHED = m.Error(kind="watchdog", message="rank 1 of 2 made no progress in acto
 BROKEN = m.Error(kind="forward_failed", message="RuntimeError: connection closed\nby peer", error_type="builtins:RuntimeError")
 
 
-def outcome(**parts: Any) -> Outcome:
+def outcome(**parts: Any) -> ReplyOutcome:
     given: dict[str, Any] = {"replies": {}, "lost": {}, "hung": [], "silent": []}
-    return Outcome(pool="main", what="actor.update", patience=PATIENCE, **{**given, **parts})
+    return ReplyOutcome(pool="main", what="actor.update", patience=PATIENCE, **{**given, **parts})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_reason_comes_first(parts: dict[str, Any], kind: type[WorkerError], 
 
 def test_processes_of_another_pool_that_are_waited_for_in_vain_come_after_the_reason() -> None:
     made = outcome(replies={0: BAD})
-    hung = Outcome(pool="rollout", what="actor.update", patience=PATIENCE, replies={}, lost={}, hung=[0, 1], silent=[])
+    hung = ReplyOutcome(pool="rollout", what="actor.update", patience=PATIENCE, replies={}, lost={}, hung=[0, 1], silent=[])
     with pytest.raises(WorkerError) as found:
         made.fail("do something", [hung])
     assert str(found.value).splitlines() == [
@@ -122,7 +122,7 @@ class Silent:
         return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
 
 
-def read(pending: list[Pending], channels: list[Silent], limit_s: float | None = None) -> Outcome:
+def read(pending: list[Pending], channels: list[Silent], limit_s: float | None = None) -> ReplyOutcome:
     patience = Patience(grace_s=0.2, silence_s=0.5, limit_s=limit_s)
     found = read_replies("actor.update", {"main": dict(enumerate(pending))}, {"main": channels}, patience)  # type: ignore[dict-item]
     return found[0]

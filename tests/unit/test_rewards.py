@@ -15,7 +15,7 @@ from drivetrain.rewards.answers import final_answer, match_answer, match_exact, 
 from drivetrain.rewards.formats import check_format, check_json
 from drivetrain.rewards.registry import import_function, location_of, rewards
 from drivetrain.rewards.rules import length_within, overlong_penalty, repetition_penalty, script_share
-from drivetrain.rewards.sample import Outcome, RewardSample
+from drivetrain.rewards.sample import RewardOutcome, RewardSample
 from drivetrain.rewards.signatures import judge, outcome_of, signature_of
 
 
@@ -220,7 +220,7 @@ def test_values_that_are_no_rewards(value: Any, message: str) -> None:
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), {"score": 1}])
 def test_values_that_are(value: Any) -> None:
-    assert outcome_of(value) == Outcome(kind="value", value=1.0)
+    assert outcome_of(value) == RewardOutcome(kind="value", value=1.0)
 
 
 def test_functions_that_fail() -> None:

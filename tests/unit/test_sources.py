@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from drivetrain.engine.errors import DataError, ModelError
 from drivetrain.engine.hf.model_path import check_model_path
 from drivetrain.trainers.config.data import DataConfig, PromptsConfig
-from drivetrain.trainers.data.dataset import Budget, Dataset
+from drivetrain.trainers.data.dataset import Budget, TokenDataset
 from drivetrain.trainers.data.length_bound import LengthBound
 from drivetrain.trainers.data.prompts import load_prompts
 from drivetrain.trainers.data.sample import Sample
@@ -64,12 +64,12 @@ def cache(tmp_path: Path) -> dict[str, Any]:
     return {"cache_dir": str(tmp_path / "cache")}
 
 
-def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **data: Any) -> Dataset:
+def load(paths: list[str], cache: dict[str, Any], tokenizer: Any = TOKENIZER, **data: Any) -> TokenDataset:
     config = DataConfig(**{**cache, **data})
-    return Dataset(load_token_caches(paths, tokenizer, config, training=True), config, BUDGET, paths)
+    return TokenDataset(load_token_caches(paths, tokenizer, config, training=True), config, BUDGET, paths)
 
 
-def every(samples: Dataset) -> list[Sample]:
+def every(samples: TokenDataset) -> list[Sample]:
     return [samples.document(i, 0) for i in range(len(samples))]
 
 
@@ -126,7 +126,7 @@ def test_what_certainly_is_too_long_is_not_tokenized(
         # What is left out is tokenized all the same, so that another limit finds it in the cache.
         config = DataConfig(**cache, too_long="skip")
         caches = load_token_caches([path], tokenizer, config, training=True, limit=BUDGET)
-        assert len(Dataset(caches, config, BUDGET, [path])) == 1
+        assert len(TokenDataset(caches, config, BUDGET, [path])) == 1
         assert len(caches[0]) == 2
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "1+1="}, {"prompt": "1" * 200}])
     with pytest.raises(

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from drivetrain.engine.errors import CheckpointError, DataError
 from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.dataset import Budget
-from drivetrain.trainers.data.encode import Kind
+from drivetrain.trainers.data.encode import DataKind
 from drivetrain.trainers.data.loader import Loader
 from drivetrain.trainers.data.order import Cursor, Sampler
-from drivetrain.trainers.data.sources import Source
-from drivetrain.trainers.data.stream import RawBlock, Stream, StreamCursor, StreamLoader, read_blocks
+from drivetrain.trainers.data.sources import DataSource
+from drivetrain.trainers.data.stream import RawBlock, SampleStream, StreamCursor, StreamLoader, read_blocks
 from drivetrain.trainers.data.tokenize import Encoder
 from drivetrain.trainers.tasks.addition import make_tokenizer
 
@@ -57,11 +57,11 @@ def stream_of(
     rank: int = 0,
     ranks: int = 1,
     exchange: Exchange | None = None,
-    kind: Kind = "completions",
-) -> Stream:
+    kind: DataKind = "completions",
+) -> SampleStream:
     exchange = exchange or Exchange(ranks)
-    return Stream(
-        sources=[Source(f"s{i}", rows=rows) for i, rows in enumerate(sources)] if rank == 0 else [],
+    return SampleStream(
+        sources=[DataSource(f"s{i}", rows=rows) for i, rows in enumerate(sources)] if rank == 0 else [],
         names=[f"s{i}" for i in range(len(sources))],
         encoder=Encoder(TOKENIZER, data, kind),
         data=data,
@@ -220,7 +220,7 @@ def test_a_cursor_of_other_settings_or_data_is_refused(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=40)
 @given(counts=st.lists(st.integers(1, 700), min_size=1, max_size=3), rows=st.integers(1, 900))
 def test_blocks_have_the_rows_in_order_and_their_fractions_add_up(counts: list[int], rows: int) -> None:
-    sources = [Source(f"s{i}", rows=[{"text": str(n)} for n in range(count)]) for i, count in enumerate(counts)]
+    sources = [DataSource(f"s{i}", rows=[{"text": str(n)} for n in range(count)]) for i, count in enumerate(counts)]
     blocks: list[RawBlock] = []
     for block in read_blocks(sources, rows, StreamCursor()):
         blocks.append(block)

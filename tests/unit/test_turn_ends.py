@@ -15,8 +15,8 @@ from drivetrain.trainers.config.data import DataConfig
 from drivetrain.trainers.data.chat import encode_chat, read_chat
 from drivetrain.trainers.data.dataset import Budget
 from drivetrain.trainers.data.encode import encode_row, mark_supervised
-from drivetrain.trainers.data.sources import Source
-from drivetrain.trainers.data.stream import Stream, StreamCursor, StreamLoader
+from drivetrain.trainers.data.sources import DataSource
+from drivetrain.trainers.data.stream import SampleStream, StreamCursor, StreamLoader
 from drivetrain.trainers.data.tokenize import Encoder, load_token_caches
 from drivetrain.trainers.data.turn_ends import TurnEnds, ends_to_learn
 
@@ -141,8 +141,8 @@ def test_answers_without_an_end_are_warned_of_once(
         load_token_caches([str(file) for file in files], TOKENIZER, data, training=True, ends=ends)
         assert caplog.text.count("the chat template ends an answer with no token") == warnings
         caplog.clear()
-        stream = Stream(
-            sources=[Source("s", rows=rows)],
+        stream = SampleStream(
+            sources=[DataSource("s", rows=rows)],
             names=["s"],
             encoder=Encoder(TOKENIZER, data, ends=ends),
             data=data,

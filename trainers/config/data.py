@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from ...engine.config import MOST_SEED, Settings, check_least, setting
 from ...engine.errors import ConfigError
 
-Format = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
+DataFormat = Literal["auto", "messages", "prompt_completion", "sharegpt", "alpaca", "text", "preference", "unpaired"]
 TooLong = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 Turns = Literal["auto", "single", "per_turn"]
 
@@ -96,7 +96,7 @@ class SourcesConfig(Settings):
 class DataConfig(SourcesConfig):
     """The training and evaluation data."""
 
-    format: Format = setting(
+    format: DataFormat = setting(
         "auto",
         "messages: chats; prompt_completion: two texts or chats; sharegpt: conversations with from and value; alpaca: instruction, input and output, as a chat if the model has a chat template; text: plain text, all of it supervised; preference: chosen and rejected; unpaired: prompt, completion and label; auto: detected from the columns",
     )

@@ -18,7 +18,7 @@ from .trainer import RLTrainerConfig
 RewardNorm = Literal["none", "batch", "running"]
 OldLogProbs = Literal["actor", "rollout"]
 GroupKind = Literal["process", "ray", "local"]
-Offload = Literal["none", "host", "disk"]
+OffloadMode = Literal["none", "host", "disk"]
 REWARD_MODEL = "model"
 """The name of the reward model in `rewards.use`."""
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
@@ -209,7 +209,7 @@ class GroupConfig(Settings):
         factory=dict,
         help="roles with processes of their own, and how many: group.pools.rollout=2 (critic, reference, reward too)",
     )
-    offload: Offload = setting(
+    offload: OffloadMode = setting(
         "none", "where the state of roles on shared processes is kept while others work; the generator's is dropped meanwhile"
     )
     weight_sync: WeightSync = setting(

@@ -31,7 +31,7 @@ class Budget:
     setting: str
 
 
-class Dataset:
+class TokenDataset:
     """The samples to train or evaluate on, read lazily.
 
     A sample consists of the documents that belong together: a single one, or the two sides of a pair.

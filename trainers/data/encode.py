@@ -13,7 +13,7 @@ from .preference import Sides, split_preference
 from .sample import Sample
 from .turn_ends import TurnEnds
 
-Kind = Literal["completions", "pairs", "unpaired"]
+DataKind = Literal["completions", "pairs", "unpaired"]
 """The data that a trainer learns from: answers, pairs of answers, or single answers labeled good or bad."""
 FORMS = {
     "messages": ("messages",),
@@ -24,18 +24,18 @@ FORMS = {
     "preference": ("chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
 }
-KINDS: Mapping[Kind, tuple[str, ...]] = {
+KINDS: Mapping[DataKind, tuple[str, ...]] = {
     "completions": ("messages", "prompt_completion", "sharegpt", "alpaca", "text"),
     "pairs": ("preference",),
     "unpaired": ("preference", "unpaired"),
 }
 """The row forms that each kind of trainer reads."""
-WIDTH: Mapping[Kind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
+WIDTH: Mapping[DataKind, int] = {"completions": 1, "pairs": 2, "unpaired": 1}
 """The number of documents in a sample."""
 OPTIONAL = ("margin", "tools", "chat_template_kwargs", "input", "system", "history")
 COLUMNS = tuple(dict.fromkeys([*(c for form in FORMS.values() for c in form), *OPTIONAL]))
 """The columns of a row that are read; all others are ignored."""
-HINTS: Mapping[Kind, Mapping[str, str]] = {
+HINTS: Mapping[DataKind, Mapping[str, str]] = {
     "completions": {"chosen": " (preference data: use it with drivetrain dpo or rm)"},
     "pairs": {
         "label": " (single answers labeled good or bad: use them with drivetrain dpo and dpo.loss=kto)",
@@ -51,7 +51,7 @@ def encode_row(
     row: Mapping[str, Any],
     name: str,
     data: DataConfig,
-    kind: Kind = "completions",
+    kind: DataKind = "completions",
     ends: TurnEnds | None = None,
 ) -> list[Sample]:
     """Tokenize a row.
@@ -76,7 +76,7 @@ def encode_row(
 
 
 def _encode(
-    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind, ends: TurnEnds | None
+    tokenizer: Any, row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind, ends: TurnEnds | None
 ) -> list[Sample]:
     form, chat = form_of(row, name, data, kind), bool(tokenizer.chat_template)
     if form == "text":
@@ -135,7 +135,7 @@ def _encode_answers(
     return samples
 
 
-def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: Kind = "completions") -> str:
+def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind = "completions") -> str:
     """Return the form of a row.
 
     Args:

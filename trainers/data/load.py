@@ -7,11 +7,11 @@ from typing import Any
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.collectives import all_gather_object, broadcast_object, collective_errors
 from ..config.runs import RunConfig
-from .dataset import Budget, Dataset, length_limit
-from .encode import Kind
+from .dataset import Budget, TokenDataset, length_limit
+from .encode import DataKind
 from .python_data import PythonData
 from .sources import check_columns, warn_of_repeated
-from .stream import Broadcast, Gather, Stream
+from .stream import BroadcastFunction, Gather, SampleStream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 from .turn_ends import ends_to_learn
 
@@ -27,24 +27,24 @@ class RunData:
     """
 
     tokenizer: Any
-    source: Dataset | Stream
-    held_out: Dataset | None
+    source: TokenDataset | SampleStream
+    held_out: TokenDataset | None
 
     @property
-    def train(self) -> Dataset:
+    def train(self) -> TokenDataset:
         """The samples to train on, which are not streamed."""
-        assert isinstance(self.source, Dataset)
+        assert isinstance(self.source, TokenDataset)
         return self.source
 
 
 def load_data(
     config: RunConfig,
-    kind: Kind,
+    kind: DataKind,
     budget: Budget,
     python: PythonData = NO_PYTHON,
     *,
     gather: Gather = all_gather_object,
-    broadcast: Broadcast = broadcast_object,
+    broadcast: BroadcastFunction = broadcast_object,
 ) -> RunData:
     """Load the tokenizer and the datasets; no model weights are read. Collective over all processes of the job.
 
@@ -65,22 +65,22 @@ def load_data(
 
     limit = length_limit(config.data, budget)
 
-    def open_dataset(names: tuple[str, ...], *, training: bool) -> Dataset:
+    def open_dataset(names: tuple[str, ...], *, training: bool) -> TokenDataset:
         caches = load_token_caches(
             names, tokenizer, config.data, training=training, kind=kind, python=python, limit=limit, ends=ends
         )
         with collective_errors():
-            dataset = Dataset(caches, config.data, budget, names)
+            dataset = TokenDataset(caches, config.data, budget, names)
         return dataset
 
-    def open_stream(names: tuple[str, ...]) -> Stream:
+    def open_stream(names: tuple[str, ...]) -> SampleStream:
         rank, sources = int(os.environ.get("RANK", "0")), []
         with collective_errors():
             if rank == 0:
                 check_columns(config.data.columns)
                 sources = [open_training_source(name, config.data, python) for name in names]
                 warn_of_repeated(sources, "data.train")
-        return Stream(
+        return SampleStream(
             sources=sources,
             names=names,
             encoder=Encoder(tokenizer, config.data, kind, python, limit, ends),

@@ -13,13 +13,13 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...engine.packing.microbatch import balance
 from ...losses.sequences import CHOSEN, MARGIN
-from .dataset import Dataset
+from .dataset import TokenDataset
 from .order import BatchOrder, Cursor, Sampler
 from .sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class BatchShard:
     """A data-parallel shard: a rank's part of a global batch.
 
     Args:
@@ -56,7 +56,7 @@ class GlobalBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def shard(self, dp_rank: int, dp_size: int, ratio: float) -> Shard:
+    def shard(self, dp_rank: int, dp_size: int, ratio: float) -> BatchShard:
         """Split the batch into data-parallel shards of similar cost and return one of the shards.
 
         Args:
@@ -75,9 +75,9 @@ class GlobalBatch:
             group_ids=[groups[position] for position in positions] if self.width > 1 else None,
             names=[s.name for s in samples],
         )
-        return Shard(positions=positions, batch=batch)
+        return BatchShard(positions=positions, batch=batch)
 
-    def shard_of(self, engine: BaseEngine) -> Shard:
+    def shard_of(self, engine: BaseEngine) -> BatchShard:
         """Return the shard of this process.
 
         Args:
@@ -115,7 +115,7 @@ class Batches(ABC):
 
 
 def batch_of(
-    chosen: Sequence[tuple[Dataset, int]], width: int, *, numbers: NDArray[Any] | None = None, digest: str = ""
+    chosen: Sequence[tuple[TokenDataset, int]], width: int, *, numbers: NDArray[Any] | None = None, digest: str = ""
 ) -> GlobalBatch:
     """Return a global batch of samples.
 
@@ -149,7 +149,7 @@ class Loader(BatchOrder, Batches):
         batch_size: The number of samples per step across all ranks; the last batch of an epoch may be smaller.
     """
 
-    def __init__(self, samples: Dataset, order: Sampler, *, batch_size: int) -> None:
+    def __init__(self, samples: TokenDataset, order: Sampler, *, batch_size: int) -> None:
         super().__init__(order, batch_size=batch_size, digest=lambda: samples.digest)
         self.samples = samples
 

@@ -17,7 +17,7 @@ from ..config.data import PromptsConfig
 from .chat import json_kind, read_messages, template_variables
 from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
-from .sources import Source, hidden_column, open_source, warn_of_repeated, with_our_columns
+from .sources import DataSource, hidden_column, open_source, warn_of_repeated, with_our_columns
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
     return PromptSet([_load_source(source, tokenizer, data, budget) for source in sources])
 
 
-def _load_source(source: Source, tokenizer: Any, data: PromptsConfig, budget: Budget) -> list[Prompt]:
+def _load_source(source: DataSource, tokenizer: Any, data: PromptsConfig, budget: Budget) -> list[Prompt]:
     prompts: list[Prompt] = []
     skipped = cut = 0
     hidden, first_hidden = 0, ""

@@ -26,7 +26,7 @@ _KINDS = f"{', '.join(ENDINGS)} files, also with {' or '.join(COMPRESSED)}"
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """An entry of `data.train` or `data.eval`.
 
     Args:
@@ -105,7 +105,7 @@ def open_source(
     columns: Mapping[str, str] | None = None,
     whole_text: bool = False,
     streaming: bool = False,
-) -> Source:
+) -> DataSource:
     """Open an entry of `data.train` or `data.eval`.
 
     Args:
@@ -130,16 +130,16 @@ def open_source(
             there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
             found = f"it has {', '.join(there[:5])}" if there else "it is empty"
             raise DataError(f"data folder {name} has no {_KINDS}; {found}")
-        return Source(name, files, **options)
+        return DataSource(name, files, **options)
     if path.is_file():
         if ending_of(path) is None:
             raise DataError(f"data file {name} is a {path.suffix or 'file without an extension'}; use {_KINDS}")
-        return Source(name, (path,), **options)
+        return DataSource(name, (path,), **options)
     if any(c in name for c in "*?"):
         files = tuple(Path(f) for f in sorted(glob.glob(name, recursive=True)) if ending_of(Path(f)) and Path(f).is_file())
         if not files:
             raise DataError(f"{'data.train' if training else 'data.eval'} has {name}, which matches no {_KINDS}")
-        return Source(name, files, **options)
+        return DataSource(name, files, **options)
     match = _HUB_NAME.fullmatch(name)
     if match is None or ending_of(path):
         hint = "; give several files as 'data.train=[a.jsonl,b.jsonl]'" if "," in name else ""
@@ -147,10 +147,10 @@ def open_source(
             f"data file {name} does not exist{hint or '; data.train and data.eval take files, folders, patterns and Hub names'}"
         )
     table = _load_hub(name, match["name"], match["config"], match["split"], training, streaming=streaming)
-    return Source(name, table=table, **options)
+    return DataSource(name, table=table, **options)
 
 
-def warn_of_repeated(sources: Sequence[Source], setting: str) -> None:
+def warn_of_repeated(sources: Sequence[DataSource], setting: str) -> None:
     """Log a line for a file or dataset that is read twice, which some mean and others have not seen.
 
     Args:

@@ -19,12 +19,12 @@ import xxhash
 
 from ...engine.errors import CheckpointError, DataError, DrivetrainError
 from ..config.data import DataConfig
-from .dataset import Budget, Dataset
+from .dataset import Budget, TokenDataset
 from .encode import WIDTH
 from .files import Chunk
 from .loader import Batches, GlobalBatch, batch_of
 from .order import Cursor
-from .sources import Source
+from .sources import DataSource
 from .token_arrays import TokenArrays
 from .token_cache import FIELDS, EncodedSamples
 from .tokenize import ENDLESS, SYNC_SECONDS, Encoder
@@ -35,7 +35,7 @@ NAME = "data.train"
 """What messages call the data if no row is to blame."""
 Gather = Callable[..., list[Any]]
 """`all_gather_object` of the run: takes this rank's value, and with `error` this rank's error; collective."""
-Broadcast = Callable[..., Any]
+BroadcastFunction = Callable[..., Any]
 """`broadcast_object` of the run: takes the first rank's value, and with `error` this rank's error; collective."""
 
 
@@ -83,7 +83,7 @@ class RawBlock:
             yield number, replace(chunk, rows=chunk.rows[rank::ranks], doubled=[])
 
 
-def read_blocks(sources: Sequence[Source], rows: int, start: StreamCursor) -> Iterator[RawBlock]:
+def read_blocks(sources: Sequence[DataSource], rows: int, start: StreamCursor) -> Iterator[RawBlock]:
     """Yield blocks forever, epoch after epoch.
 
     Args:
@@ -128,7 +128,7 @@ def _rest(chunk: Chunk, count: int) -> Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stream:
+class SampleStream:
     """What a stream is made of.
 
     Args:
@@ -143,13 +143,13 @@ class Stream:
         ranks: The number of ranks.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
     names: Sequence[str]
     encoder: Encoder
     data: DataConfig
     budget: Budget
     gather: Gather
-    broadcast: Broadcast
+    broadcast: BroadcastFunction
     rank: int
     ranks: int
 
@@ -158,14 +158,14 @@ class Stream:
         """The number of documents in a sample."""
         return WIDTH[self.encoder.kind]
 
-    def blocks(self, start: StreamCursor) -> "Iterator[tuple[RawBlock, Dataset]]":
+    def blocks(self, start: StreamCursor) -> "Iterator[tuple[RawBlock, TokenDataset]]":
         """Yield the samples of each block, and the block. Collective: every rank asks for the next block at the same time."""
         reader = read_blocks(self.sources, self.data.stream_rows, start) if self.rank == 0 else iter(())
         # A tokenizer cannot be used by two threads, and the first one decodes sample answers.
         encoder = replace(self.encoder, tokenizer=copy.deepcopy(self.encoder.tokenizer))
         threads, stopped = ThreadPoolExecutor(2, "stream"), Event()
         quiet = warned = False
-        ready: tuple[RawBlock, Dataset] | None = None
+        ready: tuple[RawBlock, TokenDataset] | None = None
         try:
             reading = threads.submit(self._read, reader)
             self._wait([reading])
@@ -221,7 +221,7 @@ class Stream:
             error.__cause__ = e
             return None, error
 
-    def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> Dataset:
+    def _dataset(self, raw: RawBlock, parts: Sequence[tuple[int, EncodedSamples]], *, quiet: bool) -> TokenDataset:
         """Join the parts in the order of the rows, whichever ranks they come from; `quiet` is whether messages are left out."""
         joined = {name: np.concatenate([getattr(p, name) for _, p in parts] or [np.empty(0, FIELDS[name])]) for name in FIELDS}
         joined["files"] = np.repeat([number for number, _ in parts], [len(p.lengths) for _, p in parts]).astype(np.int32)
@@ -242,7 +242,7 @@ class Stream:
             compared=self.encoder.kind != "completions",
             equal=[len(equal), first],
         )
-        return Dataset([arrays], self.data, self.budget, [NAME], block=True, quiet=quiet)
+        return TokenDataset([arrays], self.data, self.budget, [NAME], block=True, quiet=quiet)
 
 
 class StreamLoader(Batches):
@@ -253,14 +253,14 @@ class StreamLoader(Batches):
         batch_size: The number of samples per step across all ranks; the last batch of an epoch may be smaller.
     """
 
-    def __init__(self, stream: Stream, *, batch_size: int) -> None:
+    def __init__(self, stream: SampleStream, *, batch_size: int) -> None:
         self._stream, self.batch_size = stream, batch_size
 
-    def first(self) -> Dataset:
+    def first(self) -> TokenDataset:
         """Return the samples of the first block that has any. Collective."""
         return next(self._samples(StreamCursor()))[1]
 
-    def _samples(self, start: StreamCursor) -> Iterator[tuple[RawBlock, Dataset]]:
+    def _samples(self, start: StreamCursor) -> Iterator[tuple[RawBlock, TokenDataset]]:
         """Yield the blocks with samples, and those that end an epoch.
 
         Raises:
@@ -281,7 +281,7 @@ class StreamLoader(Batches):
         start = cursor if isinstance(cursor, StreamCursor) else StreamCursor()
         width = self._stream.width
         position = start.position
-        waiting: list[tuple[Dataset, int]] = []
+        waiting: list[tuple[TokenDataset, int]] = []
         for raw, samples in self._samples(replace(start, position=0, digest="")):
             digest = xxhash.xxh3_64_hexdigest(samples.lengths.tobytes())
             if position and start.digest != digest:

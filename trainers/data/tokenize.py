@@ -29,11 +29,11 @@ from ...engine.parallel.fork_pool import ForkPool, StartError
 from ...engine.parallel.fork_server import ProcessEndedError
 from ..config.data import DataConfig
 from .dataset import Budget, too_long_hint
-from .encode import WIDTH, Kind, encode_row, oddity
+from .encode import WIDTH, DataKind, encode_row, oddity
 from .files import Chunk
 from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
-from .sources import Source, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
+from .sources import DataSource, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 from .turn_ends import TurnEnds
 
@@ -59,7 +59,7 @@ def load_token_caches(
     data: DataConfig,
     *,
     training: bool,
-    kind: Kind = "completions",
+    kind: DataKind = "completions",
     python: PythonData = NO_PYTHON,
     limit: Budget | None = None,
     ends: Collection[int] | None = None,
@@ -83,7 +83,7 @@ def load_token_caches(
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     root = cache_folder(data)
-    sources: list[Source] = []
+    sources: list[DataSource] = []
     folders: list[Path] = []
     with collective_errors():
         if rank == 0:
@@ -118,7 +118,7 @@ def cache_folder(data: DataConfig) -> Path:
     return Path(base).expanduser() / "drivetrain"
 
 
-def shared_key(tokenizer: Any, data: DataConfig, kind: Kind, ends: Collection[int] | None = None) -> str:
+def shared_key(tokenizer: Any, data: DataConfig, kind: DataKind, ends: Collection[int] | None = None) -> str:
     """Return a hash of everything except the source that a token cache depends on.
 
     These are the tokenizer, its template, the settings, and the versions of this code and of transformers.
@@ -141,7 +141,7 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: Kind, ends: Collection[in
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
 
 
-def open_training_source(name: str, data: DataConfig, python: PythonData) -> Source:
+def open_training_source(name: str, data: DataConfig, python: PythonData) -> DataSource:
     """Open an entry of `data.train` to be streamed.
 
     Args:
@@ -155,9 +155,9 @@ def open_training_source(name: str, data: DataConfig, python: PythonData) -> Sou
     return _open_source(name, data, True, python)
 
 
-def _open_source(name: str, data: DataConfig, training: bool, python: PythonData) -> Source:
+def _open_source(name: str, data: DataConfig, training: bool, python: PythonData) -> DataSource:
     if name in python.rows:
-        return Source(name, rows=python.rows[name])
+        return DataSource(name, rows=python.rows[name])
     return open_source(
         name,
         training=training,
@@ -200,7 +200,7 @@ def _run_collectively(work: Generator[None, None, None]) -> None:
 
 
 def _build(
-    names: Sequence[str], sources: list[Source], folders: Sequence[Path], encoder: "Encoder", training: bool
+    names: Sequence[str], sources: list[DataSource], folders: Sequence[Path], encoder: "Encoder", training: bool
 ) -> Generator[None, None, None]:
     """Build the missing token caches, yielding after every chunk."""
     endless = ""
@@ -229,7 +229,7 @@ def _build(
         log.warning(ENDLESS, endless)
 
 
-def _write(source: Source, writer: TokenCacheWriter, encoder: "Encoder") -> Generator[None, None, str]:
+def _write(source: DataSource, writer: TokenCacheWriter, encoder: "Encoder") -> Generator[None, None, str]:
     """Build a token cache, yielding after every chunk; return the name of the first sample with an answer without an end, or an empty text."""
     files: dict[str, int] = {}
     odd: dict[str, str] = {}
@@ -269,7 +269,7 @@ class Encoder:
 
     tokenizer: Any
     data: DataConfig
-    kind: Kind = "completions"
+    kind: DataKind = "completions"
     python: PythonData = NO_PYTHON
     limit: Budget | None = None
     ends: Collection[int] | None = None

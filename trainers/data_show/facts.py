@@ -35,7 +35,7 @@ class Facts:
     equal: tuple[int, str]
     samples: NDArray[Any]
     prompts: NDArray[Any]
-    names: "Names"
+    names: "SampleNames"
 
     @classmethod
     def of(cls, caches: Sequence[TokenCache]) -> "Facts":
@@ -54,7 +54,7 @@ class Facts:
             equal=(sum(e[0] for e in equal), equal[0][1] if equal else ""),
             samples=np.concatenate([samples for samples, _ in hashes]),
             prompts=np.concatenate([prompts for _, prompts in hashes]),
-            names=Names(caches),
+            names=SampleNames(caches),
         )
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class Facts:
         return int(same.sum()), int(prompt.sum()), other.names[int(shared[0])] if len(shared) else ""
 
 
-class Names:
+class SampleNames:
     """The name of each sample of some sources, made when it is asked for.
 
     Args:

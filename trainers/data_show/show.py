@@ -11,7 +11,7 @@ from ...engine.errors import ConfigError, DataError, disk_error
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.process_groups import close_distributed, init_distributed
 from ..config.runs import RunConfig
-from ..data.encode import Kind, mark_supervised
+from ..data.encode import DataKind, mark_supervised
 from ..data.sources import open_source, with_our_columns
 from ..data.token_cache import TokenCache
 from ..data.tokenize import load_token_caches
@@ -23,7 +23,7 @@ BINS = 20
 BAR = "█"
 
 
-def show(config: RunConfig, kind: Kind | None, *, samples: int, picture: Path | None) -> None:
+def show(config: RunConfig, kind: DataKind | None, *, samples: int, picture: Path | None) -> None:
     """Print samples, lengths, duplicates and overlaps, and draw the histogram.
 
     Args:
@@ -77,7 +77,7 @@ def show(config: RunConfig, kind: Kind | None, *, samples: int, picture: Path | 
         out.print(f"picture      {picture}", markup=False)
 
 
-def kind_of(config: RunConfig) -> Kind:
+def kind_of(config: RunConfig) -> DataKind:
     """Return the kind of data that the first row has.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...engine.errors import ConfigError, DataError
-from .samples import Answer
+from .samples import HeldOutCompletion
 
 Metric: TypeAlias = Callable[..., float]
 """A function of any of `prompt`, `answer` and `wanted`, which are texts without special tokens; higher is better."""
@@ -71,7 +71,7 @@ class AnswerMetrics:
         """The names of the metrics."""
         return tuple(self.functions)
 
-    def measure(self, answers: Sequence[Answer]) -> dict[str, float]:
+    def measure(self, answers: Sequence[HeldOutCompletion]) -> dict[str, float]:
         """Return the mean of every metric. Not collective.
 
         Args:
@@ -123,7 +123,7 @@ def _check_signature(function: Metric, title: str) -> None:
         raise ConfigError(f"the metric {title} needs {unknown[0]!r}; a metric is a function of any of {', '.join(GIVEN)}")
 
 
-def _value(function: Metric, title: str, answer: Answer) -> float:
+def _value(function: Metric, title: str, answer: HeldOutCompletion) -> float:
     parameters = inspect.signature(function).parameters
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"prompt": answer.plain_prompt, "answer": answer.plain_answer, "wanted": answer.plain_wanted}

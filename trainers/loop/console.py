@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from .samples import Answer
+from .samples import HeldOutCompletion
 
 BAR_WIDTH = 12
 SHOWN_ANSWERS = 10
@@ -22,7 +22,7 @@ SHOWN = ("accuracy", "reward_accuracy", "reward_margin")
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A part of a progress line.
 
     Args:
@@ -34,7 +34,7 @@ class Part:
     rank: int = 0
 
 
-def fitted(parts: Sequence[Part], width: int) -> str:
+def fitted(parts: Sequence[TextPart], width: int) -> str:
     """Return the parts as one line that is at most this wide; the first one is always there."""
     kept = list(parts)
     while len(kept) > 1 and len("  ".join(part.text for part in kept)) > width:
@@ -53,7 +53,7 @@ class Lines:
     def __init__(self, metrics: Sequence[str] = ()) -> None:
         self._metrics = metrics
 
-    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[Part]:
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[TextPart]:
         """Return the parts of a step's line.
 
         Args:
@@ -61,19 +61,19 @@ class Lines:
             total: The number of steps in the run.
             left: The estimated number of seconds until the end of the run.
         """
-        parts = [Part(f"step {record['step']}/{total}")]
-        parts += [Part("skipped")] if record["skipped"] else []
-        parts += [Part(f"epoch {record['epoch']:.2f}", 4)] if "epoch" in record else []
-        parts.append(Part(f"loss {record['loss']:.4f}"))
-        parts += [Part(f"{name} {record[name]:.3f}", 1) for name in SHOWN if name in record]
+        parts = [TextPart(f"step {record['step']}/{total}")]
+        parts += [TextPart("skipped")] if record["skipped"] else []
+        parts += [TextPart(f"epoch {record['epoch']:.2f}", 4)] if "epoch" in record else []
+        parts.append(TextPart(f"loss {record['loss']:.4f}"))
+        parts += [TextPart(f"{name} {record[name]:.3f}", 1) for name in SHOWN if name in record]
         parts += [
-            Part(f"grad_norm {record['grad_norm']:.3f}", 2),
-            Part(f"lr {record['lr']:.2e}", 5),
-            Part(f"{record['tokens_per_s']:.0f} tokens/s", 3),
+            TextPart(f"grad_norm {record['grad_norm']:.3f}", 2),
+            TextPart(f"lr {record['lr']:.2e}", 5),
+            TextPart(f"{record['tokens_per_s']:.0f} tokens/s", 3),
         ]
-        parts += [Part(f"{record['supervised']:.0f} supervised", 7)] if "supervised" in record else []
-        parts += [Part(f"mfu {format_percent(record['mfu'])}", 3)] if record["mfu"] is not None else []
-        return [*parts, Part(f"{record['peak_gib']:.1f} GiB", 6), Part(f"{duration(left)} left", 1)]
+        parts += [TextPart(f"{record['supervised']:.0f} supervised", 7)] if "supervised" in record else []
+        parts += [TextPart(f"mfu {format_percent(record['mfu'])}", 3)] if record["mfu"] is not None else []
+        return [*parts, TextPart(f"{record['peak_gib']:.1f} GiB", 6), TextPart(f"{duration(left)} left", 1)]
 
     def evaluation(self, record: Mapping[str, Any]) -> str:
         """Return the line of an evaluation."""
@@ -121,7 +121,7 @@ class Console:
         elif step % self._every == 0 or step == self._total:
             self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Print the answers to held-out samples."""
         for answer in given[:SHOWN_ANSWERS]:
             last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
@@ -164,7 +164,7 @@ class Summary:
         self._skipped += record["skipped"]
         self._seconds += record["seconds"]
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...engine.errors import ConfigError
 from ..config.trainer import LoopConfig
 from .console import Console, Lines
-from .samples import Answer
+from .samples import HeldOutCompletion
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
@@ -24,7 +24,7 @@ class Logger(Protocol):
     def log(self, record: Mapping[str, Any]) -> None:
         """Log a record. It always has a `step`; a `split` other than train marks an evaluation."""
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Log the model's answers to held-out samples."""
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class JSONL:
         self._metrics.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._metrics.flush()
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Append the answers to `answers.jsonl`."""
         if self._answers is None:
             self._answers = _reopened(self._folder / "answers.jsonl", self._resumed)
@@ -72,7 +72,7 @@ class TensorBoard:
         for name, value in _scalars(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Write the answers as text."""
         for i, answer in enumerate(given):
             self._writer.add_text(
@@ -108,7 +108,7 @@ class WandB:
         """Write every number."""
         self._run.log(_scalars(record), step=record["step"])
 
-    def answers(self, step: int, given: Sequence[Answer]) -> None:
+    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
         """Write the answers as a table."""
         rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in given]
         columns = list(rows[0]) if rows else []

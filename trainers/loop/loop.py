@@ -13,7 +13,7 @@ from ...engine.loss import StepResult
 from ...engine.parallel.collectives import call_on_first
 from ..data.order import Cursor
 from .loggers import Logger
-from .parts import Evaluation, Run, notify
+from .parts import Evaluation, TrainingRun, notify
 from .resume import ResumePoint
 from .signals import StopSignal
 
@@ -46,7 +46,7 @@ class TrainResult:
     signal: int | None = None
 
 
-def train(run: Run, start: ResumePoint) -> TrainResult:
+def train(run: TrainingRun, start: ResumePoint) -> TrainResult:
     """Train, evaluate, log and save until the run ends. Collective.
 
     Args:
@@ -110,7 +110,7 @@ def _is_due(step: int, every: int | None, total_steps: int) -> bool:
     return step == total_steps or bool(every and step % every == 0)
 
 
-def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: float) -> dict[str, Any]:
+def _record(run: TrainingRun, step: int, cursor: Cursor, result: StepResult, seconds: float) -> dict[str, Any]:
     return {
         "step": step,
         "loss": result.loss,
@@ -134,7 +134,7 @@ def _record(run: Run, step: int, cursor: Cursor, result: StepResult, seconds: fl
     }
 
 
-def evaluate(run: Run, evaluation: Evaluation, step: int, stop: StopSignal) -> dict[str, float] | None:
+def evaluate(run: TrainingRun, evaluation: Evaluation, step: int, stop: StopSignal) -> dict[str, float] | None:
     """Compute the exact loss and metrics over all held-out samples, and the metrics of the generated answers. Collective.
 
     Each loss term is its weighted sum over all samples divided by the total weight; each metric of the loss is its sum divided by
@@ -204,7 +204,9 @@ def write_error(step: int, write: Callable[[], object]) -> Exception | None:
     return None
 
 
-def save(run: Run, step: int, cursor: Cursor, start: ResumePoint, *, evaluate: bool = False, last: bool = False) -> None:
+def save(
+    run: TrainingRun, step: int, cursor: Cursor, start: ResumePoint, *, evaluate: bool = False, last: bool = False
+) -> None:
     """Save a checkpoint with everything that a resumed run needs, keep the best one and delete older ones. Collective.
 
     Args:

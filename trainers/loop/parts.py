@@ -8,14 +8,14 @@ from ...engine.base import BaseEngine
 from ...engine.checkpoint.manager import CheckpointManager
 from ..config.trainer import TrainerConfig
 from ..data.loader import Batches, Loader
-from ..methods.base import Method
+from ..methods.base import TrainingMethod
 from .answer_metrics import AnswerMetrics
 from .early_stopping import EarlyStopping
 from .loggers import Logger
-from .samples import Answer
+from .samples import HeldOutCompletion
 from .signals import StopSignal
 
-Hook = Literal["on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end"]
+StepHook = Literal["on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end"]
 
 
 class Callback:
@@ -25,19 +25,19 @@ class Callback:
     those of `run.engine`, every rank must do so.
     """
 
-    def on_train_begin(self, run: "Run", step: int) -> None:
+    def on_train_begin(self, run: "TrainingRun", step: int) -> None:
         """Before the first step, given the number of steps that were made before this run; more than 0 if it resumes."""
 
-    def on_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> bool | None:
+    def on_step_end(self, run: "TrainingRun", step: int, metrics: Mapping[str, Any]) -> bool | None:
         """After a step, given what `metrics.jsonl` has of it. True ends training after a checkpoint, and a later run goes on."""
 
-    def on_evaluate(self, run: "Run", step: int, metrics: Mapping[str, float]) -> bool | None:
+    def on_evaluate(self, run: "TrainingRun", step: int, metrics: Mapping[str, float]) -> bool | None:
         """After an evaluation, given its metrics. True ends training after a checkpoint, and a later run goes on."""
 
-    def on_save(self, run: "Run", step: int) -> None:
+    def on_save(self, run: "TrainingRun", step: int) -> None:
         """After a checkpoint was taken; it may still be written in the background."""
 
-    def on_train_end(self, run: "Run", step: int) -> None:
+    def on_train_end(self, run: "TrainingRun", step: int) -> None:
         """After the last step, given its number, also if a callback stopped the run; not after an error or a signal."""
 
 
@@ -53,12 +53,12 @@ class Evaluation:
     """
 
     loader: Loader
-    answers: Callable[[StopSignal], Sequence[Answer] | None]
+    answers: Callable[[StopSignal], Sequence[HeldOutCompletion] | None]
     metrics: AnswerMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingRun:
     """Everything that training needs.
 
     Args:
@@ -77,7 +77,7 @@ class Run:
     """
 
     engine: BaseEngine
-    method: Method
+    method: TrainingMethod
     loader: Batches
     evaluation: Evaluation | None
     manager: CheckpointManager
@@ -90,7 +90,7 @@ class Run:
     callbacks: Sequence[Callback] = ()
 
 
-def notify(run: Run, hook: Hook, step: int, *args: Any) -> bool:
+def notify(run: TrainingRun, hook: StepHook, step: int, *args: Any) -> bool:
     """Call a method of every callback, and tell whether any of them asked to stop, on any rank. Collective if there are callbacks.
 
     Args:

@@ -19,7 +19,7 @@ from .signals import StopSignal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class HeldOutCompletion:
     """The model's answer to a held-out sample, and the expected answer.
 
     Args:
@@ -56,7 +56,7 @@ class Answer:
 
 def answers(
     engine: BaseEngine, tokenizer: Any, samples: Sequence[Sample], most: int, budget: int, stop: StopSignal
-) -> list[Answer] | None:
+) -> list[HeldOutCompletion] | None:
     """Generate greedy answers. Collective.
 
     Every rank passes the same samples and gets all answers; None if a rank was asked to stop before they were complete.
@@ -96,7 +96,7 @@ def answers(
     for part in topology.all_gather_object(local_answers if topology.is_output_rank else {}):
         all_answers |= part
     return [
-        Answer(
+        HeldOutCompletion(
             name=sample.name,
             **{name: tokenizer.decode(ids) for name, ids in _parts(sample, all_answers[i]).items()},
             **{

@@ -9,15 +9,15 @@ from ...engine.errors import ConfigError
 from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
 from ..config.runs import RunConfig
-from ..data.dataset import Dataset
-from ..data.encode import KINDS, Kind
+from ..data.dataset import TokenDataset
+from ..data.encode import KINDS, DataKind
 from ..data.loader import GlobalBatch
 
 PAIR_METRICS: Mapping[str, bool] = {"loss": True, "reward_accuracy": False, "reward_margin": False}
 """The metrics of an evaluation on pairs, and whether lower is better."""
 
 
-class Method(ABC):
+class TrainingMethod(ABC):
     """A training method, between the training loop and the engine.
 
     Args:
@@ -25,7 +25,7 @@ class Method(ABC):
         loss: The loss to minimize, instead of the method's own.
     """
 
-    kind: Kind = "completions"
+    kind: DataKind = "completions"
     name: ClassVar[str]
     head: ClassVar[str] = "lm"
     can_generate: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class Method(ABC):
                 "generate text; set it to 0"
             )
 
-    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset | None, held_out: Dataset | None) -> None:  # noqa: B027
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: TokenDataset | None, held_out: TokenDataset | None) -> None:  # noqa: B027
         """Set up what the loss needs in addition to the policy. Collective; called before the policy is built.
 
         Args:

@@ -14,15 +14,15 @@ from ...losses.preference import BASELINE, KTOLoss, PreferenceLoss
 from ...losses.sequences import MATCHED, REFERENCE
 from ..config.methods import PreferenceConfig, ReferenceConfig
 from ..config.runs import DPOConfig
-from ..data.dataset import Dataset
-from ..data.encode import Kind
+from ..data.dataset import TokenDataset
+from ..data.encode import DataKind
 from ..data.loader import GlobalBatch
 from ..data.sample import Sample
-from .base import PAIR_METRICS, Method
-from .reference import Reference, build_reference, check_reference, log_probs_of, resolved_mode
+from .base import PAIR_METRICS, TrainingMethod
+from .reference import ReferenceModel, build_reference, check_reference, log_probs_of, resolved_mode
 
 
-class PreferenceMethod(Method):
+class PreferenceMethod(TrainingMethod):
     """DPO and related methods.
 
     Args:
@@ -36,10 +36,10 @@ class PreferenceMethod(Method):
     def __init__(self, config: DPOConfig, loss: Loss | None = None) -> None:
         super().__init__(config, loss)
         self._config = config
-        self.kind: Kind = "unpaired" if config.dpo.loss == "kto" else "pairs"
+        self.kind: DataKind = "unpaired" if config.dpo.loss == "kto" else "pairs"
         self._loss: Any = loss or _loss_of(config)
         self._needs_reference = bool(getattr(self._loss, "needs_reference", True))
-        self._reference: Reference | None = None
+        self._reference: ReferenceModel | None = None
 
     @property
     def loss(self) -> Loss:
@@ -72,7 +72,7 @@ class PreferenceMethod(Method):
                     "combinations in every epoch; use model or base"
                 )
 
-    def setup(self, engine: BaseEngine, tokenizer: Any, samples: Dataset | None, held_out: Dataset | None) -> None:
+    def setup(self, engine: BaseEngine, tokenizer: Any, samples: TokenDataset | None, held_out: TokenDataset | None) -> None:
         """Build the reference, or compute its log-probabilities. Collective."""
         if self._needs_reference:
             datasets = [some for some in (samples, held_out) if some is not None]

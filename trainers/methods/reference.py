@@ -26,7 +26,7 @@ from ...engine.parallel.collectives import all_gather_object, call_on_first, col
 from ...engine.registry import engine_class, options_class
 from ...losses.sequences import sequence_sums
 from ..config.runs import DPOConfig
-from ..data.dataset import Dataset
+from ..data.dataset import TokenDataset
 from ..data.loader import GlobalBatch, Loader
 from ..data.order import Sampler
 from ..data.tokenize import Bar, cache_folder
@@ -62,7 +62,7 @@ def log_probs_of(engine: BaseEngine, global_batch: GlobalBatch, *, training: boo
     return result
 
 
-class Reference(ABC):
+class ReferenceModel(ABC):
     """A reference that provides log-probabilities of documents."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Reference(ABC):
         """Free the reference's resources."""
 
 
-class FrozenModel(Reference):
+class FrozenModel(ReferenceModel):
     """A frozen model in an engine of its own.
 
     Args:
@@ -97,7 +97,7 @@ class FrozenModel(Reference):
         self._engine.close()
 
 
-class PolicyBase(Reference):
+class PolicyBase(ReferenceModel):
     """The policy's base model.
 
     Args:
@@ -113,7 +113,7 @@ class PolicyBase(Reference):
             return log_probs_of(self._engine, global_batch, training=training)
 
 
-class CachedReference(Reference):
+class CachedReference(ReferenceModel):
     """Log-probabilities that were computed earlier.
 
     Args:
@@ -190,7 +190,7 @@ def check_reference(config: DPOConfig) -> None:
         check_same_vocabulary(config.model, replace(config.model, path=settings.path), "reference.path")
 
 
-def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[Dataset]) -> Reference:
+def build_reference(config: DPOConfig, policy: BaseEngine, every: Sequence[TokenDataset]) -> ReferenceModel:
     """Build the reference. Collective over all ranks of the job.
 
     Args:
@@ -229,11 +229,11 @@ def _identity(config: DPOConfig, engine: BaseEngine) -> str:
     return call_on_first(compute)
 
 
-def _cached_reference(config: DPOConfig, datasets: Sequence[Dataset]) -> CachedReference:
+def _cached_reference(config: DPOConfig, datasets: Sequence[TokenDataset]) -> CachedReference:
     engine = reference_engine(config)
     identity = _identity(config, engine)
     tables: dict[str, NDArray[Any]] = {}
-    missing: list[tuple[Dataset, Path]] = []
+    missing: list[tuple[TokenDataset, Path]] = []
     for dataset in datasets:
         name = xxhash.xxh3_128_hexdigest(f"{identity} {dataset.digest}".encode())
         file = cache_folder(config.data) / f"reference-{name}.npy"
@@ -263,7 +263,7 @@ def _read(file: Path, size: int) -> NDArray[Any] | None:
     return table if table.shape == (size,) and table.dtype == np.float64 else None
 
 
-def _compute(config: DPOConfig, engine: BaseEngine, dataset: Dataset, file: Path) -> NDArray[Any]:
+def _compute(config: DPOConfig, engine: BaseEngine, dataset: TokenDataset, file: Path) -> NDArray[Any]:
     sampler = Sampler(dataset.sizes, weights=None, seed=0, shuffle=False)
     table = np.zeros(dataset.lengths.size)
     done = 0

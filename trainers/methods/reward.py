@@ -6,12 +6,12 @@ from ...engine.loss import Loss
 from ...engine.packing.batch import PackedBatch
 from ...losses.reward import RewardLoss
 from ..config.runs import RMConfig
-from ..data.encode import Kind
+from ..data.encode import DataKind
 from ..data.loader import GlobalBatch
-from .base import PAIR_METRICS, Method
+from .base import PAIR_METRICS, TrainingMethod
 
 
-class RewardMethod(Method):
+class RewardMethod(TrainingMethod):
     """Reward-model training.
 
     Args:
@@ -19,7 +19,7 @@ class RewardMethod(Method):
         loss: The loss to minimize, instead of the Bradley-Terry loss.
     """
 
-    kind: Kind = "pairs"
+    kind: DataKind = "pairs"
     name = "reward modeling"
     head = "value"
     can_generate = False

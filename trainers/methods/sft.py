@@ -8,10 +8,10 @@ from ...engine.loss import Loss, OutputRequest
 from ...engine.packing.batch import PackedBatch
 from ...losses.sft import SFTLoss
 from ..data.loader import GlobalBatch
-from .base import Method
+from .base import TrainingMethod
 
 
-class SFTMethod(Method):
+class SFTMethod(TrainingMethod):
     """Supervised fine-tuning."""
 
     name = "SFT"

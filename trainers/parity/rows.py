@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ...engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
-from ...engine.conformance.reference import Reference
+from ...engine.conformance.reference import PlainReference
 from ...engine.conformance.tiny import save_tiny_model
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.packing.batch import IGNORE
@@ -23,7 +23,7 @@ from ...engine.tiny_configs import FAMILIES
 from ...losses.sft import SFTLoss
 from ..config.data import DataConfig
 from ..config.runs import SFTConfig
-from ..data.dataset import Dataset
+from ..data.dataset import TokenDataset
 from ..data.load import load_data
 from ..data.loader import Loader
 from ..data.order import Cursor, Sampler
@@ -99,13 +99,13 @@ def config_of(job: Job, row: Row) -> SFTConfig:
     )
 
 
-def loader_of(samples: Dataset, config: SFTConfig) -> Loader:
+def loader_of(samples: TokenDataset, config: SFTConfig) -> Loader:
     """Build the loader that yields the batches of the SFT trainer."""
     order = Sampler(samples.sizes, weights=None, seed=config.data.seed, shuffle=True)
     return Loader(samples, order, batch_size=config.data.batch_size)
 
 
-def documents_of(samples: Dataset, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
+def documents_of(samples: TokenDataset, config: SFTConfig, steps: int) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
     """Yield the documents of each step and the masks of their target tokens, for a loop without packing."""
     batches = loader_of(samples, config).batches(Cursor())
     for _ in range(steps):
@@ -135,7 +135,7 @@ def make_reference(job: Job) -> None:
         samples = load_data(config, method.kind, sample_budget(config, method)).train
         steps_by_dtype: dict[str, Any] = {}
         for dtype in dict.fromkeys(("float32", job.dtype)):
-            reference = Reference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
+            reference = PlainReference(config.model.path, OPTIM, compute=getattr(torch, dtype), device=device)
             steps = [reference.step(*step) for step in documents_of(samples, config, job.steps)]
             steps_by_dtype[dtype] = [{"loss": s.loss, "grad_norm": s.grad_norm} for s in steps]
             if dtype == "float32":

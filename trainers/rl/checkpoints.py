@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine.checkpoint.manifest import Manifest
+from ...engine.checkpoint.manifest import CheckpointManifest
 from ...engine.checkpoint.retention import find_checkpoint, folder_name, newest_first, recover, rotate, step_of, steps
 from ...engine.checkpoint.storage import Store, open_store
 from ...engine.errors import CheckpointError, ConfigError, DrivetrainError
@@ -137,7 +137,7 @@ class RunCheckpoints:
             recover(store)
             store.sweep()
         present = steps(root)
-        manifest: Manifest | None = None
+        manifest: CheckpointManifest | None = None
         if setting == "auto":
             manifest = self._newest(root, damaged)
         elif setting != "none":
@@ -172,7 +172,7 @@ class RunCheckpoints:
             )
         return folder, folder.rpartition("/")[0], step, manifest.data["extra"]
 
-    def _check_model(self, manifest: Manifest, folder: str) -> None:
+    def _check_model(self, manifest: CheckpointManifest, folder: str) -> None:
         """Check that the checkpoint is of this run's model: adapters, for example, belong to one."""
         actor = self._config.actor.model or self._config.model
         saved = manifest.data.get("fingerprint")
@@ -182,12 +182,12 @@ class RunCheckpoints:
                 "model; choose another trainer.output_dir"
             )
 
-    def _newest(self, root: Store, damaged: Collection[str]) -> Manifest | None:
+    def _newest(self, root: Store, damaged: Collection[str]) -> CheckpointManifest | None:
         skipped = []
         for name, candidate in newest_first(root):
             if name in damaged:
                 skipped.append(f"{root}/{name} is damaged")
-            elif not isinstance(candidate, Manifest):
+            elif not isinstance(candidate, CheckpointManifest):
                 skipped.append(str(candidate))
             elif self._has_critic and not self._is_complete(f"{self._critic_root(str(root))}/{name}"):
                 skipped.append(f"{root}/{name} has no checkpoint of the critic")
@@ -204,7 +204,7 @@ class RunCheckpoints:
     @staticmethod
     def _is_complete(folder: str) -> bool:
         try:
-            Manifest.read(open_store(folder))
+            CheckpointManifest.read(open_store(folder))
         except CheckpointError:
             return False
         return True

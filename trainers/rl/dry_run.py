@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...rewards.pool import Target
+from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
 from ..data.order import Cursor
 from .algorithms import Algorithm
@@ -52,7 +52,7 @@ class RLDryRun:
 
 
 def dry_run(
-    config: RLConfig, algorithm: Algorithm, roles: Roles, prompts: Prompts, functions: Sequence[Target], total_steps: int
+    config: RLConfig, algorithm: Algorithm, roles: Roles, prompts: Prompts, functions: Sequence[RewardTarget], total_steps: int
 ) -> RLDryRun:
     """Start the processes of a run, and make a step from its beginning. A checkpoint of the run is not looked at.
 

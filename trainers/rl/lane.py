@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
 from ...engine.errors import ConfigError, RewardError
-from ...rewards.pool import Target
+from ...rewards.pool import RewardTarget
 from ...rewards.sample import OUTCOME_KINDS, RewardSample
 from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
@@ -30,7 +30,7 @@ class RewardLane:
         ConfigError: There is no reward, or one cannot be used.
     """
 
-    def __init__(self, config: RLConfig, functions: Sequence[Target], controllers: Controllers) -> None:
+    def __init__(self, config: RLConfig, functions: Sequence[RewardTarget], controllers: Controllers) -> None:
         self._controllers = controllers
         self._scorer: RewardScorer | None = None
         self._shown: set[str] = set()

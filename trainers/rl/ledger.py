@@ -13,13 +13,13 @@ from ...engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Part = Literal["parameters", "gradients", "optimizer", "cache"]
-Place = Literal["device", "host", "disk", "absent"]
+RolePart = Literal["parameters", "gradients", "optimizer", "cache"]
+RolePlace = Literal["device", "host", "disk", "absent"]
 Phase = Literal["rollout", "score", "train"]
-Move = Callable[[str, Place, Part], None]
+Move = Callable[[str, RolePlace, RolePart], None]
 """Moves a part of a role."""
-PLACES: tuple[Place, ...] = ("device", "host", "disk", "absent")
-_TRAINED: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+PLACES: tuple[RolePlace, ...] = ("device", "host", "disk", "absent")
+_TRAINED: tuple[RolePart, ...] = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Holding:
     """
 
     bytes: int
-    place: Place = "device"
+    place: RolePlace = "device"
     shared: bool = True
 
 
@@ -64,7 +64,7 @@ class MemoryLedger:
 
     def __init__(
         self,
-        holdings: Mapping[tuple[str, Part], Holding],
+        holdings: Mapping[tuple[str, RolePart], Holding],
         *,
         away: Literal["none", "host", "disk"],
         move: Move,
@@ -83,7 +83,7 @@ class MemoryLedger:
             holding.shared for (role, _), holding in self._holdings.items() if role != "rollout"
         )
 
-    def place(self, role: str, part: Part) -> Place:
+    def place(self, role: str, part: RolePart) -> RolePlace:
         """Return where a part of a role is."""
         return self._holdings[role, part].place
 
@@ -142,13 +142,13 @@ class MemoryLedger:
                 self._move_all(role, self._place_away())
             self._move_generator("device", "cache")
 
-    def _move_generator(self, place: Place, part: Part) -> None:
+    def _move_generator(self, place: RolePlace, part: RolePart) -> None:
         # One with processes of its own stays where it is.
         holding = self._holdings.get(("rollout", part))
         if holding is not None and holding.shared:
             self.move("rollout", place, part)
 
-    def _move_all(self, role: str, place: Place, but: Part | None = None) -> None:
+    def _move_all(self, role: str, place: RolePlace, but: RolePart | None = None) -> None:
         # Parameters go last and come first: what else there is belongs to them.
         parts = [part for part in _TRAINED if (role, part) in self._holdings and part != but]
         for part in parts if place == "device" else reversed(parts):
@@ -159,11 +159,11 @@ class MemoryLedger:
             dict.fromkeys(role for (role, _), holding in self._holdings.items() if role != "rollout" and holding.shared)
         )
 
-    def _place_away(self) -> Place:
+    def _place_away(self) -> RolePlace:
         assert self._away != "none"
         return self._away
 
-    def move(self, role: str, place: Place, part: Part) -> None:
+    def move(self, role: str, place: RolePlace, part: RolePart) -> None:
         """Move a part of a role, unless it is there.
 
         Raises:
@@ -181,7 +181,7 @@ class MemoryLedger:
         self._move(role, place, part)
         self._holdings[role, part] = replace(holding, place=place)
 
-    def _check_room(self, role: str, part: Part) -> None:
+    def _check_room(self, role: str, part: RolePart) -> None:
         """Refuse to bring a part to devices that hold what must not be there at the same time."""
         if not self._takes_turns or not self._holdings[role, part].shared:
             return
@@ -210,7 +210,7 @@ class MemoryLedger:
         """Return what will be where in every phase, for people."""
         lines = []
         for phase in ("rollout", "score", "train", "sync"):
-            parts: dict[Place, list[str]] = {}
+            parts: dict[RolePlace, list[str]] = {}
             for (role, part), holding in self._holdings.items():
                 parts.setdefault(self._planned(role, part, holding, phase), []).append(f"{role} {part} {_size(holding.bytes)}")
             shown = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
@@ -219,7 +219,7 @@ class MemoryLedger:
                 return [f"all the time: {shown}"]
         return lines
 
-    def _planned(self, role: str, part: Part, holding: Holding, phase: str) -> Place:
+    def _planned(self, role: str, part: RolePart, holding: Holding, phase: str) -> RolePlace:
         if not self._takes_turns or not holding.shared:
             return "device"
         if role == "rollout":

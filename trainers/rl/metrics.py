@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..loop.console import Lines, Part, duration
+from ..loop.console import Lines, TextPart, duration
 from ..loop.loggers import Panel
-from ..loop.samples import Answer as ShownAnswer
+from ..loop.samples import HeldOutCompletion as ShownAnswer
 from .answers import Answer, equal_groups
 
 PANELS = (
@@ -81,21 +81,21 @@ LINE = ("reward_accuracy", "reward_margin", "pairs", "kl", "entropy", "critic/lo
 class RLLines(Lines):
     """The lines of a console."""
 
-    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[Part]:
+    def progress(self, record: Mapping[str, Any], total: int, left: float) -> list[TextPart]:
         """Return the parts of a step's line."""
         rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in record.items() if n.startswith("reward/")]
         return [
-            Part(f"step {record['step']}/{total}"),
-            Part(f"reward {record['reward']:.3f}"),
-            *([Part(f"({', '.join(rewards)})", 4)] if len(rewards) > 1 else []),
-            Part(f"length {record['length']:.1f}", 1),
-            *(Part(f"{name} {record[name]:.4f}", 3) for name in LINE if name in record),
-            *([Part(f"grad_norm {record['grad_norm']:.3f}", 3)] if "grad_norm" in record else []),
-            *([Part(f"truncated {100 * record['truncated']:.0f}%", 2)] if record["truncated"] else []),
-            *(Part(text) for text in _failures(record)),
-            Part(f"{record['seconds']:.1f} s", 2),
-            Part(f"({_shares(record)})", 5),
-            Part(f"{duration(left)} left", 1),
+            TextPart(f"step {record['step']}/{total}"),
+            TextPart(f"reward {record['reward']:.3f}"),
+            *([TextPart(f"({', '.join(rewards)})", 4)] if len(rewards) > 1 else []),
+            TextPart(f"length {record['length']:.1f}", 1),
+            *(TextPart(f"{name} {record[name]:.4f}", 3) for name in LINE if name in record),
+            *([TextPart(f"grad_norm {record['grad_norm']:.3f}", 3)] if "grad_norm" in record else []),
+            *([TextPart(f"truncated {100 * record['truncated']:.0f}%", 2)] if record["truncated"] else []),
+            *(TextPart(text) for text in _failures(record)),
+            TextPart(f"{record['seconds']:.1f} s", 2),
+            TextPart(f"({_shares(record)})", 5),
+            TextPart(f"{duration(left)} left", 1),
         ]
 
     def evaluation(self, record: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...engine.errors import CheckpointError, ConfigError
-from ...rewards.pool import Target, title_of
+from ...rewards.pool import RewardTarget, title_of
 from ..config.rl import RLConfig
 from ..data.order import Cursor
 from ..loop.early_stopping import EarlyStopping
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
+class RLRun:
     """Everything that the steps of a run need.
 
     Args:
@@ -77,9 +77,9 @@ def open_run(
     roles: Roles,
     prompts: Prompts,
     *,
-    functions: Sequence[Target],
+    functions: Sequence[RewardTarget],
     total_steps: int,
-) -> Iterator[Run]:
+) -> Iterator[RLRun]:
     """Open everything that the steps need, and plot the metrics at the end, even if the run failed.
 
     Args:
@@ -106,7 +106,7 @@ def open_run(
         start = _resume(config, checkpoints, phases, prompts, early_stopping)
         loggers = _open_loggers(config, functions, controllers, start[0], total_steps)
         opened.callback(_close_loggers, config, loggers)
-        yield Run(
+        yield RLRun(
             phases=phases,
             prompts=prompts,
             collector=Collector(config, phases, prompts),
@@ -147,7 +147,7 @@ def _resume(
 
 
 def _open_loggers(
-    config: RLConfig, functions: Sequence[Target], controllers: Controllers, resumed: int, total_steps: int
+    config: RLConfig, functions: Sequence[RewardTarget], controllers: Controllers, resumed: int, total_steps: int
 ) -> list[Logger]:
     loggers: list[Logger] = []
     output = Path(config.trainer.output_dir)

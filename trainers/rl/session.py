@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...engine.hf.tokenizer import load_tokenizer
 from ...engine.parallel.process_groups import close_distributed, init_distributed
-from ...rewards.pool import Target
+from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
 from .adaptive import Adaptive
@@ -29,7 +29,7 @@ def open_phases(
     algorithm: Algorithm,
     roles: Roles,
     *,
-    functions: Sequence[Target] = (),
+    functions: Sequence[RewardTarget] = (),
     prompts: Sequence[PromptSet] = (),
     only: Collection[str] | None = None,
     judges: bool = True,

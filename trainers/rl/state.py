@@ -8,7 +8,7 @@ from ...engine.errors import WorkerError
 from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
-from .ledger import Holding, Move, Part, Place
+from .ledger import Holding, Move, RolePart, RolePlace
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -20,16 +20,16 @@ PROBE_GAP = 0.05
 """The largest difference of a log-probability between two processes, which compute the same in the same way."""
 
 
-def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, Part], Holding]:
+def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, RolePart], Holding]:
     """Return what each role holds in a process.
 
     Args:
         group: The group.
         config: The run's settings.
     """
-    found: dict[tuple[str, Part], Holding] = {}
+    found: dict[tuple[str, RolePart], Holding] = {}
     for role in (name for name in ROLES if name in group.roles):
-        sizes: Mapping[Part, int] = group[role].state_bytes()
+        sizes: Mapping[RolePart, int] = group[role].state_bytes()
         for part, size in sizes.items():
             found[role, part] = Holding(bytes=size, shared=role not in config.group.pools)
     return found
@@ -50,7 +50,7 @@ def is_random(settings: Mapping[str, Any], lora_dropout: float) -> bool:
 def move_with(group: WorkerGroup) -> Move:
     """Return the function that moves a part of a role."""
 
-    def move(role: str, place: Place, part: Part) -> None:
+    def move(role: str, place: RolePlace, part: RolePart) -> None:
         group[role].to(place, part)
 
     return move

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ...engine.checkpoint.retention import folder_name
 from ...engine.errors import ConfigError, RewardError, disk_error
-from ...rewards.pool import Target
+from ...rewards.pool import RewardTarget
 from ..config.parse import changes
 from ..config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig, RLConfig
 from ..data.order import Cursor
@@ -28,14 +28,14 @@ from .evaluation import evaluate
 from .lane import check_judged
 from .metrics import RLSummary, answer_metrics, shown, staleness
 from .roles import Roles, build_roles, check_roles
-from .run import Run, early_stopping_of, open_run
+from .run import RLRun, early_stopping_of, open_run
 from .update import add_old_log_probs
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class RLOutcome:
     """The end of a run.
 
     Args:
@@ -63,7 +63,7 @@ class RLTrainer:
 
     config_class: ClassVar[type[RLConfig]] = RLConfig
 
-    def __init__(self, config: RLConfig, rewards: Sequence[Target] = ()) -> None:
+    def __init__(self, config: RLConfig, rewards: Sequence[RewardTarget] = ()) -> None:
         if not isinstance(config, self.config_class):
             raise ConfigError(
                 f"config is a {type(config).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
@@ -90,7 +90,7 @@ class RLTrainer:
             check_push(config.trainer.push_to_hub)
         check_roles(build_roles(config, self._algorithm, total_steps=1))
 
-    def train(self) -> Outcome:
+    def train(self) -> RLOutcome:
         """Train from start to finish, or from the last checkpoint on.
 
         Raises:
@@ -140,12 +140,12 @@ class RLTrainer:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def _steps(self, run: Run) -> Outcome:
+    def _steps(self, run: RLRun) -> RLOutcome:
         """Make all steps. The version of the weights is the number of steps that they have been trained for."""
         phases, config = run.phases, self.config.trainer
         step, cursor = run.start
         self._announce(run, step)
-        outcome = Outcome(step=step)
+        outcome = RLOutcome(step=step)
         phases.ledger.sync(step)
         time_is_up = False
         with StopSignal(config.max_minutes) as stop:
@@ -182,7 +182,7 @@ class RLTrainer:
         return outcome
 
     @contextmanager
-    def _saved_on_failed_rewards(self, run: Run, step: int, cursor: Cursor) -> Iterator[None]:
+    def _saved_on_failed_rewards(self, run: RLRun, step: int, cursor: Cursor) -> Iterator[None]:
         """Save what was trained before the rewards of a step failed, such as a judge that cannot be reached."""
         try:
             yield
@@ -194,10 +194,10 @@ class RLTrainer:
                 )
             raise
 
-    def _is_due(self, step: int, every: int | None, run: Run) -> bool:
+    def _is_due(self, step: int, every: int | None, run: RLRun) -> bool:
         return step == run.total_steps or bool(every and step % every == 0)
 
-    def _evaluate(self, run: Run, outcome: Outcome) -> bool:
+    def _evaluate(self, run: RLRun, outcome: RLOutcome) -> bool:
         """Evaluate on the held-out prompts, if there are any; return whether it is the best evaluation so far."""
         if run.prompts.held_out is None:
             return False
@@ -217,7 +217,7 @@ class RLTrainer:
         self._write(run, outcome.step, write)
         return run.early_stopping.update(outcome.step, outcome.evaluation)
 
-    def _log_step(self, run: Run, cursor: Cursor, metrics: dict[str, float], seconds: float) -> None:
+    def _log_step(self, run: RLRun, cursor: Cursor, metrics: dict[str, float], seconds: float) -> None:
         phases = run.phases
         epoch = cursor.epoch + cursor.position / len(run.prompts.order)
         record: dict[str, Any] = {"step": phases.step, **metrics, **phases.timing(), **phases.adaptive.metrics()}
@@ -231,7 +231,7 @@ class RLTrainer:
 
         self._write(run, phases.step, write)
 
-    def _write(self, run: Run, step: int, write: Any) -> None:
+    def _write(self, run: RLRun, step: int, write: Any) -> None:
         def guarded() -> None:
             try:
                 write()
@@ -240,7 +240,7 @@ class RLTrainer:
 
         run.controllers.once(guarded)
 
-    def _save(self, run: Run, step: int, cursor: Cursor) -> None:
+    def _save(self, run: RLRun, step: int, cursor: Cursor) -> None:
         # A checkpoint brings all of a role's state to the device for a moment.
         run.phases.ledger.enter("score")
         extra = {
@@ -252,7 +252,7 @@ class RLTrainer:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def _finish(self, run: Run, outcome: Outcome) -> None:
+    def _finish(self, run: RLRun, outcome: RLOutcome) -> None:
         config, best = self.config.trainer, run.early_stopping.best_step
         outcome.outputs["checkpoints"] = run.checkpoints.root
         if outcome.stopped:
@@ -274,14 +274,14 @@ class RLTrainer:
             folder = outcome.outputs.get("adapter", outcome.outputs["model"])
             outcome.outputs["Hub"] = run.controllers.once(lambda: push(Path(folder), repo))
 
-    def _export(self, run: Run, folder: Path) -> dict[str, str]:
+    def _export(self, run: RLRun, folder: Path) -> dict[str, str]:
         run.phases.ledger.enter("score")
         actor, outputs, where = run.phases.group["actor"], {}, folder.absolute()
         if run.phases.has_adapters:
             outputs["adapter"] = actor.export(str(where / "adapter"), adapters="only")
         return {**outputs, "model": actor.export(str(where / "hf"))}
 
-    def _announce(self, run: Run, step: int) -> None:
+    def _announce(self, run: RLRun, step: int) -> None:
         config, prompts = self.config, run.prompts
         log.info("settings (complete list: %s/config.yaml)", config.trainer.output_dir)
         for name, value in changes(config).items():

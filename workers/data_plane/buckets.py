@@ -57,7 +57,7 @@ def _places(contents: Sequence[tuple[str, str, tuple[int, ...], str]]) -> tuple[
     return aligned(torch.Size(shape).numel() * ITEM_SIZES[dtype] for _, dtype, shape, _ in contents)
 
 
-class Channel(Protocol):
+class BucketChannel(Protocol):
     """One way from a process to others."""
 
     @property
@@ -100,7 +100,7 @@ class BroadcastChannel:
             dist.broadcast(bucket.data, src=self._source, group=self._group)
 
     def receive(self) -> Bucket:
-        """Return the next bucket; see `Channel`."""
+        """Return the next bucket; see `BucketChannel`."""
         header: list[Any] = [None] * 3
         dist.broadcast_object_list(header, src=self._source, group=self._group)
         contents, total, error = header
@@ -145,7 +145,7 @@ class LinkChannel:
         return self._links.send(self._target, self._title, pieces, about=about, error=bucket.error)
 
     def receive(self) -> Bucket:
-        """Return the next bucket; see `Channel`."""
+        """Return the next bucket; see `BucketChannel`."""
         header = self._links.receive_header(self._source, self._title)
         if header.error:
             raise RemoteError(header.error)
@@ -174,7 +174,7 @@ class Packer:
         blocks: The memory.
     """
 
-    def __init__(self, channels: Sequence[Channel], blocks: BlockPool) -> None:
+    def __init__(self, channels: Sequence[BucketChannel], blocks: BlockPool) -> None:
         self._channels, self._blocks = channels, blocks
         self._shared = any(channel.shares_memory for channel in channels)
         self._contents: list[tuple[str, str, tuple[int, ...], str]] = []

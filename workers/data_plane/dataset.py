@@ -18,7 +18,7 @@ from ...engine.packing.convert import from_lists
 _STRUCTURE = ("input_ids", "loss_mask", "group_id")
 
 
-class Dataset(Protocol):
+class WorkerDataset(Protocol):
     """Samples by number, as of torch.
 
     A sample is a mapping with `input_ids`, a list of token ids; optionally `loss_mask`, a bool for each token: whether it is to be
@@ -46,7 +46,7 @@ class DatasetSpec:
         seed: The seed of the order.
     """
 
-    load: Callable[..., Dataset]
+    load: Callable[..., WorkerDataset]
     options: Mapping[str, Any] = field(default_factory=dict)
     shuffle: bool = False
     seed: int = 0

@@ -15,7 +15,7 @@ import zmq
 
 from ...engine import progress
 from ...engine.errors import ManifestError, WorkerLostError
-from .plan import Keys
+from .plan import CurveKeySet
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes of one message. The receiver copies one while the next one is on its way."""
@@ -23,9 +23,9 @@ LINGER_MS = 1_000
 _POLL_MS = 1_000
 
 
-def new_keys() -> Keys:
+def new_keys() -> CurveKeySet:
     """Return fresh keys."""
-    return Keys(*(key.decode() for key in (*zmq.curve_keypair(), *zmq.curve_keypair())))
+    return CurveKeySet(*(key.decode() for key in (*zmq.curve_keypair(), *zmq.curve_keypair())))
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Links:
         self,
         name: str,
         endpoint: str,
-        keys: Keys | None,
+        keys: CurveKeySet | None,
         timeout_s: float,
         discard: Callable[[Header], None] = lambda header: None,
     ) -> None:
@@ -102,7 +102,7 @@ class Links:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """Where other workers connect to this one."""
 
-    def _accept(self, keys: Keys) -> None:
+    def _accept(self, keys: CurveKeySet) -> None:
         from zmq.auth.thread import ThreadAuthenticator
 
         self._authenticator = ThreadAuthenticator(self._context)

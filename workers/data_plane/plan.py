@@ -80,7 +80,7 @@ class Column(Struct, frozen=True, omit_defaults=True):
         return list(self.rows) if self.per == "media" else [1] * len(lengths)
 
 
-class Keys(Struct, frozen=True):
+class CurveKeySet(Struct, frozen=True):
     """The CURVE keys that all workers of a group share, in Z85.
 
     Args:

@@ -23,7 +23,7 @@ from ..roles.dispatch import MiniBatches
 from . import hooks as h
 from .call_planner import CallPlanner, CallSpec
 from .group_data import GroupData
-from .planned import Manifest, PlannedRequest, Submission
+from .planned import FlushManifest, PlannedRequest, Submission
 from .receipts import WeightReceipt, agreed_receipt
 from .state_hooks import plan_hook
 
@@ -72,7 +72,7 @@ class WorkerGroup(GroupData, ABC):
         self.buffer = SequenceBuffer()
         """What the workers' data stores hold."""
         self._submitted: list[Submission] = []
-        self._in_flight: list[Manifest] = []
+        self._in_flight: list[FlushManifest] = []
         self._interrupted: list[Submission] = []
         self._versions = count(1)
         self._positions, self._fetching = {}, threading.Lock()
@@ -235,11 +235,11 @@ class WorkerGroup(GroupData, ABC):
                     self._interrupted[0].result()
                 self._interrupted.pop(0)
             self._collect_done()
-            Manifest.of([submission.request for submission in submissions]).check(self._in_flight)
+            FlushManifest.of([submission.request for submission in submissions]).check(self._in_flight)
             self._submitted = []
             sent = [submission for submission in submissions if self._add_transfers(submission)]
             if sent:
-                manifest = Manifest.of([submission.request for submission in sent])
+                manifest = FlushManifest.of([submission.request for submission in sent])
                 try:
                     manifest.check(self._in_flight)
                     self._run(manifest, sent)
@@ -351,7 +351,7 @@ class WorkerGroup(GroupData, ABC):
         """
 
     @abstractmethod
-    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
         """Send requests with their flush, and let the submissions know how to wait."""
 
     @abstractmethod

@@ -214,7 +214,7 @@ class GroupData(ABC):
     def model_config(self, role: str) -> dict[str, Any]:
         """Return the config.json of a role's model."""
         first = self.places(role)[0]
-        reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfig(role=role)]})[first][0]
+        reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfigRequest(role=role)]})[first][0]
         config: dict[str, Any] = json.loads(reply.config_json)
         return config
 

@@ -18,7 +18,7 @@ from ..protocol.compute_messages import ComputeRequest
 from ..protocol.data_messages import Put
 from ..protocol.messages import Reply, Request
 from .base import WorkerGroup
-from .planned import Manifest, Submission
+from .planned import FlushManifest, Submission
 
 _groups = count(1)
 
@@ -93,7 +93,7 @@ class LocalWorkerGroup(WorkerGroup):
     def _is_usable(self) -> bool:
         return not self._closed
 
-    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
         self._check_open()
         for submission in submissions:
             submission.collect = _nothing

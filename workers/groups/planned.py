@@ -11,7 +11,7 @@ import msgspec
 from ...engine.errors import ConfigError
 from ..data_plane.plan import rank_of
 from ..protocol.compute_messages import ComputeReply, ComputeRequest, Empty, Flush
-from ..protocol.hooks import Hook, HookName
+from ..protocol.hooks import HookName, WireHook
 from ..protocol.manifest import digest_of, order_of
 
 MAX_REQUESTS = 1000
@@ -33,7 +33,7 @@ class PlannedHook:
 
     name: HookName
     places: tuple[str, ...]
-    make: Callable[[str], Hook]
+    make: Callable[[str], WireHook]
     common: str
 
 
@@ -94,7 +94,7 @@ class PlannedRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class FlushManifest:
     """The requests of one flush.
 
     Args:
@@ -106,7 +106,7 @@ class Manifest:
     members: Sequence[Collection[str]]
 
     @classmethod
-    def of(cls, requests: Sequence[PlannedRequest]) -> "Manifest":
+    def of(cls, requests: Sequence[PlannedRequest]) -> "FlushManifest":
         """Return the manifest in which every process that takes part in anything is sent every request."""
         everyone = frozenset(name for request in requests for name in request.places)
         return cls(requests=requests, members=[everyone] * len(requests))
@@ -125,7 +125,7 @@ class Manifest:
         """Return the requests in the order in which they run."""
         return sorted(self.requests, key=lambda r: order_of(Empty(id=r.id, mesh_size=len(r.mesh))))
 
-    def check(self, in_flight: Sequence["Manifest"] = ()) -> None:
+    def check(self, in_flight: Sequence["FlushManifest"] = ()) -> None:
         """Check that every member of a collective is sent it, and that no other flush is under way on these processes.
 
         Args:

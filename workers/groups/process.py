@@ -10,7 +10,7 @@ import torch
 
 from ...engine.errors import ConfigError, WorkerLostError
 from ..data_plane.links import new_keys
-from ..data_plane.plan import Keys
+from ..data_plane.plan import CurveKeySet
 from ..process.role_host import RoleSpec
 from ..protocol import comm_id
 from ..protocol.comm_id import CommId
@@ -19,7 +19,7 @@ from ..protocol.messages import Shutdown
 from ..protocol.names import Names, collect, importing_program, name_of
 from ..supervision.child_process import ChildProcess
 from ..supervision.controller import Channel, Controller
-from .remote import VISIBLE, Limits, RemoteWorkerGroup, comm_backend, process_environment
+from .remote import VISIBLE, CallLimits, RemoteWorkerGroup, comm_backend, process_environment
 
 BEAT_S = 1.0
 SHUTDOWN_S = 5.0
@@ -70,7 +70,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         address: str | None = None,
         weight_sync: WeightSync = "auto",
     ) -> None:
-        limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=silence_s)
+        limits = CallLimits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=silence_s)
         super().__init__(roles, pools=pools, limits=limits)
         if importing_program():
             raise ConfigError(
@@ -162,7 +162,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
             return f"ipc://{self._controller.folder}/{list(self._sizes).index(pool)}-{rank}"
         return "tcp://127.0.0.1:*"
 
-    def _link_keys(self) -> Keys | None:
+    def _link_keys(self) -> CurveKeySet | None:
         assert self._controller is not None
         return None if self._controller.folder is not None else new_keys()
 

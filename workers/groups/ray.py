@@ -17,20 +17,20 @@ import numpy as np
 
 from ...engine.errors import ConfigError, WorkerLostError
 from ..data_plane.links import new_keys
-from ..data_plane.plan import Keys
+from ..data_plane.plan import CurveKeySet
 from ..process.loop import RequestLoop
 from ..process.role_host import RoleSpec
 from ..process.worker import ModelWorker, WorkerSettings
 from ..protocol import comm_id
-from ..protocol.codec import Codec, Part
+from ..protocol.codec import Codec, FramePart
 from ..protocol.hooks import WeightSync
 from ..protocol.messages import Reply, Request
 from ..protocol.names import Names
 from ..protocol.operations import Registry
 from ..protocol.transports.memory import MemoryTransport
 from ..protocol.values import load
-from .remote import Limits, RemoteWorkerGroup, comm_backend, process_environment
-from .replies import Channel
+from .remote import CallLimits, RemoteWorkerGroup, comm_backend, process_environment
+from .replies import ReplyChannel
 
 _THREADS: dict[str, Any] = {"concurrency_groups": {"in_order": 1, "replies": 64}}
 """The threads of an actor: one takes requests, and each of the others waits for a reply."""
@@ -117,8 +117,8 @@ class _RayChannel:
         self.actor = actor
         self._group = group
 
-    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[int, bytes, Any]:
-        """Return a message; see `Channel`."""
+    def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, bytes, Any]:
+        """Return a message; see `ReplyChannel`."""
         group = self._group
         own = request if isinstance(request.id, int) else msgspec.structs.replace(request, id=next(group.ids))
         header = group.codec.encode(own)
@@ -126,7 +126,7 @@ class _RayChannel:
         return own.id, header, group.put_parts(parts)  # type: ignore[return-value]
 
     def send(self, messages: Sequence[tuple[int, bytes, Any]]) -> list[_RayReply]:
-        """Send messages; see `Channel`."""
+        """Send messages; see `ReplyChannel`."""
         self.actor.post.remote(list(messages))
         return [_RayReply(self.actor.reply.remote(number).future(), self._group) for number, _, _ in messages]
 
@@ -172,7 +172,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         weight_sync: WeightSync = "auto",
     ) -> None:
         # Ray itself notices processes that are gone.
-        limits = Limits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=math.inf)
+        limits = CallLimits(start_s=start_s, timeout_s=timeout_s, grace_s=grace_s, watchdog_s=watchdog_s, silence_s=math.inf)
         super().__init__(roles, pools=pools, limits=limits)
         if not cpus > 0 or (gpus is not None and gpus < 0):
             raise ConfigError(f"cpus={cpus}, gpus={gpus}; a process needs more than 0 CPUs and at least 0 GPUs")
@@ -196,7 +196,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self.codec, self.ids = Codec(Registry(), binary=True), count(1)
         self.controller_bytes = 0
         """The size of all messages between the controller and its workers so far."""
-        self._last_put: tuple[Sequence[Part], Any] = ((), None)
+        self._last_put: tuple[Sequence[FramePart], Any] = ((), None)
         self._check_room()
         self._start()
 
@@ -204,7 +204,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _names(self) -> Names:
         return self.names
 
-    def put_parts(self, parts: Sequence[Part]) -> Any:
+    def put_parts(self, parts: Sequence[FramePart]) -> Any:
         """Put parts into the object store, once for all processes to which they are sent one after the other."""
         if not parts:
             return []
@@ -224,11 +224,11 @@ class RayWorkerGroup(RemoteWorkerGroup):
                     f"{kind.lower()}s"
                 )
 
-    def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
+    def _start_pools(self) -> Mapping[str, Sequence[ReplyChannel]]:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        channels: dict[str, list[Channel]] = {}
+        channels: dict[str, list[ReplyChannel]] = {}
         for pool, size in self._sizes.items():
             placement = placement_group([dict(self._each) for _ in range(size)], strategy="PACK")
             self._placements.append(placement)
@@ -280,7 +280,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def _link_endpoint(self, pool: str, rank: int) -> str:
         return f"tcp://{self._ray.get(self._by_pool[pool][rank].host.remote())}:*"
 
-    def _link_keys(self) -> Keys | None:
+    def _link_keys(self) -> CurveKeySet | None:
         return new_keys()
 
     def _end_processes(self, *, politely: bool) -> None:
@@ -307,6 +307,6 @@ def _why(error: Exception) -> str:
     return f"{lines[-1]} ({lines[0]})" if "creation task" in lines[0] else lines[0]
 
 
-def _array(part: Part) -> Any:
+def _array(part: FramePart) -> Any:
     """Return a part as an array, which processes map from Ray's object store without a copy."""
     return np.frombuffer(part, dtype=np.uint8)

@@ -9,19 +9,19 @@ from itertools import zip_longest
 from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..data_plane.plan import Keys, place, pool_of, rank_of
+from ..data_plane.plan import CurveKeySet, place, pool_of, rank_of
 from ..process.role_host import RankInfo, RoleSpec, info_of
 from ..process.worker import MAX_SECONDS
 from ..protocol import data_messages, messages
-from ..protocol.codec import Part
+from ..protocol.codec import FramePart
 from ..protocol.compute_messages import Initialize
 from ..protocol.hooks import CommBackend, WeightSync
 from ..protocol.messages import Request
 from ..protocol.names import Names
 from ..protocol.values import dump
 from .base import WorkerGroup
-from .planned import Manifest, PlannedRequest, Submission
-from .replies import Channel, Outcome, Patience, PendingReply, read_replies
+from .planned import FlushManifest, PlannedRequest, Submission
+from .replies import Patience, PendingReply, ReplyChannel, ReplyOutcome, read_replies
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -70,7 +70,7 @@ def comm_backend(weight_sync: WeightSync, gpus: float) -> CommBackend:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CallLimits:
     """How long the processes of a group may take, in seconds.
 
     Args:
@@ -119,7 +119,7 @@ class RemoteWorkerGroup(WorkerGroup):
         ConfigError: A role's pool does not exist, or a pool has no processes.
     """
 
-    def __init__(self, roles: Mapping[str, RoleSpec], *, pools: Mapping[str, int] | None, limits: Limits) -> None:
+    def __init__(self, roles: Mapping[str, RoleSpec], *, pools: Mapping[str, int] | None, limits: CallLimits) -> None:
         super().__init__(roles)
         pools = {"main": 1} if pools is None else pools
         if not isinstance(pools, Mapping) or not pools:
@@ -136,12 +136,12 @@ class RemoteWorkerGroup(WorkerGroup):
                 )
         self._sizes, self._limits = dict(pools), limits
         self._comm_backend: CommBackend = ""
-        self._channels: dict[str, list[Channel]] = {}
+        self._channels: dict[str, list[ReplyChannel]] = {}
         self._infos: dict[str, list[RankInfo]] = {}
         self._broken: str | None = None
         self._started = False
         self._generation = 0
-        self._flights: list[tuple[Manifest, Callable[[], bool], Callable[[], None]]] = []
+        self._flights: list[tuple[FlushManifest, Callable[[], bool], Callable[[], None]]] = []
         self._unread = 0
         """The number of exchanges whose replies have not all been read."""
         self._count_lock = threading.Lock()
@@ -149,7 +149,7 @@ class RemoteWorkerGroup(WorkerGroup):
     # ---- what a transport implements ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def _start_pools(self) -> Mapping[str, Sequence[Channel]]:
+    def _start_pools(self) -> Mapping[str, Sequence[ReplyChannel]]:
         """Start all processes and return the channels of each pool, in rank order."""
 
     @abstractmethod
@@ -169,7 +169,7 @@ class RemoteWorkerGroup(WorkerGroup):
         """Return where a process listens for the data of other pools, as a ZeroMQ endpoint."""
 
     @abstractmethod
-    def _link_keys(self) -> Keys | None:
+    def _link_keys(self) -> CurveKeySet | None:
         """Return the keys of these connections; None if they stay on this machine."""
 
     @property
@@ -239,7 +239,7 @@ class RemoteWorkerGroup(WorkerGroup):
             finish=infos,
         )
         submission = Submission(request=planned)
-        self._run(Manifest.of([planned]), [submission])
+        self._run(FlushManifest.of([planned]), [submission])
         return submission
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
@@ -304,7 +304,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self._check_whole()
         return self._exchange(what, requests)
 
-    def _run(self, manifest: Manifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
         self._check_whole()
         pools = {pool: [place(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
         pending = self._post(
@@ -341,10 +341,10 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def _collect_flush(
         self,
-        manifest: Manifest,
+        manifest: FlushManifest,
         submissions: Sequence[Submission],
         pending: Mapping[str, Sequence[PendingReply]],
-        channels: Mapping[str, Sequence[Channel]],
+        channels: Mapping[str, Sequence[ReplyChannel]],
     ) -> None:
         """Read the replies to a flush and to its requests, in the order in which these run."""
         error: WorkerError | None = None
@@ -396,7 +396,7 @@ class RemoteWorkerGroup(WorkerGroup):
     def _post(self, requests: Mapping[str, Sequence[Request]]) -> dict[str, Sequence[PendingReply]]:
         """Send each process its requests."""
         # What several processes are sent is converted once.
-        plain: dict[int, tuple[Request, list[Part]]] = {}
+        plain: dict[int, tuple[Request, list[FramePart]]] = {}
         for request in (request for some in requests.values() for request in some):
             if id(request) not in plain:
                 # Nothing changes before the replies are here, so no tensor needs a copy.
@@ -417,7 +417,7 @@ class RemoteWorkerGroup(WorkerGroup):
         with self._count_lock:
             self._unread = max(self._unread - 1, 0)
 
-    def _channel(self, name: str) -> Channel:
+    def _channel(self, name: str) -> ReplyChannel:
         self._check_whole()
         return self._channels[pool_of(name)][rank_of(name)]
 
@@ -425,7 +425,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self,
         what: str,
         pending: Mapping[str, PendingReply],
-        channels: Mapping[str, Sequence[Channel]],
+        channels: Mapping[str, Sequence[ReplyChannel]],
         limit_s: float | None = None,
     ) -> dict[str, Any]:
         """Read one reply of each process."""
@@ -438,7 +438,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._fail(failed)
         return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
 
-    def _fail(self, outcomes: Sequence[Outcome]) -> None:
+    def _fail(self, outcomes: Sequence[ReplyOutcome]) -> None:
         # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another
         # one's.
         worst = min(outcomes, key=lambda outcome: (not outcome.ended, not outcome.own_errors, outcome.whole))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from ...engine.errors import WorkerError, WorkerLostError
-from ..protocol.codec import Part
+from ..protocol.codec import FramePart
 from ..protocol.errors import LAST_WORDS, cause_of, describe
 from ..protocol.messages import Error, Reply, Request
 
@@ -31,10 +31,10 @@ class PendingReply(Protocol):
         ...
 
 
-class Channel(Protocol):
+class ReplyChannel(Protocol):
     """A connection to one process."""
 
-    def encode(self, request: Request, parts: Sequence[Part]) -> Any:
+    def encode(self, request: Request, parts: Sequence[FramePart]) -> Any:
         """Return a message that can be sent: a request whose values are plain data, with the parts that hold tensors.
 
         Raises:
@@ -67,7 +67,7 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReplyOutcome:
     """What has come of one request.
 
     Args:
@@ -113,7 +113,7 @@ class Outcome:
         """Whether a process ended by itself, from which all other errors follow."""
         return bool(self.lost or self.silent) or any(error.kind == "watchdog" for error in self.errors.values())
 
-    def fail(self, hint: str, others: Sequence["Outcome"] = ()) -> NoReturn:
+    def fail(self, hint: str, others: Sequence["ReplyOutcome"] = ()) -> NoReturn:
         """Raise the error that the replies amount to, the reason first.
 
         Args:
@@ -173,9 +173,9 @@ class Outcome:
 def read_replies(
     what: str,
     pending: Mapping[str, Mapping[int, PendingReply]],
-    channels: Mapping[str, Sequence[Channel]],
+    channels: Mapping[str, Sequence[ReplyChannel]],
     patience: Patience,
-) -> list[Outcome]:
+) -> list[ReplyOutcome]:
     """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
 
     Args:
@@ -218,7 +218,7 @@ def read_replies(
                     failed_at = min(failed_at, time.monotonic())
     left = sorted(names[future] for future in waiting)
     return [
-        Outcome(
+        ReplyOutcome(
             pool=pool,
             what=what,
             patience=patience,
@@ -231,7 +231,7 @@ def read_replies(
     ]
 
 
-def _silence_s(channels: Mapping[str, Sequence[Channel]], name: tuple[str, int]) -> float:
+def _silence_s(channels: Mapping[str, Sequence[ReplyChannel]], name: tuple[str, int]) -> float:
     pool, rank = name
     return channels[pool][rank].silence_s()
 

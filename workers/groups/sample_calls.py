@@ -13,8 +13,7 @@ from ..data_plane.redistributor import Need, plan_redistribution
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..process.role_host import RankInfo
 from ..protocol.compute_messages import Generate, Inference, SampleRequest, TrainStep
-from ..protocol.hooks import DataTransfer
-from ..protocol.hooks import Evaluate as EvaluateHook
+from ..protocol.hooks import DataTransferHook, EvaluateHook
 from ..roles.dispatch import Assignment, Dispatch
 from .planned import PlannedHook, Replies
 
@@ -76,7 +75,7 @@ def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str) -> tuple
     hook = PlannedHook(
         name="data_transfer",
         places=places,
-        make=lambda name: DataTransfer(rounds=part_of(rounds, name), title=title),
+        make=lambda name: DataTransferHook(rounds=part_of(rounds, name), title=title),
         common=shown,
     )
     return hook, loads

@@ -25,7 +25,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
         group.role(hook.role).dispatch("to")
         if hook.place not in _STATES:
             raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_STATES)}")
-        offload = wire.Offload(role=hook.role, place=hook.place)
+        offload = wire.OffloadHook(role=hook.role, place=hook.place)
         return PlannedHook(name="offload", places=group.places(hook.role), make=lambda name: offload, common=repr(offload))
     if isinstance(hook, h.Save):
         group.role(hook.role).dispatch("save_checkpoint")
@@ -35,7 +35,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             json.dumps(dict(hook.extra))
         except (TypeError, ValueError) as e:
             raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
-        save = wire.Save(role=hook.role, root=str(hook.root), step=hook.step, extra=dict(hook.extra))
+        save = wire.SaveHook(role=hook.role, root=str(hook.root), step=hook.step, extra=dict(hook.extra))
         return PlannedHook(name="save", places=group.places(hook.role), make=lambda name: save, common=repr(save))
     if isinstance(hook, h.SyncParams):
         if not 0 <= hook.eta <= 1:
@@ -46,7 +46,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             raise ConfigError(f"sync_params: version={hook.version!r}; it must be an integer of at least 0, or None")
         group.check_sync(hook.source, hook.target)
         sources, targets = group.places(hook.source), group.places(hook.target)
-        sync = wire.SyncParams(
+        sync = wire.SyncParamsHook(
             source=hook.source,
             target=hook.target,
             sources=list(sources),

@@ -15,7 +15,7 @@ from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import key_of
 from ..protocol import compute_messages as c
 from ..protocol import data_messages as d
-from ..protocol.hooks import Evaluate
+from ..protocol.hooks import EvaluateHook
 from ..roles.dispatch import dispatch_of
 from .handlers import check_method, check_role
 from .worker import ModelWorker, OpError
@@ -96,7 +96,7 @@ def _run(worker: ModelWorker, request: c.SampleRequest, options: Mapping[str, An
     return worker.host.call(request.role, request.method, [batch, *request.args], {**request.options, **options})
 
 
-def batch_for(worker: ModelWorker, request: c.SampleRequest | Evaluate, names: Sequence[str] = ()) -> PackedBatch:
+def batch_for(worker: ModelWorker, request: c.SampleRequest | EvaluateHook, names: Sequence[str] = ()) -> PackedBatch:
     """Return the samples of a request as a batch.
 
     Args:
@@ -158,7 +158,7 @@ def spec(worker: ModelWorker, request: d.Spec) -> d.SpecOk:
     return d.SpecOk(samples=len(dataset), shard=dataset.shard_size, position=dataset.position)
 
 
-def model_config(worker: ModelWorker, request: d.ModelConfig) -> d.ModelConfigOk:
+def model_config(worker: ModelWorker, request: d.ModelConfigRequest) -> d.ModelConfigOk:
     """Return the configuration of a role's model."""
     check_role(worker, request.role)
     return d.ModelConfigOk(config_json=worker.host.model_config(request.role))

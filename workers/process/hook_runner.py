@@ -4,28 +4,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.compute_messages import ComputeRequest, TrainStep
-from ..protocol.hooks import DataTransfer, Evaluate, Hook, Offload, Save, SyncParams
+from ..protocol.hooks import DataTransferHook, EvaluateHook, OffloadHook, SaveHook, SyncParamsHook, WireHook
 from .handlers import check_role
 
 if TYPE_CHECKING:
     from .worker import ModelWorker
 
 
-def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
+def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> Any:
     """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
-    if isinstance(hook, DataTransfer):
+    if isinstance(hook, DataTransferHook):
         worker.data.run(worker.place, hook.rounds, hook.title)
         return None
-    if isinstance(hook, Evaluate):
+    if isinstance(hook, EvaluateHook):
         return _evaluate(worker, request, hook)
-    if isinstance(hook, Offload | Save):
+    if isinstance(hook, OffloadHook | SaveHook):
         check_role(worker, hook.role)
-    if isinstance(hook, Offload):
+    if isinstance(hook, OffloadHook):
         worker.host.call(hook.role, "to", [hook.place], {})
         return None
-    if isinstance(hook, Save):
+    if isinstance(hook, SaveHook):
         return worker.host.call(hook.role, "save_checkpoint", [hook.root, hook.step, hook.extra], {})
-    assert isinstance(hook, SyncParams)
+    assert isinstance(hook, SyncParamsHook)
     if hook.backend:
         from .param_broadcast import broadcast_params
 
@@ -35,9 +35,9 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook) -> Any:
     return sync_params(worker, hook)
 
 
-def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:
+def abandon_hook(worker: "ModelWorker", hook: WireHook, reason: str) -> None:
     """Tell processes of other pools, which wait for this one, that a hook does not run here."""
-    if not isinstance(hook, SyncParams) or worker.data.links is None:
+    if not isinstance(hook, SyncParamsHook) or worker.data.links is None:
         return
     waiting: Sequence[str] = ()
     if hook.backend:
@@ -51,7 +51,7 @@ def abandon_hook(worker: "ModelWorker", hook: Hook, reason: str) -> None:
         worker.data.links.send(place, hook.title, [], error=reason)
 
 
-def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: Evaluate) -> dict[str, float]:
+def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: EvaluateHook) -> dict[str, float]:
     from .data_handlers import batch_for
 
     assert isinstance(request, TrainStep)

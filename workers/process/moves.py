@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...engine.errors import ConfigError
-from ...generation.placement import Placement
+from ...generation.placement import GeneratorPlacement
 
 _PARTS = ("parameters", "gradients", "optimizer", "cache")
 _PLACES = ("device", "host", "disk", "absent")
@@ -25,7 +25,7 @@ class HalfMove:
     part: str | None = None
 
 
-def plan_moves(place: str, part: str | None, generator: Placement) -> list[HalfMove]:
+def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> list[HalfMove]:
     """Return the moves of the two halves of a role, in order.
 
     Each half takes the places and parts that it has. An engine is on the device, on the host or on disk. A generator is not on disk: its

@@ -17,11 +17,11 @@ from ...engine import progress
 from ...engine.errors import ConfigError, ModelError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.blocks import BlockPool
-from ..data_plane.buckets import BroadcastChannel, Bucket, Channel, LinkChannel, Packer
+from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkChannel, Packer
 from ..data_plane.digests import Tally
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
-from ..protocol.hooks import SyncParams
+from ..protocol.hooks import SyncParamsHook
 
 if TYPE_CHECKING:
     from .worker import ModelWorker
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 SETTLE_S = 1.0
 """For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
 
-Pairs = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
+def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
@@ -74,12 +74,14 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
     return {"version": hook.version, "tensors": len(tally), "bytes": tally.bytes, "digest": tally.digest()}
 
 
-def _channels(worker: "ModelWorker", hook: SyncParams, groups: EngineGroups) -> tuple[list[Channel], Channel | None]:
+def _channels(
+    worker: "ModelWorker", hook: SyncParamsHook, groups: EngineGroups
+) -> tuple[list[BucketChannel], BucketChannel | None]:
     """Return where this process sends to, and from where it receives."""
     name, root = worker.place, hook.sources[0]
     remote = [target for target in hook.targets if target not in hook.sources]
-    outgoing: list[Channel] = []
-    incoming: Channel | None = None
+    outgoing: list[BucketChannel] = []
+    incoming: BucketChannel | None = None
     if not remote:
         return outgoing, incoming
     first, same_pool = remote[0], pool_of(remote[0]) == pool_of(root)
@@ -103,13 +105,13 @@ def _channels(worker: "ModelWorker", hook: SyncParams, groups: EngineGroups) -> 
     return outgoing, incoming
 
 
-def remote_target(hook: SyncParams) -> str | None:
+def remote_target(hook: SyncParamsHook) -> str | None:
     """Return the process of another pool that the source's first process sends to; None if there is none."""
     remote = [target for target in hook.targets if target not in hook.sources]
     return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
 
 
-def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
+def load_stream(worker: "ModelWorker", hook: SyncParamsHook, pairs: NamedTensors) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
         worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)
@@ -127,7 +129,7 @@ def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: Pairs) -> None:
         )
 
 
-def rounded(stream: Pairs, dtype: str) -> Pairs:
+def rounded(stream: NamedTensors, dtype: str) -> NamedTensors:
     """Yield a stream with floating-point tensors of more bytes per element in a data type; as it is if that is empty."""
     to = DTYPES[dtype] if dtype else None
     for name, tensor in stream:
@@ -135,7 +137,7 @@ def rounded(stream: Pairs, dtype: str) -> Pairs:
         yield name, tensor.detach().to(to) if narrows else tensor
 
 
-def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: BlockPool) -> Pairs:
+def _sent(stream: NamedTensors, channels: Sequence[BucketChannel], tally: Tally, blocks: BlockPool) -> NamedTensors:
     """Yield a stream, count it, and send it on in buckets."""
     packer = Packer(channels, blocks)
     try:
@@ -155,7 +157,7 @@ def _sent(stream: Pairs, channels: Sequence[Channel], tally: Tally, blocks: Bloc
         channel.send(Bucket(total=tally.digest()))
 
 
-def _received(incoming: Channel, outgoing: Sequence[Channel], tally: Tally) -> Pairs:
+def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], tally: Tally) -> NamedTensors:
     """Yield the tensors of buckets as they arrive, after comparing their digests, and send the buckets on.
 
     Raises:

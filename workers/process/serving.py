@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...generation.scheduler import Event, Progress, Scheduler
+from ...generation.scheduler import Event, RequestProgress, Scheduler
 from ..protocol.manifest import AbandonedError
 from ..protocol.messages import Id, Reply
 from ..protocol.stream_messages import Embed, EmbedOk, NewTokens, Stream, StreamOk, Tokens
@@ -120,12 +120,12 @@ class Serving:
         self._report(events)
 
     def _report(self, events: list[Event]) -> None:
-        added = [NewTokens(e.id, e.tokens, e.log_probs, e.version) for e in events if isinstance(e, Progress)]
+        added = [NewTokens(e.id, e.tokens, e.log_probs, e.version) for e in events if isinstance(e, RequestProgress)]
         if added:
             self._send(Tokens(responses=added))
             metrics.add("generated_tokens", sum(len(one.tokens) for one in added))
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, RequestProgress):
                 continue
             with self._lock:
                 request = self._requests.get(event.id)

@@ -20,8 +20,8 @@ from ..data_plane.plan import place
 from ..protocol.codec import text
 from ..protocol.comm_id import CommId
 from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from ..protocol.hooks import Evaluate, Hook, name_of
-from ..protocol.manifest import AbandonedError, Outcome, needed_ids, run_manifest
+from ..protocol.hooks import EvaluateHook, WireHook, name_of
+from ..protocol.manifest import AbandonedError, CallOutcome, needed_ids, run_manifest
 from ..protocol.messages import Error, Reply, Request
 from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
+_FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "protocol")
+"""Code between a request and a role, which no traceback needs to show."""
 
 
 MAX_SECONDS = 1e8
@@ -248,17 +249,17 @@ class ModelWorker:
         if ids := needed_ids(request, self.place):
             self.data.store.release(ids)
 
-    def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[Outcome]:
+    def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
         """Run the requests that wait for a flush; see `manifest`."""
         return run_manifest(self, flush, requests)
 
-    def run_hook(self, request: ComputeRequest, hook: Hook) -> Any:
+    def run_hook(self, request: ComputeRequest, hook: WireHook) -> Any:
         """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
         from .hook_runner import run_hook
 
         return run_hook(self, request, hook)
 
-    def abandon_hook(self, hook: Hook, reason: str) -> None:
+    def abandon_hook(self, hook: WireHook, reason: str) -> None:
         """Tell processes of other pools that take part in a hook that it does not run here."""
         from .hook_runner import abandon_hook
 
@@ -270,8 +271,8 @@ class ModelWorker:
         Raises:
             DataMissingError: Some are not.
         """
-        works_on: list[SampleRequest | Evaluate] = [request] if isinstance(request, SampleRequest) else []
-        works_on += [hook for hook in request.post_hooks if isinstance(hook, Evaluate)]
+        works_on: list[SampleRequest | EvaluateHook] = [request] if isinstance(request, SampleRequest) else []
+        works_on += [hook for hook in request.post_hooks if isinstance(hook, EvaluateHook)]
         for one in works_on:
             if one.ids:
                 self.data.store.check(one.ids, [column.key for column in one.fields.values()])
@@ -412,7 +413,7 @@ def _origin(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, DrivetrainError):
         # Without the frames of the worker itself, which say nothing about the error.
         trace = error.__traceback__
-        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _FOLDER:
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent in _FOLDERS:
             trace = trace.tb_next
         try:
             origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())

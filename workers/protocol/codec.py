@@ -8,7 +8,7 @@ from msgspec import Struct
 from .messages import INT64_MAX, Error, Message, Reply, Request
 from .operations import Registry
 
-Part = bytes | bytearray | memoryview
+FramePart = bytes | bytearray | memoryview
 
 
 class FrameError(Exception):
@@ -60,7 +60,7 @@ class Codec:
         """
         return self._encoder.encode(message)
 
-    def decode_request(self, frame: Part) -> Request:
+    def decode_request(self, frame: FramePart) -> Request:
         """Return the request in a frame.
 
         Raises:
@@ -72,7 +72,7 @@ class Codec:
             raise FrameError(self._refusal(frame, e)) from e
         return request
 
-    def decode_reply(self, frame: Part) -> Reply:
+    def decode_reply(self, frame: FramePart) -> Reply:
         """Return the reply in a frame.
 
         Raises:
@@ -81,7 +81,7 @@ class Codec:
         reply: Reply = self._replies.decode(frame)
         return reply
 
-    def _refusal(self, frame: Part, error: Exception) -> Error:
+    def _refusal(self, frame: FramePart, error: Exception) -> Error:
         try:
             envelope = self._envelope.decode(frame)
         except (ValueError, RecursionError):

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from ..data_plane.plan import Column
-from .hooks import Hook
+from .hooks import WireHook
 from .messages import U32, Count, Id, Reply, Request
 
 
@@ -19,8 +19,8 @@ class ComputeRequest(Request, kw_only=True):
             same on all ranks.
     """
 
-    pre_hooks: list[Hook] = []
-    post_hooks: list[Hook] = []
+    pre_hooks: list[WireHook] = []
+    post_hooks: list[WireHook] = []
     mesh_size: Count = 0
     digest: str = ""
     settle_after: bool = False

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from ..data_plane.plan import Column, Keys
+from ..data_plane.plan import Column, CurveKeySet
 from .messages import Count, Reply, Request
 
 
@@ -130,7 +130,7 @@ class SpecOk(Reply, kw_only=True):
     position: Count = 0
 
 
-class ModelConfig(Request, kw_only=True):
+class ModelConfigRequest(Request, kw_only=True, tag="model_config"):
     """Ask for the configuration of a role's model."""
 
     role: str
@@ -183,7 +183,7 @@ class Listen(Request, kw_only=True):
     """
 
     endpoint: str
-    keys: Keys | None = None
+    keys: CurveKeySet | None = None
 
 
 class Listening(Reply, kw_only=True):

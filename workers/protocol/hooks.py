@@ -17,7 +17,7 @@ class HookStruct(Struct, tag_field="hook", kw_only=True, omit_defaults=True):
     """A hook. Every process that takes part is sent one, in its request or in an `empty` of the same id."""
 
 
-class DataTransfer(HookStruct, tag="data_transfer", kw_only=True):
+class DataTransferHook(HookStruct, tag="data_transfer", kw_only=True):
     """Move samples between the data stores of workers.
 
     Args:
@@ -29,7 +29,7 @@ class DataTransfer(HookStruct, tag="data_transfer", kw_only=True):
     title: str
 
 
-class Evaluate(HookStruct, tag="evaluate", kw_only=True):
+class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
     """Evaluate the role on samples, after a training step; the numbers come in the reply.
 
     Args:
@@ -49,7 +49,7 @@ class Evaluate(HookStruct, tag="evaluate", kw_only=True):
     method: str = "evaluate"
 
 
-class Offload(HookStruct, tag="offload", kw_only=True):
+class OffloadHook(HookStruct, tag="offload", kw_only=True):
     """Move the state of a role.
 
     Args:
@@ -61,7 +61,7 @@ class Offload(HookStruct, tag="offload", kw_only=True):
     place: str = "host"
 
 
-class SyncParams(HookStruct, tag="sync_params", kw_only=True):
+class SyncParamsHook(HookStruct, tag="sync_params", kw_only=True):
     """Copy the parameters of one role to another, of any layout and engine.
 
     Args:
@@ -88,7 +88,7 @@ class SyncParams(HookStruct, tag="sync_params", kw_only=True):
     backend: CommBackend = ""
 
 
-class Save(HookStruct, tag="save", kw_only=True):
+class SaveHook(HookStruct, tag="save", kw_only=True):
     """Write a checkpoint of a role; its folder comes in the reply.
 
     Args:
@@ -104,10 +104,10 @@ class Save(HookStruct, tag="save", kw_only=True):
     extra: dict[str, Any] = {}
 
 
-Hook = DataTransfer | Evaluate | Offload | SyncParams | Save
+WireHook = DataTransferHook | EvaluateHook | OffloadHook | SyncParamsHook | SaveHook
 
 
-def name_of(hook: Hook) -> HookName:
+def name_of(hook: WireHook) -> HookName:
     """Return the name of a hook, as on the wire."""
     name: HookName = hook.__struct_config__.tag  # type: ignore[assignment]
     return name

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import HookError, ManifestError, RemoteError
 from .compute_messages import ComputeReply, ComputeRequest, Flush, FlushOk, SampleRequest
-from .hooks import DataTransfer, Evaluate, Hook, name_of
+from .hooks import DataTransferHook, EvaluateHook, WireHook, name_of
 from .messages import Id, Reply, Request
 
 if TYPE_CHECKING:
     from ..process.worker import ModelWorker
 
-Outcome = tuple[Request, Reply | BaseException]
+CallOutcome = tuple[Request, Reply | BaseException]
 
 
 class AbandonedError(BaseException):
@@ -52,15 +52,15 @@ def needed_ids(request: Request, name: str) -> list[str]:
         return []
     ids = list(request.ids) if isinstance(request, SampleRequest) else []
     for hook in (*request.pre_hooks, *request.post_hooks):
-        if isinstance(hook, Evaluate):
+        if isinstance(hook, EvaluateHook):
             ids += hook.ids
-        elif isinstance(hook, DataTransfer):
+        elif isinstance(hook, DataTransferHook):
             loads = (load for steps in hook.rounds for step in steps for load in step.loads)
             ids += [sample for load in loads if load.source == name for sample in load.ids]
     return ids
 
 
-def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[Outcome]:
+def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
     """Run the requests that wait for a flush, and yield what has come of the flush and of each of them.
 
     Args:
@@ -148,7 +148,7 @@ def _prepare(
     return failures
 
 
-def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: Hook, when: str) -> Any:
+def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook, when: str) -> Any:
     with worker.executing(request, f"{name_of(hook)} {when} {worker.title_of(request)}"):
         return worker.run_hook(request, hook)
 

@@ -175,7 +175,7 @@ OPS: tuple[Op, ...] = (
         collective=True,
         errors=frozenset({"nccl_not_initialised"}),
     ),
-    _data_op(d.ModelConfig, d.ModelConfigOk, "model_config", lane="immediate", errors=_NO_ROLE),
+    _data_op(d.ModelConfigRequest, d.ModelConfigOk, "model_config", lane="immediate", errors=_NO_ROLE),
     _data_op(d.Spec, d.SpecOk, "spec", lane="immediate", errors=_NO_ROLE),
     _data_op(d.Fetch, d.FetchOk, "fetch", lane="background", failure="load_failed", errors=_NO_ROLE),
     _data_op(d.ClearDataCache, d.ClearDataCacheOk, "clear_data_cache", lane="immediate"),

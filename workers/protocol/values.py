@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...engine.errors import ConfigError
 from ..data_plane.store import DTYPE_NAMES, DTYPES
-from .codec import Part
+from .codec import FramePart
 from .messages import Message
 from .names import Names, is_named_tuple, is_reference
 
@@ -34,7 +34,7 @@ class ValueDecodeError(ValueError):
     """Plain data does not stand for a value."""
 
 
-def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -> tuple[M, list[Part]]:
+def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -> tuple[M, list[FramePart]]:
     """Replace the values in a message by plain data.
 
     Args:
@@ -49,7 +49,7 @@ def dump(message: M, names: Names, *, inline: bool = False, copy: bool = True) -
     Raises:
         ConfigError: A value cannot be sent; the message says where it is.
     """
-    parts: list[Part] = []
+    parts: list[FramePart] = []
     writer = _Writer(names, None if inline else parts, copy=copy)
     try:
         plain = {name: writer.plain(getattr(message, name), name) for name in message.values}
@@ -75,7 +75,7 @@ def load(message: M, parts: Sequence[Any], names: Names) -> M:
 
 
 class _Writer:
-    def __init__(self, names: Names, parts: list[Part] | None, *, copy: bool) -> None:
+    def __init__(self, names: Names, parts: list[FramePart] | None, *, copy: bool) -> None:
         self._names, self._parts, self._copy = names, parts, copy
 
     def plain(self, value: Any, where: str) -> Any:
@@ -186,7 +186,7 @@ class _Writer:
             **self._data(host.view(torch.uint8).numpy().data),
         }
 
-    def _data(self, data: Part) -> dict[str, Any]:
+    def _data(self, data: FramePart) -> dict[str, Any]:
         if self._parts is None:
             return {"data": base64.b64encode(data).decode()}
         self._parts.append(data)
@@ -294,11 +294,11 @@ def _tensor(plain: dict[str, Any], parts: Sequence[Any]) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _bytes(plain: dict[str, Any], parts: Sequence[Any]) -> Part:
+def _bytes(plain: dict[str, Any], parts: Sequence[Any]) -> FramePart:
     if "data" in plain:
         return bytearray(base64.b64decode(plain["data"], validate=True))
     index = plain["part"]
     if not isinstance(index, int) or not 0 <= index < len(parts):
         raise ValueDecodeError(f"part {index!r} of {len(parts)} does not exist")
-    part: Part = parts[index]
+    part: FramePart = parts[index]
     return part

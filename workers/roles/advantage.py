@@ -36,7 +36,7 @@ from ...losses.names import Correction, Estimator, KLEstimator, Level, Rejection
 from ...losses.policy import kl_estimate, response_tokens
 from .batch_adapters import adapt_batch
 from .dispatch import register
-from .responses import Responses
+from .responses import PaddedCompletions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class AdvantageWorker:
         config = self.config if kl_coef is None else replace(self.config, kl_coef=kl_coef)
         with self._errors():
             adapter = adapt_batch(data, every=True)
-            responses = Responses(adapter.batch)
+            responses = PaddedCompletions(adapter.batch)
             advantages, returns = _ESTIMATORS[config.estimator](config, responses)
             if not bool(torch.isfinite(advantages).all()):
                 raise BatchError("the advantages are not finite; the rewards or values are too large")
@@ -275,43 +275,43 @@ class AdvantageWorker:
 Result = tuple[Tensor, Tensor | None]
 
 
-def _kl(config: AdvantageConfig, responses: Responses) -> Tensor:
+def _kl(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
     return kl_estimate(responses.padded("old_log_probs"), responses.padded("reference_log_probs"), config.kl)
 
 
-def _token_rewards(config: AdvantageConfig, responses: Responses) -> Tensor:
+def _token_rewards(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
     kl = _kl(config, responses) if config.kl_coef else None
     return token_rewards(responses.rewards(), responses.mask, kl, config.kl_coef)
 
 
-def _rewards(config: AdvantageConfig, responses: Responses) -> Tensor:
+def _rewards(config: AdvantageConfig, responses: PaddedCompletions) -> Tensor:
     """Return the rewards `[B]`, less the KL penalty of all tokens together."""
     if not config.kl_coef:
         return responses.rewards()
     return token_rewards(responses.rewards(), responses.mask, _kl(config, responses), config.kl_coef).sum(1)
 
 
-def _gae(config: AdvantageConfig, responses: Responses) -> Result:
+def _gae(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     rewards = _token_rewards(config, responses)
     return gae(rewards, responses.padded("values"), responses.mask, config.gamma, config.lam)
 
 
-def _grpo(config: AdvantageConfig, responses: Responses) -> Result:
+def _grpo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     scores = grpo(_rewards(config, responses), responses.groups(), scale=config.scale)
     return broadcast_to_tokens(scores, responses.mask), None
 
 
-def _pass_at_k(config: AdvantageConfig, responses: Responses) -> Result:
+def _pass_at_k(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     scores = pass_at_k(_rewards(config, responses), responses.groups(), scale=config.scale)
     return broadcast_to_tokens(scores, responses.mask), None
 
 
-def _opo(config: AdvantageConfig, responses: Responses) -> Result:
+def _opo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     scores = opo(_rewards(config, responses), responses.groups(), responses.mask)
     return broadcast_to_tokens(scores, responses.mask), None
 
 
-def _optimal_token_baseline(config: AdvantageConfig, responses: Responses) -> Result:
+def _optimal_token_baseline(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     weights = responses.padded("importance_weights") if "importance_weights" in responses.batch.token_fields else None
     return optimal_token_baseline(
         _token_rewards(config, responses),
@@ -323,26 +323,26 @@ def _optimal_token_baseline(config: AdvantageConfig, responses: Responses) -> Re
     )
 
 
-def _centered(config: AdvantageConfig, responses: Responses) -> Result:
+def _centered(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     return broadcast_to_tokens(grpo(_rewards(config, responses), responses.groups(), scale=False), responses.mask), None
 
 
-def _rloo(config: AdvantageConfig, responses: Responses) -> Result:
+def _rloo(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     return broadcast_to_tokens(rloo(_rewards(config, responses), responses.groups()), responses.mask), None
 
 
-def _reinforce_plus_plus(config: AdvantageConfig, responses: Responses) -> Result:
+def _reinforce_plus_plus(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     returns = discounted_returns(_token_rewards(config, responses), responses.mask, config.gamma)
     return returns, returns
 
 
-def _remax(config: AdvantageConfig, responses: Responses) -> Result:
+def _remax(config: AdvantageConfig, responses: PaddedCompletions) -> Result:
     baselines = sequence_field(responses.batch, "baselines", "the estimator remax")
     return remax(_token_rewards(config, responses), baselines, responses.mask, config.gamma)
 
 
 _WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-_ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, Responses], Result]] = {
+_ESTIMATORS: Mapping[str, Callable[[AdvantageConfig, PaddedCompletions], Result]] = {
     "gae": _gae,
     "grpo": _grpo,
     "pass_at_k": _pass_at_k,

@@ -17,7 +17,7 @@ from ...engine.packing.prefixes import Prefixes
 
 Split = Literal["all", "dp", "minibatches"]
 Returns = Literal["tokens", "rows", "objects", "numbers"]
-Method = TypeVar("Method", bound=Callable[..., Any])
+RoleMethod = TypeVar("RoleMethod", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Dispatch:
 
 def register(
     split: Split, returns: Returns = "tokens", *, columns: str | None = None, changes_weights: bool = False
-) -> Callable[[Method], Method]:
+) -> Callable[[RoleMethod], RoleMethod]:
     """Mark a worker's method as one that a group can call; see `Dispatch`."""
 
-    def mark(method: Method) -> Method:
+    def mark(method: RoleMethod) -> RoleMethod:
         method.dispatch = Dispatch(split, returns, columns, changes_weights or split == "minibatches")  # type: ignore[attr-defined]
         return method
 

@@ -9,7 +9,7 @@ from ...engine.packing.batch import PackedBatch
 from ...losses.fields import sequence_field, token_field
 
 
-class Responses:
+class PaddedCompletions:
     """The responses of a packed batch as rows of a padded tensor.
 
     Axes: B responses, R tokens of the longest response, T tokens.

@@ -52,7 +52,7 @@ class RewardWorker(Worker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class FunctionRewardSample:
     """A prompt and its response, as passed to a reward function.
 
     Args:
@@ -70,7 +70,7 @@ class Answer:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-RewardFunction = Callable[[Sequence[Answer]], Sequence[float]]
+RewardFunction = Callable[[Sequence[FunctionRewardSample]], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,10 @@ class FunctionRewardWorker:
         rewards = [_number(reward, batch.name_of(row)) for row, reward in enumerate(returned)]
         return adapter.answer_rows({"rewards": torch.tensor(rewards, dtype=torch.float32)})
 
-    def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, Any]) -> Answer:
+    def _answer(self, prompt: list[int], response: list[int], fields: Mapping[str, Any]) -> FunctionRewardSample:
         if self._tokenizer is None:
-            return Answer(prompt=prompt, response=response, fields=fields)
-        return Answer(
+            return FunctionRewardSample(prompt=prompt, response=response, fields=fields)
+        return FunctionRewardSample(
             prompt=prompt,
             response=response,
             fields=fields,

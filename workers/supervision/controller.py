@@ -19,7 +19,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ...engine.errors import ConfigError, WorkerLostError
-from ..protocol.codec import Codec, Part
+from ..protocol.codec import Codec, FramePart
 from ..protocol.compute_messages import ComputeRequest, Flush
 from ..protocol.manifest import digest_of
 from ..protocol.messages import Beat, Reply, Request
@@ -117,7 +117,7 @@ class Channel:
         # What is wrong with the flush is wrong with the request.
         return self.send([self.encode(*dump(numbered, self._controller.names)), self.encode(flush, [])])[0]
 
-    def encode(self, request: Request, parts: Sequence[Part]) -> tuple[int, Frame]:
+    def encode(self, request: Request, parts: Sequence[FramePart]) -> tuple[int, Frame]:
         """Return a message, with an id of its own if it has none; see `Channel` of `groups.replies`."""
         number = request.id if isinstance(request.id, int) else next(self._controller.ids)
         header = self._controller.codec.encode(msgspec.structs.replace(request, id=number))

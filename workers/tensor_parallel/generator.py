@@ -19,9 +19,9 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.weights import INDEX, WeightFolder
 from ...generation.generator import BaseGenerator
 from ...generation.options import RolloutConfig
-from ...generation.placement import Placement
+from ...generation.placement import GeneratorPlacement
 from ...generation.sampling import sample_tokens
-from ...generation.token_stream import Limits, TokenStream
+from ...generation.token_stream import CompletionLimits, TokenStream
 from ...generation.weight_files import write_weights
 from ..protocol import messages as m
 from .handlers import SteppedModel
@@ -78,14 +78,14 @@ class TensorParallelGenerator(BaseGenerator):
                 raise e.__cause__ from e
             raise
 
-    def _read_limits(self, folder: Path) -> Limits:
+    def _read_limits(self, folder: Path) -> CompletionLimits:
         model_config = parse_config(self._config_json)
         text = model_config.get_text_config()
         ends = text.eos_token_id if text.eos_token_id is not None else model_config.eos_token_id
         if (folder / "generation_config.json").is_file():
             ends = GenerationConfig.from_pretrained(folder).eos_token_id or ends
         context = context_of(text)
-        return Limits(
+        return CompletionLimits(
             vocabulary=text.vocab_size,
             context=context,
             tokens=self.config.max_batch_total_tokens,
@@ -116,7 +116,7 @@ class TensorParallelGenerator(BaseGenerator):
         self._names, self._tied = model.lm.stored_names, model.lm.tied_names
         return model
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompletionLimits:
         """Return what this generator can take."""
         return self._limits
 
@@ -226,7 +226,7 @@ class TensorParallelGenerator(BaseGenerator):
         if self._ranks is not None and MODEL_ID in self._ranks.local.models:
             self._ranks.ask(lambda: m.UnloadModel(model_id=MODEL_ID))
 
-    def move(self, target: Placement) -> None:
+    def move(self, target: GeneratorPlacement) -> None:
         """Free the model on all ranks, or load it again from its files. The cache has no memory of its own between requests."""
         if target.parameters == self.placement.parameters:
             return

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import AutoConfig, PreTrainedModel
 
 from ...engine.errors import CapabilityError
-from .styles import IGNORED_STYLES, STYLES, Experts, LocalSlices
+from .styles import IGNORED_STYLES, STYLES, ExpertsStyle, LocalSlices
 
 TEXT_FAMILIES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 """Text models of vision-language models whose configuration has no plan, and the family that has the same layers."""
@@ -93,7 +93,7 @@ def styles_of(model: PreTrainedModel, plan: Mapping[str, str], slices: LocalSlic
             own = {name.rpartition(".")[2]: kind for name, kind in plan.items() if name.rpartition(".")[0] == path}
             packed = [name for name, kind in own.items() if kind == "packed_colwise"]
             rows = [name for name, kind in own.items() if kind == "rowwise"]
-            styles[path] = Experts(path, slices, packed, rows)
+            styles[path] = ExpertsStyle(path, slices, packed, rows)
         else:
             styles[path] = STYLES[style](path, slices)
     return styles

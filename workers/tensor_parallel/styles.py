@@ -165,7 +165,7 @@ class EmbeddingRowwise(_Style):
         module.register_forward_hook(collect)
 
 
-class Experts(_Style):
+class ExpertsStyle(_Style):
     """The experts of a mixture, of each of which every rank holds a part of the intermediate features.
 
     Args:

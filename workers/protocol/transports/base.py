@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ..codec import Part
+from ..codec import FramePart
 
 
 class FrameTooLargeError(ValueError):
@@ -16,7 +16,7 @@ class LeaderLostError(ConnectionError):
     """Nobody reads the replies of this worker any longer."""
 
 
-Frame = Sequence[Part]
+Frame = Sequence[FramePart]
 """A message: its header, and the parts that hold tensors."""
 
 

@@ -12,7 +12,7 @@ DELIVERY_S = 2.0
 """For how long the last reply may take to leave the process."""
 
 
-class _Envelope(msgspec.Struct):
+class _MemoryEnvelope(msgspec.Struct):
     id: int | None = None
 
 
@@ -26,7 +26,7 @@ class MemoryTransport:
         self._incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._waiting: dict[int, Future[Frame]] = {}
         self._lock = threading.Lock()
-        self._decoder = msgspec.msgpack.Decoder(_Envelope)
+        self._decoder = msgspec.msgpack.Decoder(_MemoryEnvelope)
 
     def post(self, number: int, frame: Frame) -> None:
         """Hand over a request with this id."""
