@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from benchmarks.gpu_cases import SHAPES, Case, batch_of, cases, loss_of
 from benchmarks.gpu_others import bare_loop, trl_rate
+from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.base import BaseEngine
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig, PrecisionConfig
 from drivetrain.engine.flops import known_peak_tflops
-from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.offload import free_memory
 from drivetrain.engine.parallel.process_groups import init_distributed
 from drivetrain.engine.registry import engine_class, is_installed

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.utils import run_and_get_code
 
+from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.config import EngineConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError
@@ -19,7 +20,6 @@ from drivetrain.engine.fsdp import attention as attention_module
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp import compile as compile_module
 from drivetrain.engine.fsdp.compile import compile_model
-from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.ops.head_regions import HeadRegions, compile_regions
 from drivetrain.engine.ops.linear_head import linear_head
 from drivetrain.engine.packing.convert import from_lists

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp.options import FSDPOptions
-from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import is_installed
@@ -101,7 +101,7 @@ def test_the_host_seldom_waits_for_the_device(backend: str, compiled: bool, tmp_
         pytest.skip(f"{backend} is not installed")
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     count, training, inference = run_ranks(rank_waits, 1, str(folder), backend, compiled, cuda=True, timeout_s=280)[0]
-    # Two per micro-batch; then the sums of the loss, and the norm. See `engine/host_syncs.py`.
+    # Two per micro-batch; then the sums of the loss, and the norm. See `benchmarks/host_syncs.py`.
     assert sum(training.values()) <= 2 * count + 2, training
     assert sum(inference.values()) <= count + 1, inference
 

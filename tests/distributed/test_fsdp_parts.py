@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.config import (
     LoraConfig,
     MicroBatchConfig,
@@ -20,7 +21,6 @@ from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.export import export_hf
 from drivetrain.engine.fsdp import attention as attention_module
-from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import LossSums, OutputRequest, TokenOutputs
 from drivetrain.engine.ops import linear_head as linear_head_module
 from drivetrain.engine.packing.batch import PackedBatch

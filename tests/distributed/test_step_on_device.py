@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.host_syncs import HostSyncs
 from drivetrain.engine.config import MicroBatchConfig, OffloadConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.fsdp import optimizer as optimizer_module
 from drivetrain.engine.fsdp import replicas
 from drivetrain.engine.fsdp.host_moments import HostMoments, MomentSlice, parts_of
-from drivetrain.engine.host_syncs import HostSyncs
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel import topology

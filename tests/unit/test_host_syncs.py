@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from drivetrain.engine import host_syncs
-from drivetrain.engine.host_syncs import HostSyncs
+from benchmarks import host_syncs
+from benchmarks.host_syncs import HostSyncs
 
 
 class _Transposed(torch.autograd.Function):

@@ -126,7 +126,7 @@ REPLIES: list[tuple[p.Reply, str]] = [
     (p.Welcome(protocol=1, rank=0, world_size=2, pid=7), '{"op":"welcome","protocol":1,"rank":0,"world_size":2,"pid":7}'),
     (p.CancelOk(found=False), '{"op":"cancel_ok","found":false}'),
     (
-        c.InitializeOk(dp_rank=0, dp_size=1, answers=True, ratio=0.5),
+        c.RankInfo(dp_rank=0, dp_size=1, is_output_rank=True, attention_ratio=0.5),
         '{"op":"initialize_ok","dp_rank":0,"dp_size":1,"answers":true,"ratio":0.5}',
     ),
     (c.CallOk(result=3), '{"op":"call_ok","result":3}'),

@@ -16,8 +16,8 @@ from typing import Any, Self
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
 from ..data_plane.plan import place
 from ..data_plane.sequence_buffer import SequenceBuffer
-from ..process.role_host import RankInfo, RoleSpec
-from ..protocol.compute_messages import Empty
+from ..process.role_host import RoleSpec
+from ..protocol.compute_messages import Empty, RankInfo
 from ..protocol.hooks import CommBackend
 from ..roles.dispatch import MiniBatches
 from . import hooks as h

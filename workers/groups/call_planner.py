@@ -12,8 +12,7 @@ from ...engine.packing.sharing import find_prefixes
 from ...generation.options import SamplingOptions, check_prompts
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Load
-from ..process.role_host import RankInfo
-from ..protocol.compute_messages import Call
+from ..protocol.compute_messages import Call, RankInfo
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
 from ..roles.batch_adapters import adapt_batch
@@ -110,7 +109,10 @@ class CallPlanner:
         self._check_temperature(call.title, (*call.args, *call.options.values()))
         if spec.generates(call.method):
             # Generators work independently of each other, whatever the layout of the role's engine.
-            infos = [RankInfo(dp_rank=rank, dp_size=len(infos), answers=True, ratio=0.0) for rank in range(len(infos))]
+            infos = [
+                RankInfo(dp_rank=rank, dp_size=len(infos), is_output_rank=True, attention_ratio=0.0)
+                for rank in range(len(infos))
+            ]
         if isinstance(call.args[0], DataRef):
             return self._plan_samples(call, call.args[0], infos)
         return self._plan_tensors(call, infos)
@@ -230,7 +232,7 @@ class CallPlanner:
         if dispatch.columns is not None and call.options.get(dispatch.columns) is not None:
             check_columns(call.options[dispatch.columns], batch.num_sequences)
         groups = None if batch.group_ids is None else batch.groups()
-        prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares else None
+        prefixes = find_prefixes(batch) if infos[0].dp_size > 1 and infos[0].shares_prefixes else None
         assignment = self._assign(batch.lengths, groups, None, prefixes, dispatch, infos, call.mini_batches)
         shares = Shares(places=group.places(call.role), infos=infos, assignment=assignment)
         ref = group.put_batch(batch, shares)
@@ -264,7 +266,7 @@ class CallPlanner:
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Shares:
-        prefixes = ref.prefixes if infos[0].shares else None
+        prefixes = ref.prefixes if infos[0].shares_prefixes else None
         assignment = self._assign(ref.lengths, ref.group_ids, ref.prefixes, prefixes, dispatch, infos, mini_batches)
         return Shares(places=self._group.places(role), infos=infos, assignment=assignment)
 
@@ -278,7 +280,7 @@ class CallPlanner:
         infos: Sequence[RankInfo],
         mini_batches: MiniBatches | None,
     ) -> Assignment:
-        dp_size, ratio = infos[0].dp_size, infos[0].ratio
+        dp_size, ratio = infos[0].dp_size, infos[0].attention_ratio
         if dispatch.split == "dp":
             return assign_rows(lengths, groups, dp_size, ratio, prefixes=prefixes)
         steps = mini_batches or MiniBatches()

@@ -21,8 +21,9 @@ from ..data_plane.plan import Column, place
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import SequenceBuffer, key_of
 from ..data_plane.store import DataStore
-from ..process.role_host import RankInfo, RoleSpec
+from ..process.role_host import RoleSpec
 from ..protocol import data_messages as d
+from ..protocol.compute_messages import RankInfo
 from ..protocol.messages import Request
 from ..roles.batch_adapters import adapt_batch
 from ..roles.dispatch import assign_rows
@@ -66,7 +67,7 @@ class GroupData(ABC):
             batch = from_lists(check_prompts(batch)) if prompts else adapt_batch(batch, every=True).batch
             passengers = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
-        assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].ratio)
+        assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
         shares = Shares(places=self.places(role), infos=infos, assignment=assignment)
         return self.put_batch(batch, shares, passengers)
 

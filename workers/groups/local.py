@@ -12,9 +12,9 @@ from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLos
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
 from ..data_plane.plan import place, rank_of
-from ..process.role_host import RankInfo, RoleSpec, info_of
+from ..process.role_host import RoleSpec
 from ..process.worker import ModelWorker, WorkerSettings
-from ..protocol.compute_messages import ComputeRequest
+from ..protocol.compute_messages import ComputeRequest, RankInfo
 from ..protocol.data_messages import Put
 from ..protocol.messages import Reply, Request
 from .base import WorkerGroup
@@ -74,8 +74,7 @@ class LocalWorkerGroup(WorkerGroup):
                 if role.ranks is None:
                     raise
                 error = e
-        info = None if reply is None else info_of(reply)
-        return [found for found in all_gather_object(info, error=error) if found is not None]
+        return [info for info in all_gather_object(reply, error=error) if info is not None]
 
     def rank_infos(self, role: str) -> Sequence[RankInfo]:
         """See `WorkerGroup.rank_infos`."""

@@ -10,11 +10,11 @@ from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
 from ..data_plane.plan import CurveKeySet, place, pool_of, rank_of
-from ..process.role_host import RankInfo, RoleSpec, info_of
+from ..process.role_host import RoleSpec
 from ..process.worker import MAX_SECONDS
 from ..protocol import data_messages, messages
 from ..protocol.codec import FramePart
-from ..protocol.compute_messages import Initialize
+from ..protocol.compute_messages import Initialize, RankInfo
 from ..protocol.hooks import CommBackend, WeightSync
 from ..protocol.messages import Request
 from ..protocol.names import Names
@@ -228,7 +228,7 @@ class RemoteWorkerGroup(WorkerGroup):
         places = self.places(name)
 
         def infos(replies: Mapping[str, Any]) -> list[RankInfo]:
-            return [info_of(reply) for reply in replies.values()]
+            return list(replies.values())
 
         planned = PlannedRequest(
             id=self.next_id(),

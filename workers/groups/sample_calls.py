@@ -11,8 +11,7 @@ from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, Load, Round, part_of
 from ..data_plane.redistributor import Need, plan_redistribution
 from ..data_plane.sequence_buffer import SequenceBuffer
-from ..process.role_host import RankInfo
-from ..protocol.compute_messages import Generate, Inference, SampleRequest, TrainStep
+from ..protocol.compute_messages import Generate, Inference, RankInfo, SampleRequest, TrainStep
 from ..protocol.hooks import DataTransferHook, EvaluateHook
 from ..roles.dispatch import Assignment, Dispatch
 from .planned import PlannedHook, Replies
@@ -55,7 +54,7 @@ class Shares:
         return [
             (name, self.assignment.rows[info.dp_rank])
             for name, info in zip(self.places, self.infos, strict=True)
-            if info.answers
+            if info.is_output_rank
         ]
 
 

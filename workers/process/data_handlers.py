@@ -29,7 +29,7 @@ def inference(worker: ModelWorker, request: c.Inference) -> c.InferenceOk:
     returns = dispatch_of(worker.host.owner(request.role, request.method), request.method).returns
     if returns in ("objects", "numbers"):
         return c.InferenceOk(result=result if request.wants_result else None)
-    if not worker.host.info(request.role).answers:
+    if not worker.host.info(request.role).is_output_rank:
         return c.InferenceOk()
     stored = {
         str(name): column_of(key_of(str(name), request.version), "token" if returns == "tokens" else "sequence", values)

@@ -4,6 +4,8 @@ import logging
 import os
 from datetime import timedelta
 
+import msgspec
+
 from ...engine.errors import ConfigError
 from ..protocol import comm_id as comm_ids
 from ..protocol import compute_messages as c
@@ -123,7 +125,7 @@ def check_joined() -> None:
 # ---- roles --------------------------------------------------------------------------------------------------------------
 
 
-def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
+def initialize(worker: ModelWorker, request: c.Initialize) -> c.RankInfo:
     """Build the worker of a role."""
     if worker.settings.world_size > 1:
         check_joined()
@@ -134,14 +136,8 @@ def initialize(worker: ModelWorker, request: c.Initialize) -> c.InitializeOk:
     info = worker.host.build(
         request.role, request.worker, request.config, request.generator, request.dataset, sorted(request.ranks)
     )
-    return c.InitializeOk(
-        dp_rank=info.dp_rank,
-        dp_size=info.dp_size,
-        answers=info.answers,
-        ratio=info.ratio,
-        shares=info.shares,
-        weight_dtype=info.weight_dtype,
-    )
+    # The reply gets the number of the request, which the role's own does not need.
+    return msgspec.structs.replace(info)
 
 
 def call(worker: ModelWorker, request: c.Call) -> c.CallOk:

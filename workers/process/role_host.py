@@ -16,7 +16,7 @@ from ...engine.parallel.process_groups import EngineGroups
 from ...generation.options import RolloutConfig
 from ...generation.scheduler import Scheduler, SchedulerSettings
 from ..data_plane.dataset import DatasetSpec, ShardedDataset
-from ..protocol.compute_messages import Initialize, InitializeOk
+from ..protocol.compute_messages import Initialize, RankInfo
 from ..roles.base import to_host
 from ..roles.dispatch import Dispatch, dispatch_of
 from ..roles.generator import RolloutWorker
@@ -119,40 +119,6 @@ def _config_class(worker: type) -> type | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """A role in one process, as known to the controller.
-
-    Args:
-        dp_rank: The index of the data-parallel shard that the process works on.
-        dp_size: The number of data-parallel shards.
-        answers: Whether the process is the output rank of its shard.
-        ratio: The relative cost of attention, for balancing the shards.
-        shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
-        weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
-            are.
-    """
-
-    dp_rank: int
-    dp_size: int
-    answers: bool
-    ratio: float
-    shares: bool = False
-    weight_dtype: str = ""
-
-
-def info_of(reply: InitializeOk) -> RankInfo:
-    """Return what a worker has replied to `initialize`."""
-    return RankInfo(
-        dp_rank=reply.dp_rank,
-        dp_size=reply.dp_size,
-        answers=reply.answers,
-        ratio=reply.ratio,
-        shares=reply.shares,
-        weight_dtype=reply.weight_dtype,
-    )
-
-
 class RoleHost:
     """The roles of one process."""
 
@@ -212,7 +178,7 @@ class RoleHost:
             info = _info_of(worker, list(ranks) or list(range(size)), rank)
             if dataset is not None:
                 with collective_errors(group) if joined else nullcontext():
-                    self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.answers)
+                    self._datasets[name] = ShardedDataset(dataset, info.dp_rank, info.dp_size, info.is_output_rank)
         except BaseException:
             # Nothing half-built stays behind under this name.
             half_built = self._generators.pop(name, None)
@@ -387,17 +353,17 @@ def _info_of(worker: Any, ranks: Sequence[int], rank: int) -> RankInfo:
         return RankInfo(
             dp_rank=position // each,
             dp_size=len(ranks) // each,
-            answers=position % each == 0,
-            ratio=0.0,
+            is_output_rank=position % each == 0,
+            attention_ratio=0.0,
             weight_dtype=getattr(worker, "weight_dtype", ""),
         )
     topology = engine.topology
     return RankInfo(
         dp_rank=topology.dp_rank,
         dp_size=topology.dp_size,
-        answers=topology.is_output_rank,
-        ratio=engine.model_shape.attention_ratio,
-        shares=engine.shares_prefixes,
+        is_output_rank=topology.is_output_rank,
+        attention_ratio=engine.model_shape.attention_ratio,
+        shares_prefixes=engine.shares_prefixes,
     )
 
 

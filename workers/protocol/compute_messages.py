@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import msgspec
+
 from ..data_plane.plan import Column
 from .hooks import WireHook
 from .messages import U32, Count, Id, Reply, Request
@@ -61,24 +63,24 @@ class Initialize(ComputeRequest, kw_only=True):
     ranks: list[U32] = []
 
 
-class InitializeOk(ComputeReply, kw_only=True):
+class RankInfo(ComputeReply, kw_only=True, tag="initialize_ok"):
     """The reply to `initialize`: where this rank stands in the layout of the role's engine.
 
     Args:
         dp_rank: The index of the data-parallel shard that the rank works on.
         dp_size: The number of data-parallel shards.
-        answers: Whether the rank is the output rank of its shard.
-        ratio: The relative cost of attention, for balancing the shards.
-        shares: Whether documents that begin alike share their prefix, so that they had better be on one shard.
+        is_output_rank: Whether the rank is the output rank of its shard.
+        attention_ratio: The relative cost of attention, for balancing the shards.
+        shares_prefixes: Whether documents that begin alike share their prefix, so that they had better be on one shard.
         weight_dtype: The data type that all weights of the role have, in which new ones can be sent to it; empty if they are sent as they
             are.
     """
 
     dp_rank: Count
     dp_size: Count
-    answers: bool
-    ratio: float
-    shares: bool = False
+    is_output_rank: bool = msgspec.field(name="answers")
+    attention_ratio: float = msgspec.field(name="ratio")
+    shares_prefixes: bool = msgspec.field(name="shares", default=False)
     weight_dtype: str = ""
 
 

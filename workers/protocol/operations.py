@@ -158,7 +158,7 @@ OPS: tuple[Op, ...] = (
     _step_op(m.UnloadModel, m.Unloaded, "unload_model", errors=_NO_ROLE),
     _call(
         c.Initialize,
-        c.InitializeOk,
+        c.RankInfo,
         f"{_HANDLERS}:initialize",
         failure="load_failed",
         errors=_CALL_ERRORS | {"already_loaded"},
