@@ -128,7 +128,7 @@ def main() -> None:
             generator = build_generator(rollout_config(config))
 
             def generate(generator: Any = generator) -> None:
-                generator.outdate_caches()
+                generator.invalidate_caches()
                 answers[:] = [g for some in generator.generate(prompts, options) for g in some]
 
             account(f"rollout, {name}", generate, fastest)

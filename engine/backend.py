@@ -54,7 +54,7 @@ class Backend(ABC):
         """This process's position in the engine's grid, and the engine's process groups."""
 
     @abstractmethod
-    def _check_model(self, parallel: ParallelConfig) -> None:
+    def check_model(self, parallel: ParallelConfig) -> None:
         """Check that the backend can run the model in this layout. Reads configs only, no weights.
 
         Args:
@@ -84,7 +84,7 @@ class Backend(ABC):
             last stage's output to the scalar from which the backward pass starts.
         """
 
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
+    def run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         """Run `forward_step` and, if requested, the backward pass on every micro-batch.
 
         This implementation runs them one after the other; a backend with a pipeline schedule overrides it. Gradients
@@ -99,14 +99,14 @@ class Backend(ABC):
             output, scalar_of = self.forward_step(micro_batch, consumer)
             scalar = scalar_of(output)
             if backward:
-                self._backward(scalar, micro_batch)
+                self.run_backward(scalar, micro_batch)
             progress.advance()
 
-    def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
+    def run_backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of one micro-batch."""
         scalar.backward()
 
-    def _memory_needs(self) -> MemoryNeeds:
+    def memory_needs(self) -> MemoryNeeds:
         """Estimate a rank's memory, by which `engine.recompute=auto` is decided, from `model_shape`, before the model is built."""
         p, shape = self.topology.parallel, self.model_shape
         item = ITEMSIZE[self.config.precision.params]
@@ -124,7 +124,7 @@ class Backend(ABC):
             ),
         )
 
-    def _settle(self, memory: float) -> None:
+    def resolve_auto(self, memory: float) -> None:
         """Decide what is still `auto` in the settings, which the layout, the model and the device's memory determine.
 
         Args:
@@ -133,28 +133,28 @@ class Backend(ABC):
         if self.config.recompute != "auto":
             return
         allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
-        needs = self._memory_needs()
+        needs = self.memory_needs()
         choice = choose(needs, memory, "auto", False, allowed)
         self.config = replace(self.config, recompute=choice.recompute)
         self.memory_estimate = describe(needs, choice)
 
     @abstractmethod
-    def _build_model(self) -> None:
+    def build_model(self) -> None:
         """Build the sharded model and load or initialize its weights."""
 
     @abstractmethod
-    def _build_optimizer(self, optim: OptimConfig) -> None:
+    def build_optimizer(self, optim: OptimConfig) -> None:
         """Build the optimizer over the trainable parameters. `lr_schedule.is_decayed` selects those with weight decay."""
 
-    def _finish_build(self) -> None:  # noqa: B027  # most backends have nothing to add
+    def finish_build(self) -> None:  # noqa: B027  # most backends have nothing to add
         """Finish building once model and optimizer exist. An error on one rank is raised on all ranks. No-op by default."""
 
-    def _step_threads(self) -> AbstractContextManager[None]:
-        """Return a context for `_reduce_and_clip` and `_optimizer_step`, which may compute on the CPU. Without effect by default."""
+    def step_threads(self) -> AbstractContextManager[None]:
+        """Return a context for `reduce_and_clip` and `update_parameters`, which may compute on the CPU. Without effect by default."""
         return nullcontext()
 
     @abstractmethod
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
+    def reduce_and_clip(self, max_norm: float | None) -> float:
         """Finish gradient reduction and clip the gradients in place. Does not clip if the norm is not finite.
 
         Args:
@@ -165,27 +165,27 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _optimizer_step(self, lr: float) -> None:
+    def update_parameters(self, lr: float) -> None:
         """Update the parameters with the given learning rate."""
 
     @abstractmethod
-    def _zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop all gradients, including partial ones left by an aborted step."""
 
     @abstractmethod
-    def _free(self) -> None:
+    def release(self) -> None:
         """Release the model and the optimizer. Must also work after a build that failed partway."""
 
     @abstractmethod
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         """Switch dropout and other training-only behavior on or off."""
 
     @abstractmethod
-    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
+    def state_tensors(self, part: StatePart) -> Iterator[Tensor]:
         """Yield views of all memory that belongs to a part, so that its storage can be offloaded and reloaded."""
 
     @abstractmethod
-    def _local_shards(self) -> Iterator[LocalShard]:
+    def local_shards(self) -> Iterator[LocalShard]:
         """Yield this rank's local shards of parameters and moments, as views into live memory, under Hugging Face names.
 
         Saving reads from them and loading writes to them. Each slice of a tensor is saved by exactly one rank
@@ -193,23 +193,23 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _optimizer_scalars(self) -> dict[str, Any]:
+    def optimizer_scalars(self) -> dict[str, Any]:
         """Return the JSON-serializable non-tensor state of the optimizer: step counts by parameter."""
 
     @abstractmethod
-    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
-        """Restore the state that `_optimizer_scalars` returned. Called after the tensors of `_local_shards` have been loaded.
+    def restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+        """Restore the state that `optimizer_scalars` returned. Called after the tensors of `local_shards` have been loaded.
 
         Args:
             scalars: The saved state; None if the engine has no optimizer.
         """
 
     @abstractmethod
-    def _save_model_files(self, folder: Path) -> None:
+    def save_model_files(self, folder: Path) -> None:
         """Write the model's config, generation config and tokenizer to a folder. Called on the first rank only."""
 
     @abstractmethod
-    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names, one at a time, on every rank, for `named_weights`. Collective.
 
         The driver calls this with the parameters on the device and always exhausts the iterator.
@@ -228,5 +228,5 @@ class Backend(ABC):
     def model_shape(self) -> ModelShape:
         """The shapes that determine the cost of a token, for the full model and not just this rank's part.
 
-        Known after `_check_model`, before the model is built.
+        Known after `check_model`, before the model is built.
         """

@@ -73,7 +73,7 @@ class BaseEngine(CheckpointableEngine):
         self._topology: Topology | None = None
         self._mode: EngineMode | None = None
         self._incomplete = ""
-        self._offloader = Offloader(self._tensors)
+        self._offloader = Offloader(self.state_tensors)
         self._finite = True
         self._has_gradients = True
         self._was_deterministic: bool | None = None
@@ -118,7 +118,7 @@ class BaseEngine(CheckpointableEngine):
         """
         self.capabilities.check(self.config, self.model_config, None if self.optim_config is None else self.optim_config.name)
         self._sharing()
-        self._check_model(self._resolved())
+        self.check_model(self._resolved())
 
     def describe_settings(self) -> list[str]:
         """Return lines about how `auto` settings were resolved, the estimate of memory if any, and on CUDA what was tested."""
@@ -163,20 +163,20 @@ class BaseEngine(CheckpointableEngine):
                 self._was_deterministic = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True)
             with self.topology.collective_errors():
-                self._check_model(self.topology.parallel)
+                self.check_model(self.topology.parallel)
             with self.topology.collective_errors():
                 memory = free_bytes(self.topology.device, self.topology.size)
             # The least of all ranks, which have to choose alike.
             memory = min(self.topology.all_gather_object(memory))
             with self.topology.collective_errors():
-                self._settle(memory)
+                self.resolve_auto(memory)
             with self.topology.collective_errors():
-                self._build_model()
+                self.build_model()
             with self.topology.collective_errors():
                 if self.optim_config is not None:
-                    self._build_optimizer(self.optim_config)
+                    self.build_optimizer(self.optim_config)
             with self.topology.collective_errors():
-                self._finish_build()
+                self.finish_build()
             self._planner = StepPlanner(self.topology, self.config.micro_batch, self.model_config, self.model_shape, sharing)
         except BaseException:
             self.close()
@@ -188,7 +188,7 @@ class BaseEngine(CheckpointableEngine):
         if self._was_deterministic is not None:
             torch.use_deterministic_algorithms(self._was_deterministic)
             self._was_deterministic = None
-        self._free()
+        self.release()
         self._offloader.close()
         if self._topology is not None:
             free_memory(self._topology.device)
@@ -220,12 +220,12 @@ class BaseEngine(CheckpointableEngine):
         parts: tuple[StatePart, ...] = PARTS if mode == "train" else ("params",)
         with self._offloader.on_device(parts):
             self._mode = mode
-            self._set_training(mode == "train")
+            self.set_training(mode == "train")
             try:
                 yield
             finally:
                 self._mode = None
-                self._set_training(False)
+                self.set_training(False)
 
     def _require_complete(self) -> None:
         if self._incomplete:
@@ -309,7 +309,7 @@ class BaseEngine(CheckpointableEngine):
                 self._has_gradients, self._offloader.gradients_are_zero = True, False
             try:
                 micro_batches = plan.micro_batches(batch, self.topology.device)
-                self._run_micro_batches(micro_batches, accumulator, backward=not forward_only)
+                self.run_micro_batches(micro_batches, accumulator, backward=not forward_only)
                 result = accumulator.finish(self.topology)
             except Exception:
                 # A partial gradient must not leak into the next step.
@@ -335,9 +335,9 @@ class BaseEngine(CheckpointableEngine):
         """
         return self._planner.plan_all(batches, count, loss)
 
-    def warn_of_positions(self, longest: int, which: str) -> None:
-        """Warn if documents are longer than the model supports; see `StepPlanner.warn_of_positions`."""
-        self._planner.warn_of_positions(longest, which)
+    def warn_about_positions(self, longest: int, which: str) -> None:
+        """Warn if documents are longer than the model supports; see `StepPlanner.warn_about_positions`."""
+        self._planner.warn_about_positions(longest, which)
 
     def infer_batch(
         self, batch: PackedBatch, outputs: OutputRequest, *, tokens: Tensor | None = None, as_in_training: bool = False
@@ -364,7 +364,7 @@ class BaseEngine(CheckpointableEngine):
         plan = self._planner.plan(batch, None, training=as_in_training, outputs=outputs)
         collector = OutputCollector(batch, outputs, tokens, plan)
         with self.eval_mode():
-            self._run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
+            self.run_micro_batches(plan.micro_batches(batch, self.topology.device), collector, backward=False)
         return collector.result(self.topology)
 
     def optimizer_step(self, result: StepResult | None = None) -> StepResult:
@@ -383,13 +383,13 @@ class BaseEngine(CheckpointableEngine):
         """
         optim = self._require_optimizer()
         result = result or StepResult(loss=math.nan, terms={}, metrics={}, weights={})
-        with self._offloader.on_device(PARTS), self._step_threads():
-            norm = self._reduce_and_clip(optim.clip_grad_norm)
+        with self._offloader.on_device(PARTS), self.step_threads():
+            norm = self.reduce_and_clip(optim.clip_grad_norm)
             lr = learning_rate(self.step, optim, self.total_steps)
             # Both numbers are global, so all ranks make the same decision.
             finite, self._finite = self._finite and math.isfinite(norm), True
             if finite:
-                self._optimizer_step(lr)
+                self.update_parameters(lr)
                 self.lr_step()
             # They are not needed any more, and would be taken to the host and back with state that is offloaded.
             self.zero_grad()
@@ -415,7 +415,7 @@ class BaseEngine(CheckpointableEngine):
         # Offloaded gradients are not fetched to be dropped.
         self._offloader.discard_gradients()
         with self._offloader.on_device(("grads",)):
-            self._zero_grad()
+            self.drop_gradients()
             self._has_gradients = False
 
     def lr_step(self) -> None:
@@ -438,7 +438,7 @@ class BaseEngine(CheckpointableEngine):
         check_adapters(adapters)
         self._require_complete()
         with self._offloader.on_device(("params",)) as moved:
-            stream = self._stream_weights(adapters)
+            stream = self.stream_weights(adapters)
             try:
                 # A tensor may be a view of memory that is offloaded again at the end.
                 yield ((name, tensor.clone()) for name, tensor in stream) if moved else stream

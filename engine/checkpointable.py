@@ -50,7 +50,7 @@ class CheckpointableEngine(Backend):
             copies: The host buffers for the copies, which are reused from one save to the next.
         """
         with self._offloader.on_device(PARTS):
-            return take_snapshot(step, self._local_shards(), self._manifest_fields(extra), lambda: self.model_files, copies)
+            return take_snapshot(step, self.local_shards(), self._manifest_fields(extra), lambda: self.model_files, copies)
 
     @contextmanager
     def live_snapshot(self, step: int, extra: Mapping[str, Any] | None = None) -> Iterator[Snapshot]:
@@ -68,7 +68,7 @@ class CheckpointableEngine(Backend):
         with self._offloader.on_device(PARTS):
             self._mode = "save"
             try:
-                yield take_snapshot(step, self._local_shards(), self._manifest_fields(extra), lambda: self.model_files, None)
+                yield take_snapshot(step, self.local_shards(), self._manifest_fields(extra), lambda: self.model_files, None)
             finally:
                 self._mode = None
 
@@ -80,7 +80,7 @@ class CheckpointableEngine(Backend):
             "fingerprint": self.model_fingerprint,
             "optim": None if self.optim_config is None else asdict(self.optim_config),
             "schedule": {"step": self.step},
-            "optimizer": None if self.optim_config is None else self._optimizer_scalars(),
+            "optimizer": None if self.optim_config is None else self.optimizer_scalars(),
             "extra": dict(extra or {}),
         }
 
@@ -93,7 +93,7 @@ class CheckpointableEngine(Backend):
     def model_files(self) -> Mapping[str, bytes]:
         """The config, generation config and tokenizer files. They do not change, so transformers writes them only once."""
         with tempfile.TemporaryDirectory() as folder:
-            self._save_model_files(Path(folder))
+            self.save_model_files(Path(folder))
             files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
             return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
@@ -131,9 +131,9 @@ class CheckpointableEngine(Backend):
         optimizer = None if self.optim_config is None else self.optim_config.name
         with self._offloader.on_device(PARTS):
             manifest = load_state(
-                open_store(folder), topology=self.topology, local_shards=self._local_shards, optimizer=optimizer, verify=verify
+                open_store(folder), topology=self.topology, local_shards=self.local_shards, optimizer=optimizer, verify=verify
             )
-            self._restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
+            self.restore_optimizer(None if optimizer is None else manifest.data["optimizer"])
             self.zero_grad()
         self._incomplete = ""
         self.step = manifest.data["schedule"]["step"]
@@ -171,7 +171,7 @@ class CheckpointableEngine(Backend):
         left = {name: shape for name, (_, shape) in self.weight_shapes().items()}
         with self._offloader.on_device(PARTS), torch.no_grad():
             shards: dict[str, list[LocalShard]] = {}
-            for shard in self._local_shards():
+            for shard in self.local_shards():
                 if shard.kind == "value":
                     shards.setdefault(shard.name, []).append(shard)
             self._incomplete = "a load of weights was not finished"
@@ -192,7 +192,7 @@ class CheckpointableEngine(Backend):
                     f"the weights lack {len(left)} tensors, including {', '.join(list(left)[:3])}; stream all of them"
                 )
             # As after a checkpoint: what is derived from the values is brought up to date.
-            self._restore_optimizer(None if self.optim_config is None else self._optimizer_scalars())
+            self.restore_optimizer(None if self.optim_config is None else self.optimizer_scalars())
         self._incomplete = ""
 
 

@@ -84,7 +84,7 @@ class Loss(Protocol):
     """A loss over packed documents. Implementations must be pure: the same outputs and batch give the same sums.
 
     A loss may declare the batch fields that it reads with two optional attributes, `token_fields` and `sequence_fields`, which
-    are collections of names. The engine then rejects a batch that has any other field, except for the batch's passengers.
+    are collections of names. The engine then rejects a batch that has any other field, except for the batch's extra fields.
     """
 
     @property

@@ -192,7 +192,7 @@ class StepPlanner:
             total_weights=total_weights,
             share=self._share,
         )
-        self.warn_of_positions(plan.longest)
+        self.warn_about_positions(plan.longest)
         return plan
 
     def plan_all(self, batches: Iterable[PackedBatch], count: int, loss: Loss) -> list[StepPlan]:
@@ -204,7 +204,7 @@ class StepPlanner:
             )
         return [self.plan(batch, loss, training=True) for batch in batches]
 
-    def warn_of_positions(self, longest: int, which: str = "a document") -> None:
+    def warn_about_positions(self, longest: int, which: str = "a document") -> None:
         """Warn, once per engine, if a document is longer than the model supports.
 
         Args:
@@ -317,7 +317,7 @@ def _summarize_shard(
     if loss is not None:
         for kind, fields in (("token_fields", batch.token_fields), ("sequence_fields", batch.sequence_fields)):
             if (read := getattr(loss, kind, None)) is not None:
-                check_read(fields, read, batch.passengers)
+                check_read(fields, read, batch.extra_fields)
         weights = {k: float(v) for k, v in loss.weights(batch).items()}
         flops = shape.flops(batch.lengths, int(loss.tokens(batch).sum()), training=training)
         flops -= shape.flops(spared, 0, training=training)

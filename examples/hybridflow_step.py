@@ -47,7 +47,7 @@ def roles_on(backend: str, models: Path, parallel: ParallelConfig) -> dict[str, 
     engine = EngineConfig(backend=backend, parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=64))
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.999))
     # The prompt that an answer belongs to; only this program reads it.
-    common: dict[str, Any] = {"engine": engine, "passengers": ("uids",)}
+    common: dict[str, Any] = {"engine": engine, "extra_fields": ("uids",)}
     policy, reward = ModelConfig(path=str(models / "policy")), ModelConfig(path=str(models / "reward"), head="value")
     return {
         "actor": RoleSpec(worker=ActorWorker, config=ActorConfig(model=policy, optim=optim, loss=PPO, **common)),

@@ -202,7 +202,7 @@ class ContinuousGenerator(BaseGenerator):
         self._processor = None
         self._streams, self._names, self._unborn = {}, {}, set()
 
-    def outdate_caches(self) -> None:
+    def invalidate_caches(self) -> None:
         """Forget all requests and all prefixes, and keep the memory of the cache, which new weights do not change."""
         processor = self._processor
         self.drop_caches()

@@ -119,7 +119,7 @@ class BaseGenerator(ABC):
     def drop_caches(self) -> None:
         """Forget all running requests, and everything that was computed with the present weights. May follow an error of `run_step`."""
 
-    def outdate_caches(self) -> None:
+    def invalidate_caches(self) -> None:
         """Do what `drop_caches` does before new weights come, while the generator works; memory may be kept for the next requests."""
         self.drop_caches()
 
@@ -217,7 +217,7 @@ class BaseGenerator(ABC):
             prompt = self.expand_images(prompt, images)
         limits = self.limits()
         check_prompt(title, prompt, options, limits, self.config)
-        self._warn_of_length(len(prompt), options.max_tokens, limits.context)
+        self._warn_about_length(len(prompt), options.max_tokens, limits.context)
         if request_id is None:
             request_id = f"request-{self._numbered}"
             self._numbered += 1
@@ -318,7 +318,7 @@ class BaseGenerator(ABC):
             ConfigError: The parameters are absent.
         """
         self._readiness.loading()
-        self.outdate_caches()
+        self.invalidate_caches()
         self._restart_running()
         with torch.no_grad():
             self.copy_weights(weights)
@@ -332,7 +332,7 @@ class BaseGenerator(ABC):
             reason: Why; for messages.
         """
         self._interrupt()
-        self._readiness.distrust(reason)
+        self._readiness.mark_invalid(reason)
 
     def to(self, place: str, part: str | None = None) -> None:
         """Move the model, or a part of it. Caches are dropped; requests wait until both parts are on the device.
@@ -392,7 +392,7 @@ class BaseGenerator(ABC):
         """Whether `step` can advance requests: not during a pause, nor without a complete set of weights and the cache on the device."""
         return self._readiness.ready and not self._paused
 
-    def _warn_of_length(self, length: int, max_tokens: int, context: int | None) -> None:
+    def _warn_about_length(self, length: int, max_tokens: int, context: int | None) -> None:
         if context is not None and length + max_tokens > context and not self._warned:
             self._warned = True
             logger.warning(

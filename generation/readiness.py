@@ -27,13 +27,13 @@ class Readiness:
         """
         if self.placement.parameters == "absent":
             raise ConfigError("new weights while the rollout's parameters are absent; call to('device', 'parameters') first")
-        self.distrust("are a mix of two models because loading new ones failed")
+        self.mark_invalid("are a mix of two models because loading new ones failed")
 
     def loaded(self) -> None:
         """Note that a complete set has been loaded."""
         self.complete, self.lacks_weights = True, False
 
-    def distrust(self, reason: str) -> None:
+    def mark_invalid(self, reason: str) -> None:
         """Note that the present weights must not be used, and why."""
         self.complete, self._reason = False, reason
 

@@ -52,7 +52,7 @@ def announce(
     positions = engine.model_shape.positions
     if positions is not None:
         longer_count = int((samples.lengths > positions).any(1).sum())
-        engine.warn_of_positions(int(samples.lengths.max()), f"the longest sample (one of {longer_count})")
+        engine.warn_about_positions(int(samples.lengths.max()), f"the longest sample (one of {longer_count})")
     marked_documents = "\n  ".join(mark_supervised(data.tokenizer, document) for document in samples[0])
     log.info("first sample, with the supervised parts between « and »:\n  %s", marked_documents)
 

@@ -43,7 +43,7 @@ from .loop.signals import StopSignal
 from .methods.base import TrainingMethod
 from .report import announce, report_end
 from .run_folder import locked_folders, write_config
-from .validate import check_run, early_stopping_of, sample_budget, unused_settings, warn_of_data
+from .validate import check_run, early_stopping_of, sample_budget, unused_settings, warn_about_data
 
 log = logging.getLogger(__name__)
 
@@ -206,10 +206,10 @@ def prepared(config: RunConfig, method: TrainingMethod, extensions: Extensions, 
 
 def _loader(config: RunConfig, data: RunData) -> Loader | StreamLoader:
     if not isinstance(data.source, TokenDataset):
-        warn_of_data(config.data, config.data.batch_size, None)
+        warn_about_data(config.data, config.data.batch_size, None)
         return StreamLoader(data.source, batch_size=config.data.batch_size)
     sampler = Sampler(data.train.sizes, weights=config.data.weights, seed=config.data.seed, shuffle=config.data.shuffle)
-    warn_of_data(config.data, config.data.batch_size, len(sampler))
+    warn_about_data(config.data, config.data.batch_size, len(sampler))
     weights = config.data.weights
     if weights is not None and min(weights) * len(sampler) < sum(weights):
         log.warning(

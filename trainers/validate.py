@@ -60,7 +60,7 @@ def early_stopping_of(config: RunConfig, method: TrainingMethod, metrics: Answer
     )
 
 
-def warn_of_data(data: SourcesConfig, batch_size: int, samples: int | None, unit: str = "samples") -> None:
+def warn_about_data(data: SourcesConfig, batch_size: int, samples: int | None, unit: str = "samples") -> None:
     """Warn of settings of the data that are possible and rarely meant.
 
     Args:

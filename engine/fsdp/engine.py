@@ -99,7 +99,7 @@ class FSDPEngine(BaseEngine):
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
-    def _check_model(self, parallel: ParallelConfig) -> None:
+    def check_model(self, parallel: ParallelConfig) -> None:
         if self.config.compile is True and parallel.ep > 1:
             raise ConfigError(
                 f"engine.compile=true with engine.parallel.ep={parallel.ep}: layers that exchange tokens between experts cannot be "
@@ -107,7 +107,7 @@ class FSDPEngine(BaseEngine):
             )
         check_config(self.hf_config, self.model_config, parallel, self.options)
 
-    def _memory_needs(self) -> MemoryNeeds:
+    def memory_needs(self) -> MemoryNeeds:
         p, root = self.topology.parallel, self._described.meta_model if self._model is None else self._root
         split = (p.dp_shard or 1) * p.cp > 1 or p.ep > 1
         return memory_needs(
@@ -121,14 +121,14 @@ class FSDPEngine(BaseEngine):
             wrapped=split or needs_fsdp(root, self.config),
         )
 
-    def _settle(self, memory: float) -> None:
+    def resolve_auto(self, memory: float) -> None:
         config, options = self.config, self.options
         if config.recompute != "auto" and options.reduce_each_micro_batch != "auto":
             return
         allowed = self.capabilities.recompute if self.optim_config is not None else frozenset({"none"})
         if self._selective_is_full:
             allowed -= {"selective"}
-        needs = self._memory_needs()
+        needs = self.memory_needs()
         choice = choose(needs, memory, config.recompute, options.reduce_each_micro_batch, allowed)
         options = replace(options, reduce_each_micro_batch=choice.reduce_each)
         self.config = replace(config, recompute=choice.recompute, options=options)
@@ -152,22 +152,22 @@ class FSDPEngine(BaseEngine):
             )
         return lines
 
-    def _build_model(self) -> None:
+    def build_model(self) -> None:
         self._model = build(self._described, self.hf_config, self.model_config, self.config, self.options, self.topology)
         self._meta = None
         seed_ranks(self.config.seed, self.topology.seed_rank)
 
-    def _build_optimizer(self, optim: OptimConfig) -> None:
+    def build_optimizer(self, optim: OptimConfig) -> None:
         on_host = self.config.offload.optimizer == "host"
         self._optimizer = ShardOptimizer(self._root, optim, on_host=on_host)
 
-    def _finish_build(self) -> None:
+    def finish_build(self) -> None:
         # The norm and AdamW's step then run on the host, where launchers give each process one thread.
         if self.config.offload.params == "host" and self.topology.device.type == "cuda":
             machine = socket.gethostname()
             self._cores = host_cores(self.topology.all_gather_object(machine).count(machine))
 
-    def _step_threads(self) -> AbstractContextManager[None]:
+    def step_threads(self) -> AbstractContextManager[None]:
         return host_threads(self._cores)
 
     # ---- step ----------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class FSDPEngine(BaseEngine):
 
         return (chunk or self._root)(part), scalar_of
 
-    def _backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
+    def run_backward(self, scalar: Tensor, micro_batch: MicroBatch) -> None:
         # Gradients of earlier micro-batches stay unsharded and are reduced once, with the last one; those of one rank are not reduced.
         sync = micro_batch.is_last or self.options.reduce_each_micro_batch is True
         if isinstance(self._root, FSDPModule):
@@ -198,7 +198,7 @@ class FSDPEngine(BaseEngine):
         """Whether this rank alone holds all parameters on the device, so that its unsharded gradients are those of the parameters."""
         return self.topology.size == 1 and isinstance(self._root, FSDPModule) and self.config.offload.params == "none"
 
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
+    def reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
         if self._holds_all:
             take_unsharded_gradients(self._root)
@@ -214,11 +214,11 @@ class FSDPEngine(BaseEngine):
             foreach_mul_(grads, max_norm / (norm + 1e-6))
         return norm
 
-    def _optimizer_step(self, lr: float) -> None:
+    def update_parameters(self, lr: float) -> None:
         assert self._optimizer is not None
         self._optimizer.step(lr)
 
-    def _zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         for parameter in self._root.parameters():
             parameter.grad = None
         clear_unsharded_gradients(self._root)
@@ -227,7 +227,7 @@ class FSDPEngine(BaseEngine):
 
     # ---- modes, offload, adapters --------------------------------------------------------------------------------
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         self._root.train(training)
         self._reshard()
 
@@ -237,7 +237,7 @@ class FSDPEngine(BaseEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
+    def state_tensors(self, part: StatePart) -> Iterator[Tensor]:
         if part == "optimizer":
             for name in self._optimizer.counts if self._optimizer is not None else ():
                 yield from self._optimizer.moments(name).values()  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ class FSDPEngine(BaseEngine):
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _local_shards(self) -> Iterator[LocalShard]:
+    def local_shards(self) -> Iterator[LocalShard]:
         self._reshard()
         trainable = {n for n, p in self._root.named_parameters() if p.requires_grad}
         adapters = self._built.adapters is not None
@@ -273,7 +273,7 @@ class FSDPEngine(BaseEngine):
                     kind, name, parameters[name], local, self._built.layout, self._built.experts, self.topology
                 )
 
-    def _optimizer_scalars(self) -> dict[str, Any]:
+    def optimizer_scalars(self) -> dict[str, Any]:
         if self._optimizer is None or not self._optimizer.counts:
             return {}
         return {
@@ -288,7 +288,7 @@ class FSDPEngine(BaseEngine):
             stored_slice.name for stored_slice in stored_slices_of(self._built.layout, self._built.experts, name, parameter)
         ]
 
-    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+    def restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
         if scalars is not None and self._optimizer is not None and self._optimizer.counts:
             # One parameter may be several tensors on disk, which another engine may hold separately.
             step_counts = scalars["step"]
@@ -296,7 +296,7 @@ class FSDPEngine(BaseEngine):
                 {n: max(step_counts[disk_name] for disk_name in self._disk_names(n)) for n in self._optimizer.counts}
             )
 
-    def _save_model_files(self, folder: Path) -> None:
+    def save_model_files(self, folder: Path) -> None:
         save_model_files(self._root, self.model_config, self._built.adapters, folder)
 
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -305,9 +305,9 @@ class FSDPEngine(BaseEngine):
         self._reshard()
         return weight_shapes(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
-    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         return stream_weights(self._root, self._built.layout, self._built.experts, only_adapters=adapters == "only")
 
-    def _free(self) -> None:
+    def release(self) -> None:
         self._model = self._optimizer = self._meta = None

@@ -117,7 +117,7 @@ class MCoreEngine(BaseEngine):
 
     # ---- build ---------------------------------------------------------------------------------------------------
 
-    def _check_model(self, parallel: ParallelConfig) -> None:
+    def check_model(self, parallel: ParallelConfig) -> None:
         decoder, router = self._architecture.decoder, self._architecture.router
         check_layout(decoder, parallel, self.hf_config.model_type)
         if router is not None and decoder.experts is not None and decoder.experts.sigmoid:
@@ -133,7 +133,7 @@ class MCoreEngine(BaseEngine):
                 "or pp to 1 and recompute to none or selective"
             )
 
-    def _memory_needs(self) -> MemoryNeeds:
+    def memory_needs(self) -> MemoryNeeds:
         shape, p = self.model_shape, self.topology.parallel
         bytes_each = float(ITEMSIZE[self.config.precision.compute])
         sharded = 0.0
@@ -143,24 +143,24 @@ class MCoreEngine(BaseEngine):
             bytes_each += trained * ITEMSIZE[self.config.precision.reduce]
             sharded = trained * 4 * (2 if self.config.precision.compute == "float32" else 3)
         part = (shape.parameters - shape.experts) / (p.tp * p.pp) + shape.experts / (p.ep * p.etp * p.pp)
-        needs = super()._memory_needs()
+        needs = super().memory_needs()
         # Of what a layer keeps, only the results of activation functions are computed again: a fifth of it.
         kept = {**needs.activations, "selective": 0.8 * needs.activations["none"]}
         return replace(needs, state=part * bytes_each + shape.parameters * sharded / self.topology.size, activations=kept)
 
-    def _settle(self, memory: float) -> None:
+    def resolve_auto(self, memory: float) -> None:
         if self.config.recompute == "auto" and self._architecture.router is not None:
             # The balancing loss is one number over all layers, which a recomputed layer does not have.
             self.config = replace(self.config, recompute="selective")
-        super()._settle(memory)
+        super().resolve_auto(memory)
 
-    def _build_model(self) -> None:
+    def build_model(self) -> None:
         ignore_warnings()
         self._model = build_model(
             self._meta_model, self._architecture, self.model_config, self.config, self.options, self.topology
         )
 
-    def _build_optimizer(self, optim: OptimConfig) -> None:
+    def build_optimizer(self, optim: OptimConfig) -> None:
         built = self._built
         with built.state.active():
             built.chunks = wrap_chunks(built, self.config, self.options, self._finish_gradients)
@@ -168,7 +168,7 @@ class MCoreEngine(BaseEngine):
             self._optimizer = ShardedOptimizer(built.chunks, optim, built.state.groups, compute)
 
     @in_megatron
-    def _finish_build(self) -> None:
+    def finish_build(self) -> None:
         self._weights = load(self._built, self._optimizer, self.config, self.topology)
         self._earlier_gradients: list[list[Tensor]] = []
         self._reduced = False
@@ -176,7 +176,7 @@ class MCoreEngine(BaseEngine):
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
-    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
+    def run_micro_batches(self, micro_batches: Sequence[MicroBatch], consumer: MicroBatchConsumer, *, backward: bool) -> None:
         if backward and self._reduced:
             # These come from an earlier call in the same step: they are summed over ranks and must not be summed again.
             self._earlier_gradients.append([buffer.grad_data.clone() for buffer in self._buffers()])
@@ -245,7 +245,7 @@ class MCoreEngine(BaseEngine):
             yield from chunk.expert_parallel_buffers
 
     @in_megatron
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
+    def reduce_and_clip(self, max_norm: float | None) -> float:
         assert self._optimizer is not None
         for earlier in self._earlier_gradients:
             for buffer, part in zip(self._buffers(), earlier, strict=True):
@@ -254,12 +254,12 @@ class MCoreEngine(BaseEngine):
         return self._optimizer.reduce_and_clip(max_norm, self.topology.device)
 
     @in_megatron
-    def _optimizer_step(self, lr: float) -> None:
+    def update_parameters(self, lr: float) -> None:
         assert self._optimizer is not None
         self._optimizer.step(lr)
 
     @in_megatron
-    def _zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         self._earlier_gradients.clear()
         self._reduced = False
         if self._optimizer is not None:
@@ -269,11 +269,11 @@ class MCoreEngine(BaseEngine):
 
     # ---- modes, offload, adapters --------------------------------------------------------------------------------
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         for chunk in self._chunks:
             chunk.train(training)
 
-    def _tensors(self, part: StatePart) -> Iterator[Tensor]:
+    def state_tensors(self, part: StatePart) -> Iterator[Tensor]:
         if part == "params":
             for chunk in self._chunks:
                 yield from chunk.parameters()
@@ -293,19 +293,19 @@ class MCoreEngine(BaseEngine):
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _local_shards(self) -> Iterator[LocalShard]:
+    def local_shards(self) -> Iterator[LocalShard]:
         return self._loaded.model_state.local_shards()
 
-    def _optimizer_scalars(self) -> dict[str, Any]:
+    def optimizer_scalars(self) -> dict[str, Any]:
         return {"step": self._loaded.model_state.step_counts()}
 
     @in_megatron
-    def _restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
+    def restore_optimizer(self, scalars: Mapping[str, Any] | None) -> None:
         if scalars is not None:
             self._loaded.model_state.restore_step_counts(scalars["step"])
         self._loaded.model_state.sync_params()
 
-    def _save_model_files(self, folder: Path) -> None:
+    def save_model_files(self, folder: Path) -> None:
         save_model_files(self._built.meta_model.root, self.model_config, self._built.meta_model.adapters, folder)
 
     def weight_shapes(self, *, adapters: Adapters = "merged") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -313,9 +313,9 @@ class MCoreEngine(BaseEngine):
         check_adapters(adapters)
         return shapes_of(self._loaded.plans[adapters])
 
-    def _stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
         return self._loaded.model_state.stream(self._loaded.plans[adapters])
 
-    def _free(self) -> None:
+    def release(self) -> None:
         self._model = self._weights = self._optimizer = self._meta = None
         self._earlier_gradients = []

@@ -45,7 +45,7 @@ class PackedBatch:
         media: Name -> `MediaField`.
         group_ids: `[N]` int64, the group of each sequence; a group is never split over micro-batches or ranks.
         names: The origin of each sequence, for error messages (`data.jsonl:12`).
-        passengers: The names of fields that are carried along and may remain unread. The engine rejects any other field that
+        extra_fields: The names of fields that are carried along and may remain unread. The engine rejects any other field that
             the loss does not read, because its name is most likely misspelled.
 
     Raises:
@@ -61,7 +61,7 @@ class PackedBatch:
     media: Mapping[str, MediaField] = field(default_factory=dict)
     group_ids: Tensor | None = None
     names: tuple[str, ...] | None = None
-    passengers: frozenset[str] = frozenset()
+    extra_fields: frozenset[str] = frozenset()
     bounds: tuple[int, ...] = field(init=False)
     """A copy of `cu_seqlens` on the host, so that reading it never waits for a device."""
 
@@ -72,9 +72,9 @@ class PackedBatch:
         # Any integer dtype is accepted if its values fit into int32.
         if is_integer(self.cu_seqlens) and len(self.cu_seqlens) and int(self.cu_seqlens.max()) == len(self.input_ids):
             object.__setattr__(self, "cu_seqlens", self.cu_seqlens.to(torch.int32))
-        if isinstance(self.passengers, str):
-            raise BatchError(f"passengers={self.passengers!r}; pass a collection of names, as in ({self.passengers!r},)")
-        object.__setattr__(self, "passengers", frozenset(self.passengers))
+        if isinstance(self.extra_fields, str):
+            raise BatchError(f"extra_fields={self.extra_fields!r}; pass a collection of names, as in ({self.extra_fields!r},)")
+        object.__setattr__(self, "extra_fields", frozenset(self.extra_fields))
         object.__setattr__(self, "bounds", _check_bounds(self.cu_seqlens, self.input_ids))
         _check(self)
 
@@ -130,9 +130,9 @@ class PackedBatch:
         _check_fields(derived)
         return derived
 
-    def with_passengers(self, *names: str) -> Self:
-        """Return the batch with these fields declared as passengers, which a loss need not read."""
-        return self._derive(passengers=self.passengers | set(names))
+    def with_extra_fields(self, *names: str) -> Self:
+        """Return the batch with these fields declared as extra fields, which a loss need not read."""
+        return self._derive(extra_fields=self.extra_fields | set(names))
 
     def select(self, sequences: Sequence[int]) -> Self:
         """Return the given sequences, in the given order, as a new batch."""
@@ -197,7 +197,7 @@ class PackedBatch:
             },
             group_ids=None if first.group_ids is None else _distinct_groups([b.group_ids for b in batches]),
             names=None if first.names is None else tuple(n for b in batches for n in b.names or ()),
-            passengers=frozenset().union(*(b.passengers for b in batches)),
+            extra_fields=frozenset().union(*(b.extra_fields for b in batches)),
             bounds=bounds,
         )
 
@@ -246,25 +246,25 @@ def shift_labels(input_ids: Tensor, bounds: Sequence[int], supervised: Tensor | 
     return labels
 
 
-def check_read(fields: Iterable[str], read: Collection[str], passengers: Collection[str]) -> None:
+def check_read(fields: Iterable[str], read: Collection[str], extra_fields: Collection[str]) -> None:
     """Check that all fields of a batch are read.
 
     Args:
         fields: The names of the fields.
         read: The names of the fields that are read.
-        passengers: The names of the fields that may remain unread.
+        extra_fields: The names of the fields that may remain unread.
 
     Raises:
         BatchError: A field is not read; the message suggests the closest name that is.
     """
     for name in fields:
-        if name in read or name in passengers:
+        if name in read or name in extra_fields:
             continue
         near = difflib.get_close_matches(name, read, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(sorted(read)) or 'none'}."
         raise BatchError(
-            f"the batch has the field {name!r}, which is never read; {hint} Remove it, or declare it: passengers=({name!r},) "
-            f"in a worker's config, or batch.with_passengers({name!r})"
+            f"the batch has the field {name!r}, which is never read; {hint} Remove it, or declare it: extra_fields=({name!r},) "
+            f"in a worker's config, or batch.with_extra_fields({name!r})"
         )
 
 

@@ -94,9 +94,9 @@ class ServerProcess:
         deadline = time.monotonic() + start_s
         while True:
             if self._process.poll() is not None:
-                words = self._last_words()
+                words = self._last_output()
                 kind = ConfigError if "error: " in words and self._process.returncode == 2 else ModelError
-                raise kind(f"vLLM's server ended with code {self._process.returncode}; its last words:\n{words}")
+                raise kind(f"vLLM's server ended with code {self._process.returncode}; last output:\n{words}")
             # Until it listens, or answers.
             with suppress(httpx.TransportError):
                 if self.run(self._control.get("/health", timeout=_CONNECT_S)).status_code == 200:
@@ -117,7 +117,7 @@ class ServerProcess:
 
     def error(self) -> WorkerLostError:
         """Return an error that says how the server ended."""
-        return WorkerLostError(f"vLLM's server ended with code {self._process.poll()}; its last words:\n{self._last_words()}")
+        return WorkerLostError(f"vLLM's server ended with code {self._process.poll()}; last output:\n{self._last_output()}")
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of the server, but not for long."""
@@ -171,7 +171,7 @@ class ServerProcess:
         for line in self._process.stdout:
             self._lines.append(line.rstrip("\n"))
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         self._reader.join(1.0)
         return "\n".join(self._lines)
 

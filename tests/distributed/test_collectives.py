@@ -26,7 +26,7 @@ from drivetrain.losses.sft import SFTLoss
 from helpers.engines import OPTIM, build, share, steps
 from helpers.harness import run_ranks
 
-STEPS = ("_check_model", "_build_model", "_build_optimizer", "_finish_build")
+STEPS = ("check_model", "build_model", "build_optimizer", "finish_build")
 
 
 def outcome(run: Any) -> str:

@@ -85,15 +85,15 @@ class _Rescaled:
 class NoGlobalWeight(FSDPEngine):
     """Divides by the micro-batch's own weight, as frameworks do that average averages."""
 
-    def _run_micro_batches(self, micro_batches: Any, consumer: Any, *, backward: bool) -> None:
-        super()._run_micro_batches(micro_batches, _Rescaled(consumer), backward=backward)
+    def run_micro_batches(self, micro_batches: Any, consumer: Any, *, backward: bool) -> None:
+        super().run_micro_batches(micro_batches, _Rescaled(consumer), backward=backward)
 
 
 class OverstatesNorm(FSDPEngine):
     """Reports a norm that is one per cent too large."""
 
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
-        return super()._reduce_and_clip(max_norm) * 1.01
+    def reduce_and_clip(self, max_norm: float | None) -> float:
+        return super().reduce_and_clip(max_norm) * 1.01
 
 
 class TrainsPaddingRow(FSDPEngine):
@@ -109,8 +109,8 @@ class TrainsPaddingRow(FSDPEngine):
 class DoublesRate(FSDPEngine):
     """Steps with twice the learning rate."""
 
-    def _optimizer_step(self, lr: float) -> None:
-        super()._optimizer_step(lr * 2)
+    def update_parameters(self, lr: float) -> None:
+        super().update_parameters(lr * 2)
 
 
 class IgnoresBudget(FSDPEngine):
@@ -120,9 +120,9 @@ class IgnoresBudget(FSDPEngine):
 
 
 class SwallowsNaN(FSDPEngine):
-    def _reduce_and_clip(self, max_norm: float | None) -> float:
+    def reduce_and_clip(self, max_norm: float | None) -> float:
         self._finite = True
-        norm = super()._reduce_and_clip(max_norm)
+        norm = super().reduce_and_clip(max_norm)
         return norm if math.isfinite(norm) else 1.0
 
 
@@ -140,7 +140,7 @@ class RoundsWeights(FSDPEngine):
 
 
 class KeepsGradients(FSDPEngine):
-    def _zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         if self.step == 0 and self._optimizer is not None:
             for parameter in self._root.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -157,9 +157,9 @@ class ForgetsParents(FSDPEngine):
 class AllowsAnyMode(FSDPEngine):
     @contextlib.contextmanager
     def _entered(self, mode: Any) -> Iterator[None]:
-        self._set_training(mode == "train")
+        self.set_training(mode == "train")
         yield
-        self._set_training(False)
+        self.set_training(False)
 
 
 class AveragesCalls(FSDPEngine):
@@ -169,8 +169,8 @@ class AveragesCalls(FSDPEngine):
 
 
 class LosesMoments(FSDPEngine):
-    def _restore_optimizer(self, scalars: Any) -> None:
-        super()._restore_optimizer(scalars)
+    def restore_optimizer(self, scalars: Any) -> None:
+        super().restore_optimizer(scalars)
         assert self._optimizer is not None
         for name in self._optimizer._views:
             self._optimizer.moments(name)["exp_avg"].zero_()

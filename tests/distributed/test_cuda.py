@@ -55,7 +55,7 @@ def rank_cuda(folder: str, chosen: dict[str, Any]) -> tuple[list[tuple[float, fl
     engine = build(folder, **{"compile": False, **chosen})
     assert chosen.get("precision") is not None or engine.config.precision.compute == "bfloat16"
     found = steps(engine, 2)
-    held = [local(tensor) for tensor in engine._tensors("params")]
+    held = [local(tensor) for tensor in engine.state_tensors("params")]
     sizes = [sum(tensor.untyped_storage().nbytes() for tensor in held)]
     engine.to("host")
     sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in held))

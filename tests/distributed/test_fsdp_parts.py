@@ -253,7 +253,7 @@ def test_weights_read_in_a_mode_are_those_that_are_stored(tmp_path: Path, proces
         engine.infer_batch(from_lists([list(range(3, 40))]), OutputRequest(log_probs=True))
         assert engine.weight_shapes() == shapes
         found = weights(engine)
-        assert all(shard.data.dtype == torch.float32 for shard in engine._local_shards())
+        assert all(shard.data.dtype == torch.float32 for shard in engine.local_shards())
     assert found.keys() == stored.keys()
     for name, value in stored.items():
         assert value.dtype == torch.float32

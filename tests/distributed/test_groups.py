@@ -96,7 +96,7 @@ def troubled(trouble: Trouble | None = None, pool: str = "main", worker: Any = T
 def actor_role(models: Path, pool: str = "main", **options: Any) -> RoleSpec:
     engine = EngineConfig(micro_batch=MicroBatchConfig(max_tokens=64))
     model = ModelConfig(path=str(models / "policy"))
-    config = ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3), passengers=("uids",))
+    config = ActorConfig(model=model, engine=engine, optim=OptimConfig(lr=1e-3), extra_fields=("uids",))
     return RoleSpec(worker=ActorWorker, config=config, pool=pool, **options)
 
 

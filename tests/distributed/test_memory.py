@@ -63,7 +63,7 @@ def test_activations_are_about_what_is_estimated(
         micro_batch=MicroBatchConfig(max_tokens=tokens),
     )
     batch = from_lists([[3 + (7 * i + j) % 50 for i in range(tokens // 4)] for j in range(4)])
-    known = {storage_key(p) for p in engine._tensors("params")}
+    known = {storage_key(p) for p in engine.state_tensors("params")}
     kept: dict[int, Tensor] = {}
     measured: list[int] = []
     forward_step = engine.forward_step
@@ -82,7 +82,7 @@ def test_activations_are_about_what_is_estimated(
     engine.forward_step = after_forward
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.forward_backward(batch, SFTLoss())
-    assert 0.7 < engine._memory_needs().activations[mode] / measured[0] < 1.4
+    assert 0.7 < engine.memory_needs().activations[mode] / measured[0] < 1.4
     engine.close()
 
 
@@ -107,7 +107,7 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
         )
 
     engine = started()
-    needs = engine._memory_needs()
+    needs = engine.memory_needs()
     assert needs.unsharded_gradients == 4 * engine.model_shape.parameters_trained
     engine.close()
     for mode, each in (("none", False), ("none", True), ("selective", True), ("full", True)):
@@ -124,8 +124,8 @@ def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: No
     # Layers that are compiled, and recompute outside of compiled code, save next to nothing by selective recomputation.
     monkeypatch.setattr(compile_module, "RECOMPUTES_INSIDE", False)
     engine.config = replace(engine.config, compile=True, recompute="auto")
-    needs = engine._memory_needs()
-    engine._settle(1.001 * needs.total("selective", reduce_each=True) / USABLE)
+    needs = engine.memory_needs()
+    engine.resolve_auto(1.001 * needs.total("selective", reduce_each=True) / USABLE)
     assert engine.config.recompute == "full"
     assert len(engine.describe_settings()) == 2
     engine.config = replace(engine.config, recompute="selective")
@@ -151,9 +151,9 @@ def test_the_estimate_knows_whether_fsdp_copies_parameters(
     optim = OPTIM if lora or precision.params == "float32" else None
     engine: Any = build(save_tiny_model(tmp_path / "model", "qwen3"), precision=precision, model=settings, optim=optim)
     assert isinstance(engine._root, FSDPModule) is wrapped
-    assert engine._memory_needs().unsharded_gradients == 0
+    assert engine.memory_needs().unsharded_gradients == 0
     monkeypatch.setattr(engine_module, "memory_needs", needs_of_two)
-    assert (engine._memory_needs().unsharded_gradients > 0) is wrapped
+    assert (engine.memory_needs().unsharded_gradients > 0) is wrapped
     engine.close()
 
 
@@ -167,13 +167,13 @@ def rank_gradients(folder: str, settings: list[Any]) -> list[list[int]]:
             options=FSDPOptions(reduce_each_micro_batch=each),
         )
         counts: list[int] = []
-        backward = engine._backward
+        backward = engine.run_backward
 
         def counted(scalar: Any, micro_batch: Any, engine: Any = engine, backward: Any = backward, into: Any = counts) -> None:
             backward(scalar, micro_batch)
             into.append(sum(t.numel() for t in unsharded_gradients(engine._root)))
 
-        engine._backward = counted
+        engine.run_backward = counted
         engine.train_batch(from_lists([list(range(i, i + 12)) for i in (3, 4, 5)]), SFTLoss())
         found.append([counts[0] / engine.model_shape.parameters_trained, counts[-1]])
         engine.close()

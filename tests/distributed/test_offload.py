@@ -31,7 +31,7 @@ def rank_rest(folder: str, backend: str, parallel: dict[str, Any]) -> None:
     engine, meta_model = (build(folder, backend=backend, parallel=layout) for _ in range(2))
     first = steps(engine, 1)
     assert first == steps(meta_model, 1)
-    held = [t for part in ("params", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    held = [t for part in ("params", "optimizer") for t in engine.state_tensors(part)]  # type: ignore[arg-type]
     storages = {storage_key(t): t.untyped_storage().nbytes() for t in map(local, held)}
     moved: list[int] = []
     write = Offloader._write
@@ -183,7 +183,7 @@ def test_processes_share_the_cores_of_their_machine(
 def test_a_step_on_the_host_has_threads_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     seen: list[int] = []
-    update, finish = ShardOptimizer.step, FSDPEngine._finish_build
+    update, finish = ShardOptimizer.step, FSDPEngine.finish_build
 
     def noted(self: ShardOptimizer, lr: float) -> None:
         seen.append(torch.get_num_threads())
@@ -200,7 +200,7 @@ def test_a_step_on_the_host_has_threads_of_its_own(tmp_path: Path, monkeypatch: 
 
     assert torch.get_num_threads() == 1
     steps(build(folder, offload=OffloadConfig(params="host")), 1)
-    monkeypatch.setattr(FSDPEngine, "_finish_build", as_on_a_gpu)
+    monkeypatch.setattr(FSDPEngine, "finish_build", as_on_a_gpu)
     steps(build(folder), 1)
     engine = build(folder, offload=OffloadConfig(params="host"))
     steps(engine, 1)
@@ -228,7 +228,7 @@ def rank_closes(folder: str, backend: str, parallel: dict[str, Any], model: dict
     )
     steps(engine, 1)
     found = [weakref.ref(t) for t in gc.get_objects() if isinstance(t, torch.nn.Parameter)]
-    found += [weakref.ref(t) for part in ("params", "grads", "optimizer") for t in engine._tensors(part)]  # type: ignore[arg-type]
+    found += [weakref.ref(t) for part in ("params", "grads", "optimizer") for t in engine.state_tensors(part)]  # type: ignore[arg-type]
     if not collected:
         module.gc = SimpleNamespace(collect=lambda: None)
     engine.close()

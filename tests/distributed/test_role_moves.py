@@ -125,7 +125,7 @@ def numbers(group: LocalWorkerGroup, generates: bool = True) -> dict[str, Any]:
 def storage_bytes(group: Any, role: str) -> int:
     host: RoleHost = group._worker.host
     held = host._workers[role].engine
-    tensors = [t for part in ("params", "optimizer") for t in held._tensors(part)]
+    tensors = [t for part in ("params", "optimizer") for t in held.state_tensors(part)]
     return sum(getattr(t, "_local_tensor", t).untyped_storage().nbytes() for t in tensors)
 
 

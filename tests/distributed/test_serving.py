@@ -186,7 +186,7 @@ def test_a_worker_that_dies_fails_its_requests_and_comes_back(folder: Path) -> N
                 await worker.acall("fail", "exit", 3)
             for stream in running:
                 with pytest.raises(
-                    WorkerLostError, match=r"exited with code 3; its last words:\n(.*\n)*the last words of a model"
+                    WorkerLostError, match=r"exited with code 3; last output:\n(.*\n)*the last output of a model"
                 ):
                     await stream.read()
             # Requests during the restart wait for it; the event loop does not.

@@ -253,7 +253,7 @@ def test_a_failed_part_leaves_the_moments_on_the_host(
     with pytest.raises(torch.OutOfMemoryError):
         steps(engine, 1)
     on_host = {storage_key(t) for kinds in moments_of[0].host for t in kinds.values()}
-    assert {storage_key(t) for t in engine._tensors("optimizer")} <= on_host
+    assert {storage_key(t) for t in engine.state_tensors("optimizer")} <= on_host
     engine.close()
 
 

@@ -101,7 +101,7 @@ def test_what_was_asked_of_a_worker_that_dies_fails_with_its_last_words(caplog: 
         assert worker.pid != first
         assert worker.control.restarts == 1
         assert "was killed by SIGKILL, either from outside or because memory ran out; restart 1 of 1 in 0.1 s" in caplog.text
-        with pytest.raises(WorkerLostError, match=r"(?s)its last words:.*something is wrong"):
+        with pytest.raises(WorkerLostError, match=r"(?s)last output:.*something is wrong"):
             worker.call("die")
         # The budget is used up: nobody waits for it any more.
         with pytest.raises(WorkerLostError, match=r"(?s)something is wrong.*was restarted 1 times \(restarts=1\)"):

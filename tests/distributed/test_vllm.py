@@ -163,7 +163,7 @@ def test_a_server_that_dies_comes_back_with_the_last_weights(folder: Path) -> No
         next(stream)
         first = generator.server.pid
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(WorkerLostError, match="vLLM's server ended with code -9; its last words"):
+        with pytest.raises(WorkerLostError, match="vLLM's server ended with code -9; last output"):
             list(stream)
         ((answer,),) = generator.generate([prompt], options)
         assert answer.response == expected.response

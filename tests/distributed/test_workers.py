@@ -335,15 +335,17 @@ def test_roles_of_a_group_have_one_temperature(models: Path) -> None:
 @pytest.mark.usefixtures("process_group")
 def test_what_one_role_declares_rides_along_for_the_others(models: Path) -> None:
     roles = EXAMPLE.roles_on("fsdp", models, ParallelConfig())
-    roles = {name: replace(roles[name], config=replace(roles[name].config, passengers=())) for name in ("actor", "reference")}
-    roles["actor"] = replace(roles["actor"], config=replace(roles["actor"].config, passengers=("uid",)))
+    roles = {
+        name: replace(roles[name], config=replace(roles[name].config, extra_fields=())) for name in ("actor", "reference")
+    }
+    roles["actor"] = replace(roles["actor"], config=replace(roles["actor"].config, extra_fields=("uid",)))
     roles["words"] = RoleSpec(worker=FunctionRewardWorker, config=FunctionRewardConfig(function=reward_by_length))
     data = {**padded_data(), "uid": [f"prompt {i}" for i in range(len(ROWS))]}
     with LocalWorkerGroup(roles) as group:
         assert group["actor"].compute_log_probs(data)["log_probs"].any()
         assert group["reference"].compute_log_probs(data)["reference_log_probs"].any()
         assert group["words"].compute_rewards(data)["rewards"].tolist() == [float(len(r["response"])) for r in ROWS]
-    alone = FunctionRewardWorker(FunctionRewardConfig(function=reward_by_length, passengers=("uid",))).initialize()
+    alone = FunctionRewardWorker(FunctionRewardConfig(function=reward_by_length, extra_fields=("uid",))).initialize()
     assert alone.compute_rewards(data)["rewards"].shape == (len(ROWS),)
 
 
@@ -363,7 +365,7 @@ def test_a_misspelt_field_of_a_packed_batch_is_refused_by_the_engine(models: Pat
     with pytest.raises(BatchError, match="the field 'loss_weight', which is never read; did you mean 'loss_weights'"):
         engine.train_batch(batch, SFTLoss())
     assert engine.step == before
-    engine.train_batch(batch.with_passengers("loss_weight"), SFTLoss())
+    engine.train_batch(batch.with_extra_fields("loss_weight"), SFTLoss())
     assert engine.step == before + 1
     engine.close()
 

@@ -540,13 +540,13 @@ def rank_first_loss(
     data = load_data(config, method.kind, sample_budget(config, method))
     samples = data.train
     cls: Any = engine_class(backend)
-    run, ran = cls._run_micro_batches, []
+    run, ran = cls.run_micro_batches, []
 
     def recorded(self: Any, micro_batches: Any, *args: Any, **options: Any) -> Any:
         ran.append([m.batch.input_ids.tolist() for m in micro_batches])
         return run(self, micro_batches, *args, **options)
 
-    cls._run_micro_batches = recorded
+    cls.run_micro_batches = recorded
     engine = cls(model=config.model, engine=config.engine, optim=config.optim)
     method.setup(engine, data.tokenizer, data.train, None)
     engine.initialize()
@@ -556,7 +556,7 @@ def rank_first_loss(
     assert result.micro_batches > 2
     method.close()
     engine.close()
-    cls._run_micro_batches = run
+    cls.run_micro_batches = run
     assert len(ran) == 2
     return result.loss, ran[0] == ran[1]
 

@@ -17,7 +17,7 @@ from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
 from drivetrain.trainers.rl import trainer
 from drivetrain.trainers.rl.collect import Collector, load_data
-from drivetrain.trainers.rl.ledger import MemoryLedger
+from drivetrain.trainers.rl.memory_manager import MemoryManager
 from drivetrain.trainers.rl.phases import Phases
 from helpers.reward_functions import slow
 from helpers.rl_runs import make_task, records, train, words
@@ -48,8 +48,8 @@ def test_state_that_is_moved_away_changes_nothing(task: Path, tmp_path: Path) ->
 def test_the_generator_makes_room_for_everything_that_is_moved(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
 ) -> None:
-    # What the engines really move, and not only what the ledger says.
-    ledgers: list[MemoryLedger] = []
+    # What the engines really move, and not only what the memory manager says.
+    ledgers: list[MemoryManager] = []
     moved: set[tuple[str, ...]] = set()
     to = Offloader.to
 
@@ -63,13 +63,13 @@ def test_the_generator_makes_room_for_everything_that_is_moved(
             # The parameters of both are there while they are copied, and nothing else.
             assert arrived == ("params",) or ledgers[0].place("rollout", "parameters") != "device"
 
-    def built(self: MemoryLedger, *args: Any, **options: Any) -> None:
+    def built(self: MemoryManager, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         ledgers.append(self)
 
-    init = MemoryLedger.__init__
+    init = MemoryManager.__init__
     monkeypatch.setattr(Offloader, "to", watched)
-    monkeypatch.setattr(MemoryLedger, "__init__", built)
+    monkeypatch.setattr(MemoryManager, "__init__", built)
     more = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.bundle_every=2", f"data.eval=[{task / 'held-out.jsonl'}]"]
     train(task, tmp_path / "away", *more, "group.offload=host", "trainer.eval_every=1", config_class=config_class)
     assert len(moved) > 1

@@ -81,7 +81,7 @@ class NeverPauses(StaticGenerator):
 class KeepsPrefixes(ContinuousGenerator):
     """New weights find the keys and values of the old ones in the cache."""
 
-    def outdate_caches(self) -> None:
+    def invalidate_caches(self) -> None:
         for stream in list(self.running.values()):
             self.stop_request(stream)
 

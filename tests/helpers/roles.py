@@ -74,7 +74,7 @@ class Troubled:
     @register("all")
     def die(self) -> None:
         if self.mine:
-            print("these were my last words", flush=True)
+            print("this was my last output", flush=True)
             die(self.trouble.note)
         dist.barrier()
 

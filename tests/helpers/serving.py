@@ -41,7 +41,7 @@ class FaultyRollout(RolloutWorker):
             if self._kind == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             if self._kind == "exit":
-                print("the last words of a model", flush=True)
+                print("the last output of a model", flush=True)
                 import os
 
                 os._exit(3)

@@ -42,7 +42,7 @@ def padded(lengths: list[tuple[int, int]], extra: int = 0) -> dict[str, Tensor]:
 
 
 def opened(data: Any) -> Any:
-    return open_any(data, passengers=("scores",))
+    return open_any(data, extra_fields=("scores",))
 
 
 @settings(deadline=None, max_examples=60)
@@ -156,7 +156,7 @@ def test_responses_that_stand_elsewhere_are_not_taken_for_none() -> None:
         ({"input_ids": "text"}, "input_ids is a str; a field must be a tensor"),
         ({"reponse_mask": GOOD["responses"]}, "the field 'reponse_mask', which is never read; did you mean 'response_mask'"),
         ({"importance_weight": GOOD["responses"]}, "did you mean 'importance_weights'"),
-        ({"uid": torch.zeros(2)}, r"'uid', which is never read; known fields: advantages.*passengers=\('uid',\)"),
+        ({"uid": torch.zeros(2)}, r"'uid', which is never read; known fields: advantages.*extra_fields=\('uid',\)"),
         ({"rewards": torch.zeros(2, 1)}, r"rewards is \[2, 1\]; it must be \[2\]"),
         ({"advantages": [["a", "b"], ["c", "d"]]}, "advantages is a list that cannot be converted to a tensor .*as columns"),
         ({"responses": GOOD["responses"] + 1}, "row 0: responses are not the last 3 columns"),
@@ -214,19 +214,19 @@ def test_passengers_ride_along() -> None:
         "ids": torch.zeros(2, 3, dtype=torch.uint16),
         "none": {"a": 1},
     }
-    batch = open_any({**data, **odd}, passengers=("uid", "source", "pixels", "scores", *odd)).batch
+    batch = open_any({**data, **odd}, extra_fields=("uid", "source", "pixels", "scores", *odd)).batch
     assert {*batch.token_fields, *batch.sequence_fields} == {"advantages", "uid", "scores", "ids"}
     assert batch.select([1]).sequence_fields["uid"].tolist() == [5.0]
-    assert batch.select([1]).passengers >= {"uid"}
+    assert batch.select([1]).extra_fields >= {"uid"}
     # Declared once, they pass every other door; undeclared ones do not.
-    assert open_any(batch).batch.passengers == batch.passengers
+    assert open_any(batch).batch.extra_fields == batch.extra_fields
     with pytest.raises(BatchError, match=r"'(uid|scores|ids)', which is never read"):
-        open_any(replace(batch, passengers=frozenset()))
+        open_any(replace(batch, extra_fields=frozenset()))
     # A reward function reads all numbers, and what is no number has a way of its own.
     assert "uid" in open_any({k: v for k, v in data.items() if k != "source"}, every=True).batch.sequence_fields
     with pytest.raises(BatchError, match=r"source is a list that cannot be converted to a tensor .*as columns"):
         open_any(data, every=True)
-    assert open_any(data, passengers=("source",), every=True).batch.passengers >= {"uid", "source"}
+    assert open_any(data, extra_fields=("source",), every=True).batch.extra_fields >= {"uid", "source"}
 
 
 def test_a_known_field_in_another_place_is_refused() -> None:
@@ -236,9 +236,9 @@ def test_a_known_field_in_another_place_is_refused() -> None:
             opened(batch.with_sequence_fields(**{name: torch.zeros(2)}))
     with pytest.raises(BatchError, match="'margin', which is never read"):
         opened(batch.with_fields(margin=torch.zeros(batch.num_tokens)))
-    with pytest.raises(BatchError, match=r"passengers='uid'; pass a collection"):
-        replace(batch, passengers="uid")  # type: ignore[arg-type]
-    assert replace(batch, passengers=("uid",)).with_passengers("x").passengers == {"uid", "x"}  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"extra_fields='uid'; pass a collection"):
+        replace(batch, extra_fields="uid")  # type: ignore[arg-type]
+    assert replace(batch, extra_fields=("uid",)).with_extra_fields("x").extra_fields == {"uid", "x"}  # type: ignore[arg-type]
 
 
 def test_jagged_fields_of_other_borders_are_refused() -> None:

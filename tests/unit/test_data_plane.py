@@ -113,9 +113,9 @@ def test_a_plan_meets_all_needs_and_sends_nothing_twice(situation: tuple[Sequenc
         own = [load for some in part_of(rounds, name) for step in some for load in step.loads]
         assert own == [load for step in steps for load in step.loads if name in (load.source, *load.targets)]
     # What has moved need not move again.
-    buffer.note_moved([load for step in steps for load in step.loads])
+    buffer.mark_moved([load for step in steps for load in step.loads])
     assert plan_redistribution(needs, buffer) == []
-    buffer.note_lost([load for step in steps for load in step.loads])
+    buffer.mark_lost([load for step in steps for load in step.loads])
     assert plan_redistribution(needs, buffer) == rounds
 
 
@@ -356,13 +356,13 @@ def reference(count: int = 3, **options: Any) -> DataRef:
 
 
 def test_references_are_selected_joined_and_renamed() -> None:
-    ref = reference(group_ids=(7, 7, 8), passengers=frozenset({"log_probs"}))
+    ref = reference(group_ids=(7, 7, 8), extra_fields=frozenset({"log_probs"}))
     part = ref.select([2, 0])
     assert (part.ids, part.lengths, part.group_ids, part.num_tokens) == (("s2", "s0"), (3, 1), (8, 7), 4)
     assert ref.locations("log_probs") == [("main/0",), ("main/1",), ("main/0",)]
     old = ref.only("log_probs").rename(log_probs="old_log_probs")
     assert dict(old.keys) == {"old_log_probs": "log_probs@1"}
-    assert old.passengers == {"old_log_probs"}
+    assert old.extra_fields == {"old_log_probs"}
     both = ref.without("log_probs") | old
     assert dict(both.keys) == {"input_ids": "input_ids", "old_log_probs": "log_probs@1"}
     assert ref.with_groups([1, 2, 3]).group_ids == (1, 2, 3)

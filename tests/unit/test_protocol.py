@@ -343,7 +343,11 @@ def greet(worker: ModelWorker, request: Greet) -> Greeting:
 
 def test_a_new_operation_is_a_struct_and_a_line() -> None:
     added = protocol.Op(
-        request=Greet, reply=Greeting, handler=f"{__name__}:greet", errors=frozenset({"model_not_loaded"}), lane="immediate"
+        request=Greet,
+        reply=Greeting,
+        handler=f"{__name__}:greet",
+        errors=frozenset({"model_not_loaded"}),
+        execution="immediate",
     )
     sys.modules.setdefault(__name__, sys.modules[greet.__module__])
     registry = protocol.Registry([*protocol.OPS, added])

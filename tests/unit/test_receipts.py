@@ -13,7 +13,7 @@ from drivetrain.engine.errors import ModelError, RemoteError, WorkerError, Worke
 from drivetrain.workers.data_plane import blocks, buckets
 from drivetrain.workers.data_plane.blocks import BlockPool, BlockReader, SharedBlock
 from drivetrain.workers.data_plane.buckets import Bucket, LinkChannel, Packer
-from drivetrain.workers.data_plane.digests import Tally, device_sums, host_digest
+from drivetrain.workers.data_plane.digests import StreamDigest, device_sums, host_digest
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
 from drivetrain.workers.data_plane.staging import copy_in_pieces
@@ -48,16 +48,16 @@ class Wire:
         return bucket
 
 
-def sent(wire: Wire, tensors: Any = TENSORS) -> Tally:
-    tally = Tally(in_host=True)
-    for _ in param_sync._sent(iter(tensors), [wire], tally, BlockPool()):
+def sent(wire: Wire, tensors: Any = TENSORS) -> StreamDigest:
+    stream_digest = StreamDigest(in_host=True)
+    for _ in param_sync._sent(iter(tensors), [wire], stream_digest, BlockPool()):
         pass
-    return tally
+    return stream_digest
 
 
-def received(wire: Wire) -> tuple[list[tuple[str, torch.Tensor]], Tally]:
-    tally = Tally(in_host=True)
-    return [(name, tensor.clone()) for name, tensor in param_sync._received(wire, [], tally)], tally
+def received(wire: Wire) -> tuple[list[tuple[str, torch.Tensor]], StreamDigest]:
+    stream_digest = StreamDigest(in_host=True)
+    return [(name, tensor.clone()) for name, tensor in param_sync._received(wire, [], stream_digest)], stream_digest
 
 
 def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,20 +123,20 @@ class SlowWire:
 def test_memory_is_used_again_when_it_has_arrived_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 16)
     monkeypatch.setattr(buckets, "PATIENCE_S", 0.05)
-    wire, tally = SlowWire(), Tally(in_host=True)
+    wire, stream_digest = SlowWire(), StreamDigest(in_host=True)
     packer = Packer([wire], BlockPool())
     for i in range(blocks.IN_FLIGHT + 3):
-        packer.add(f"{i}", torch.full((4,), float(i)), tally)
+        packer.add(f"{i}", torch.full((4,), float(i)), stream_digest)
     packer.flush()
     # Nothing has arrived: all have memory of their own, and they were not waited for any longer than told.
     assert [bucket.data.view(torch.float32)[0].item() for bucket in wire.buckets] == [0, 1, 2, 3, 4, 5]
     assert 0 < sum(wait for sending in wire.sendings for wait in sending.waits) <= 0.1
     for sending in wire.sendings:
         sending.arrived = True
-    packer.add("again", torch.full((4,), 7.0), tally)
+    packer.add("again", torch.full((4,), 7.0), stream_digest)
     assert wire.buckets[0].data.view(torch.float32)[0].item() == 7
     # A larger tensor does not fit.
-    packer.add("larger", torch.full((8,), 8.0), tally)
+    packer.add("larger", torch.full((8,), 8.0), stream_digest)
     packer.flush()
     assert [tensor[0].item() for _, tensor, _ in wire.buckets[-1].tensors()] == [8]
     assert [bucket.data.numel() for bucket in wire.buckets[-2:]] == [16, 32]
@@ -156,7 +156,7 @@ def test_large_small_and_odd_tensors_between_pools(tmp_path: Path, transport: st
     ends = connected(tmp_path, transport)
     channels = [LinkChannel(links, BlockReader(), "p0/0", "p1/0", "1/x") for links in ends]
     assert channels[0].shares_memory == (transport == "ipc")
-    out, back, pool = Tally(in_host=True), Tally(in_host=True), BlockPool()
+    out, back, pool = StreamDigest(in_host=True), StreamDigest(in_host=True), BlockPool()
     for _ in param_sync._sent(iter(tensors), channels[:1], out, pool):
         pass
     found = dict(param_sync._received(channels[1], [], back))
@@ -257,10 +257,10 @@ def test_the_memory_of_a_transfer_that_was_given_up_comes_back(tmp_path: Path) -
     source, target = connected(tmp_path, "ipc", manager.discard)
     for title in ("1/x", "2/x"):
         channel = LinkChannel(source, BlockReader(), "p0/0", "p1/0", title)
-        for _ in param_sync._sent(iter(TENSORS), [channel], Tally(in_host=True), pool):
+        for _ in param_sync._sent(iter(TENSORS), [channel], StreamDigest(in_host=True), pool):
             pass
     assert not any(block.is_free() for block in pool._blocks)
-    found = param_sync._received(LinkChannel(target, manager.reader, "p0/0", "p1/0", "2/x"), [], Tally(in_host=True))
+    found = param_sync._received(LinkChannel(target, manager.reader, "p0/0", "p1/0", "2/x"), [], StreamDigest(in_host=True))
     assert [name for name, _ in found] == [name for name, _ in TENSORS]
     del found
     assert all(block.is_free() for block in pool._blocks)
@@ -326,9 +326,9 @@ def test_a_part_of_a_tensor_has_sums_too() -> None:
 def test_types_and_shapes_are_part_of_the_digest() -> None:
     digests = set()
     for tensor in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(8)):
-        tally = Tally(in_host=False)
-        tally.add("a", tensor)
-        digests.add(tally.digest())
+        stream_digest = StreamDigest(in_host=False)
+        stream_digest.add("a", tensor)
+        digests.add(stream_digest.digest())
     assert len(digests) == 4
 
 

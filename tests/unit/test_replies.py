@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import BatchError, WorkerError, WorkerLostError
-from drivetrain.workers.groups.replies import Patience, ReplyOutcome, read_replies
+from drivetrain.workers.groups.replies import ReplyOutcome, ReplyTimeouts, read_replies
 from drivetrain.workers.protocol import messages as m
 from drivetrain.workers.protocol.compute_messages import CallOk
 
-PATIENCE = Patience(grace_s=0.2, silence_s=0.5)
+PATIENCE = ReplyTimeouts(grace_s=0.2, silence_s=0.5)
 BAD = m.Error(kind="forward_failed", message="no field x", error_type="drivetrain.engine.errors:BatchError")
 ECHO = m.Error(kind="forward_failed", message="rank 0 failed: no field x", echo=True)
 WATCHED = m.Error(kind="watchdog", message="rank 1 of 2 made no progress in actor.update for 9 s, in sleep")
@@ -123,7 +123,7 @@ class Silent:
 
 
 def read(pending: list[Pending], channels: list[Silent], limit_s: float | None = None) -> ReplyOutcome:
-    patience = Patience(grace_s=0.2, silence_s=0.5, limit_s=limit_s)
+    patience = ReplyTimeouts(grace_s=0.2, silence_s=0.5, limit_s=limit_s)
     found = read_replies("actor.update", {"main": dict(enumerate(pending))}, {"main": channels}, patience)  # type: ignore[dict-item]
     return found[0]
 

@@ -213,7 +213,7 @@ def test_an_update_computes_the_entropy_that_no_pass_before_it_has(words: list[s
         group=unused,
         rewards=None,
         tokenizer=None,
-        ledger=unused,
+        memory_manager=unused,
         adaptive=Adaptive(config.rl, algorithm),
     )
     assert loss_of_step(phases).log_entropy == computes

@@ -132,7 +132,7 @@ def test_configurations_come_back() -> None:
         engine=EngineConfig(options=FSDPOptions()),
         optim=OptimConfig(lr=1e-3),
         loss=PolicyLoss(clip_high=0.28),
-        passengers=("uids",),
+        extra_fields=("uids",),
     )
     for binary in (True, False):
         assert through(config, binary=binary) == config
@@ -140,7 +140,7 @@ def test_configurations_come_back() -> None:
         assert through(RolloutConfig(model=ModelConfig(path="m")), binary=binary).generator == "static"
     assert through(ActorWorker) is ActorWorker
     assert math.isnan(through(math.nan, binary=False))
-    batch = from_lists([[1, 2], [3, 4, 5]]).with_sequence_fields(row=torch.arange(2)).with_passengers("row")
+    batch = from_lists([[1, 2], [3, 4, 5]]).with_sequence_fields(row=torch.arange(2)).with_extra_fields("row")
     found = through(batch)
     for f in fields(batch):
         if f.init:

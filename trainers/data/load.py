@@ -10,7 +10,7 @@ from ..config.runs import RunConfig
 from .dataset import Budget, TokenDataset, length_limit
 from .encode import DataKind
 from .python_data import PythonData
-from .sources import check_columns, warn_of_repeated
+from .sources import check_columns, warn_about_repeated
 from .stream import BroadcastFunction, Gather, SampleStream
 from .tokenize import NO_PYTHON, Encoder, load_token_caches, open_training_source
 from .turn_ends import ends_to_learn
@@ -79,7 +79,7 @@ def load_data(
             if rank == 0:
                 check_columns(config.data.columns)
                 sources = [open_training_source(name, config.data, python) for name in names]
-                warn_of_repeated(sources, "data.train")
+                warn_about_repeated(sources, "data.train")
         return SampleStream(
             sources=sources,
             names=names,

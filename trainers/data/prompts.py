@@ -17,7 +17,7 @@ from ..config.data import PromptsConfig
 from .chat import json_kind, read_messages, template_variables
 from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
-from .sources import DataSource, hidden_column, open_source, warn_of_repeated, with_our_columns
+from .sources import DataSource, hidden_column, open_source, warn_about_repeated, with_our_columns
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def load_prompts(names: Sequence[str], tokenizer: Any, data: PromptsConfig, budg
         open_source(name, training=training, every_column=True, columns=data.columns, whole_text=data.txt == "file")
         for name in names
     ]
-    warn_of_repeated(sources, "data.train" if training else "data.eval")
+    warn_about_repeated(sources, "data.train" if training else "data.eval")
     return PromptSet([_load_source(source, tokenizer, data, budget) for source in sources])
 
 

@@ -150,7 +150,7 @@ def open_source(
     return DataSource(name, table=table, **options)
 
 
-def warn_of_repeated(sources: Sequence[DataSource], setting: str) -> None:
+def warn_about_repeated(sources: Sequence[DataSource], setting: str) -> None:
     """Log a line for a file or dataset that is read twice, which some mean and others have not seen.
 
     Args:

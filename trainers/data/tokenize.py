@@ -33,7 +33,7 @@ from .encode import WIDTH, DataKind, encode_row, oddity
 from .files import Chunk
 from .length_bound import LimitedTokenizer, TooManyTokens
 from .python_data import PythonData
-from .sources import DataSource, check_columns, hidden_column, open_source, warn_of_repeated, with_our_columns
+from .sources import DataSource, check_columns, hidden_column, open_source, warn_about_repeated, with_our_columns
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged
 from .turn_ends import TurnEnds
 
@@ -93,7 +93,7 @@ def load_token_caches(
             tokenizer.backend_tokenizer.no_padding()
             check_columns(data.columns)
             sources = [_open_source(name, data, training, python) for name in names]
-            warn_of_repeated(sources, "data.train" if training else "data.eval")
+            warn_about_repeated(sources, "data.train" if training else "data.eval")
             shared = shared_key(tokenizer, data, kind, ends) + python.key()
             folders = [root / xxhash.xxh3_128_hexdigest(f"{shared} {s.name} {s.identity()}".encode()) for s in sources]
     folders = all_gather_object(folders)[0]

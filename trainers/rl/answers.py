@@ -102,7 +102,7 @@ def join(parts: Sequence[Answers]) -> Answers:
     ids = [sample for part in parts for sample in part.ref.ids]
     ref = DataRef.of(first.ref.buffer, ids)
     # As for a single part: an update may distribute the answers to a prompt.
-    ref = replace(ref, passengers=first.ref.passengers).without_groups()
+    ref = replace(ref, extra_fields=first.ref.extra_fields).without_groups()
     prefixes = [part.ref.prefixes for part in parts if part.ref.prefixes is not None]
     if len(prefixes) == len(parts):
         ref = ref.with_prefixes(Prefixes.join(prefixes))

@@ -63,7 +63,7 @@ class Bundle:
             "adaptive": dict(self.adaptive),
             "checkpoints": dict(self.checkpoints),
             "expected": {name: value if math.isfinite(value) else None for name, value in self.expected.items()},
-            "passengers": sorted(self.batch.passengers),
+            "passengers": sorted(self.batch.extra_fields),
             "answers": [_answer_record(row) for row in self.rows],
         }
         batch = self.batch
@@ -113,7 +113,7 @@ class Bundle:
                 **{name: tensors.pop(name) for name in _STRUCTURE},
                 token_fields={n.removeprefix("token/"): t for n, t in tensors.items() if n.startswith("token/")},
                 sequence_fields={n.removeprefix("sequence/"): t for n, t in tensors.items() if n.startswith("sequence/")},
-                passengers=frozenset(about["passengers"]),
+                extra_fields=frozenset(about["passengers"]),
             )
             rows = tuple(_answer(record, batch, i) for i, record in enumerate(about["answers"]))
             if len(rows) != batch.num_sequences:

@@ -84,7 +84,7 @@ class RunCheckpoints:
                     keep=() if best is None else (best,),
                 )
 
-        self._controllers.once(delete_old)
+        self._controllers.run_on_rank0(delete_old)
 
     def resume(self) -> Restored | None:
         """Load the checkpoint that `trainer.resume` names; None if the run starts from the beginning.
@@ -96,7 +96,7 @@ class RunCheckpoints:
         setting = self._config.trainer.resume
         damaged: list[str] = []
         while True:
-            found = self._controllers.once(lambda: self._find(setting, damaged))
+            found = self._controllers.run_on_rank0(lambda: self._find(setting, damaged))
             if found is None:
                 return None
             folder, root, step, extra = found
@@ -114,7 +114,7 @@ class RunCheckpoints:
 
     def has(self, step: int) -> bool:
         """Return whether there is a checkpoint of a step in the folder of this run."""
-        return self._controllers.once(lambda: folder_name(step) in steps(open_store(self.root)))
+        return self._controllers.run_on_rank0(lambda: folder_name(step) in steps(open_store(self.root)))
 
     def load(self, actor: str, critic: str) -> None:
         """Load checkpoints of the actor and, if there is one, of the critic."""

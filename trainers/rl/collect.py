@@ -15,8 +15,8 @@ from ..data.order import BatchOrder, Cursor, Sampler
 from ..data.prompts import Prompt, PromptSet, load_prompts
 from ..data.vocabulary import check_same_vocabulary
 from .answers import Answers, equal_groups, join
-from .lane import check_judged
 from .phases import Phases
+from .reward_runner import check_judged
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +135,9 @@ class Collector:
         if not self._phases.algorithm.dynamic_sampling:
             chosen, cursor = next(batches)
             return self._answer(chosen, step, version, first=0), {}, cursor
-        return self._collect_different(batches, step, version)
+        return self._collect_until_varied(batches, step, version)
 
-    def _collect_different(
+    def _collect_until_varied(
         self, batches: Iterator[tuple[list[int], Cursor]], step: int, version: int
     ) -> tuple[Answers, dict[str, float], Cursor]:
         """Collect as many groups as a step has, each with answers of different rewards."""

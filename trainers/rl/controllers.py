@@ -20,7 +20,7 @@ class Controllers:
     def __init__(self, *, several: bool) -> None:
         self._several = several and dist.get_world_size() > 1
 
-    def once(self, run: Callable[[], T]) -> T:
+    def run_on_rank0(self, run: Callable[[], T]) -> T:
         """Call a function in the first process, and return its result, or raise its error, in all of them."""
         return call_on_first(run) if self._several else run()
 

@@ -10,8 +10,8 @@ from ..config.rl import RLConfig
 from ..data.order import Cursor
 from .algorithms import Algorithm
 from .collect import Collector, Prompts
-from .lane import check_judged
 from .metrics import answer_metrics, shown
+from .reward_runner import check_judged
 from .roles import Roles
 from .session import open_phases
 from .update import add_old_log_probs, train
@@ -70,7 +70,7 @@ def dry_run(
     sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
     with open_phases(config, algorithm, roles, functions=functions, prompts=sets) as (phases, controllers):
         began = time.perf_counter()
-        phases.ledger.sync(0)
+        phases.memory_manager.sync(0)
         answers, _, _ = Collector(config, phases, prompts).collect(Cursor(), step=1, version=0)
         answers, _ = phases.judge(add_old_log_probs(phases, phases.score(answers)))
         check_judged(answers, {})
@@ -83,5 +83,5 @@ def dry_run(
             example=shown(answers.rows[:1])[0],
             seconds=time.perf_counter() - began,
         )
-        controllers.once(lambda: print("\n".join(outcome.lines()), flush=True))
+        controllers.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))
     return outcome

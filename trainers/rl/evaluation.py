@@ -7,9 +7,9 @@ from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
 from .answers import Answer
-from .lane import check_judged
 from .metrics import answer_metrics
 from .phases import Phases
+from .reward_runner import check_judged
 
 PROMPTS_PER_CALL = 512
 """The number of prompts that are answered at a time."""
@@ -46,7 +46,7 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
             evaluation=True,
         )
         # In each part: the reward model may have taken the generator's place.
-        phases.ledger.enter("rollout")
+        phases.memory_manager.enter("rollout")
         answers = phases.generate(prompts, options, version=version, first=first)
         ref = answers.ref
         answers, found = phases.judge(answers)
@@ -58,7 +58,7 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
     return {
         **answer_metrics(judged),
         **counts,
-        **accuracy(judged, correct_reward(phases.config, phases.lane.names), samples),
+        **accuracy(judged, correct_reward(phases.config, phases.reward_runner.names), samples),
     }, judged
 
 

@@ -33,8 +33,8 @@ from .algorithms import Algorithm, resolve
 from .answers import Answers, join
 from .bundle import Bundle, bundle_of, settings_of
 from .collect import load_data
-from .lane import check_judged
 from .phases import Phases
+from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
 from .update import add_old_log_probs, train
@@ -138,7 +138,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     # Something has to hold the answers.
     needed = needed or {"advantage"}
     with open_phases(config, algorithm, roles, only=needed) as (phases, _):
-        ref = phases.group.put(bundle.batch.with_passengers(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
+        ref = phases.group.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         answers, counts = phases.judge(phases.score(answers))
         check_judged(answers, counts)

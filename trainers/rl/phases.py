@@ -18,8 +18,8 @@ from ..data.prompts import Prompt
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
-from .lane import RewardLane
-from .ledger import MemoryLedger, scoring_phase
+from .memory_manager import MemoryManager, scoring_phase
+from .reward_runner import RewardRunner
 from .roles import Roles
 
 
@@ -34,7 +34,7 @@ class Phases:
         group: The group that they run in.
         rewards: The rewards; None if no answers are judged.
         tokenizer: The tokenizer of the policy.
-        ledger: What moves the state of roles.
+        memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
         step: The number of the step.
@@ -46,9 +46,9 @@ class Phases:
     algorithm: Algorithm
     roles: Roles
     group: WorkerGroup
-    rewards: RewardLane | None
+    rewards: RewardRunner | None
     tokenizer: Any
-    ledger: MemoryLedger
+    memory_manager: MemoryManager
     adaptive: Adaptive
     is_random: bool = False
     step: int = 0
@@ -56,7 +56,7 @@ class Phases:
     tokens: dict[str, int] = field(default_factory=dict)
 
     @property
-    def lane(self) -> RewardLane:
+    def reward_runner(self) -> RewardRunner:
         """The rewards."""
         assert self.rewards is not None
         return self.rewards
@@ -135,7 +135,7 @@ class Phases:
             seed: The seed of the answers.
             first: The number of the first prompt in the step.
         """
-        self.ledger.enter("rollout")
+        self.memory_manager.enter("rollout")
         settings = self.config.rollout
         options = SamplingOptions(
             max_tokens=settings.max_tokens,
@@ -204,15 +204,15 @@ class Phases:
 
     # ---- score -------------------------------------------------------------------------------------------------------
 
-    def ask_model(self, answers: Answers) -> Answers:
+    def score_with_reward_model(self, answers: Answers) -> Answers:
         """Let the reward model judge answers, if there is one."""
         if self.rewards is None or not self.rewards.asks_model or answers.model_scores is not None or not answers.pending:
             return answers
-        self.ledger.enter("score")
+        self.memory_manager.enter("score")
         with self.timed("reward_model", answers.ref.num_tokens):
             scores = self.group["reward"].compute_rewards(answers.ref)
             numbers = self.group.get(scores, ["rewards"])["rewards"].tolist()
-        baselines = None if answers.baselines is None else self.ask_model(answers.baselines)
+        baselines = None if answers.baselines is None else self.score_with_reward_model(answers.baselines)
         return replace(answers, model_scores=tuple(numbers), baselines=baselines)
 
     def judge(self, answers: Answers) -> tuple[Answers, dict[str, float]]:
@@ -224,9 +224,9 @@ class Phases:
         """
         if not answers.pending:
             return answers, {}
-        answers = self.ask_model(answers)
+        answers = self.score_with_reward_model(answers)
         with self.timed("reward_wait"):
-            rows, counts = self.lane.result(answers.rows, answers.pending, answers.model_scores)
+            rows, counts = self.reward_runner.result(answers.rows, answers.pending, answers.model_scores)
         if answers.baselines is not None:
             greedy, failed = self.judge(answers.baselines)
             for name, count in failed.items():
@@ -247,10 +247,12 @@ class Phases:
 
         The rewards are computed meanwhile.
         """
-        answers = self.ask_model(answers)
+        answers = self.score_with_reward_model(answers)
         batch = answers.ref
         if self.algorithm.needs_reference or self.algorithm.needs_critic:
-            self.ledger.enter(scoring_phase(own_reference=self.roles.has_own_reference, critic=self.algorithm.needs_critic))
+            self.memory_manager.enter(
+                scoring_phase(own_reference=self.roles.has_own_reference, critic=self.algorithm.needs_critic)
+            )
         if self.algorithm.needs_reference:
             with self.timed("reference", batch.num_tokens):
                 if self.roles.has_own_reference:

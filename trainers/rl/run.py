@@ -100,7 +100,7 @@ def open_run(
         sets = [prompts.train, *([prompts.held_out] if prompts.held_out else [])]
         phases, controllers = opened.enter_context(open_phases(config, algorithm, roles, functions=functions, prompts=sets))
         if config.group.kind == "local":
-            controllers.once(lambda: lock_folders(config.trainer, opened))
+            controllers.run_on_rank0(lambda: lock_folders(config.trainer, opened))
         checkpoints = RunCheckpoints(config, phases.group, controllers)
         early_stopping = early_stopping_of(config, "" if prompts.held_out is None else prompts.held_out.digest)
         start = _resume(config, checkpoints, phases, prompts, early_stopping)
@@ -163,7 +163,7 @@ def _open_loggers(
             raise ConfigError(f"trainer.output_dir={output} cannot be written: {e.strerror or e}") from e
         loggers.append(RLSummary(total_steps))
 
-    controllers.once(open_loggers)
+    controllers.run_on_rank0(open_loggers)
     return loggers
 
 

@@ -1,4 +1,4 @@
-"""What phases work with, opened and closed together: the group, the rewards, the ledger."""
+"""What phases work with, opened and closed together: the group, the rewards, the memory manager."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,11 +16,11 @@ from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .controllers import Controllers
 from .correction import resolve_importance
-from .lane import RewardLane
-from .ledger import MemoryLedger, describe
+from .memory_manager import MemoryManager, describe
 from .phases import Phases
+from .reward_runner import RewardRunner
 from .roles import Roles, start_group
-from .state import holdings_of, is_random, move_with, sync_with, verify_with
+from .state import allocations_of, is_random, move_with, sync_with, verify_with
 
 
 @contextmanager
@@ -57,28 +57,28 @@ def open_phases(
     with _process_group(config) if is_local else nullcontext(), ExitStack() as opened:
         controllers = Controllers(several=is_local)
         # What is wrong with the rewards is said before models are loaded.
-        lane = RewardLane(config, functions, controllers) if judges else None
-        if lane is not None:
-            opened.callback(lane.close)
-            lane.check(prompts)
+        reward_runner = RewardRunner(config, functions, controllers) if judges else None
+        if reward_runner is not None:
+            opened.callback(reward_runner.close)
+            reward_runner.check(prompts)
         group = opened.enter_context(start_group(config, roles))
         config = resolve_importance(config, group)
-        ledger = MemoryLedger(
-            holdings_of(group, config),
+        memory_manager = MemoryManager(
+            allocations_of(group, config),
             away=config.group.offload,
             move=move_with(group),
             sync=sync_with(group),
             verify=verify_with(group),
         )
-        describe(ledger.plan())
+        describe(memory_manager.plan())
         phases = Phases(
             config=config,
             algorithm=algorithm,
             roles=roles,
             group=group,
-            rewards=lane,
+            rewards=reward_runner,
             tokenizer=load_tokenizer(config.model),
-            ledger=ledger,
+            memory_manager=memory_manager,
             adaptive=Adaptive(config.rl, algorithm),
             is_random="actor" in group.roles
             and is_random(group.model_config("actor"), roles.specs["actor"].config.model.lora.dropout),

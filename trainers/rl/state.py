@@ -1,4 +1,4 @@
-"""The state of a group's roles, as the memory ledger sees and moves it."""
+"""The state of a group's roles, as the memory manager sees and moves it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from ...engine.errors import WorkerError
 from ...generation.options import SamplingOptions
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import ROLES, RLConfig
-from .ledger import Holding, Move, RolePart, RolePlace
+from .memory_manager import Allocation, Move, RolePart, RolePlace
 
 _PARTS = ("text_config", "ffn_config")
 """Configs inside a model's config that are those of a language model's layers."""
@@ -20,18 +20,18 @@ PROBE_GAP = 0.05
 """The largest difference of a log-probability between two processes, which compute the same in the same way."""
 
 
-def holdings_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, RolePart], Holding]:
+def allocations_of(group: WorkerGroup, config: RLConfig) -> Mapping[tuple[str, RolePart], Allocation]:
     """Return what each role holds in a process.
 
     Args:
         group: The group.
         config: The run's settings.
     """
-    found: dict[tuple[str, RolePart], Holding] = {}
+    found: dict[tuple[str, RolePart], Allocation] = {}
     for role in (name for name in ROLES if name in group.roles):
         sizes: Mapping[RolePart, int] = group[role].state_bytes()
         for part, size in sizes.items():
-            found[role, part] = Holding(bytes=size, shared=role not in config.group.pools)
+            found[role, part] = Allocation(bytes=size, shared=role not in config.group.pools)
     return found
 
 

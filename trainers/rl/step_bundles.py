@@ -36,7 +36,7 @@ class StepBundles:
             return train(self._phases, answers, step)
         group, name = self._phases.group, folder_name(step)
         checkpoints = {}
-        self._phases.ledger.enter("score")
+        self._phases.memory_manager.enter("score")
         for role in ("actor", "critic"):
             if role in group.roles:
                 group[role].save_checkpoint(str(self._folder / name / role), step - 1, {})
@@ -46,5 +46,5 @@ class StepBundles:
         bundle = bundle_of(
             self._phases.config, batch, answers.rows, step=step, adaptive=adaptive, checkpoints=checkpoints, expected=metrics
         )
-        self._controllers.once(lambda: bundle.write(self._folder / f"{name}.safetensors"))
+        self._controllers.run_on_rank0(lambda: bundle.write(self._folder / f"{name}.safetensors"))
         return metrics

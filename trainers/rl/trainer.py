@@ -19,14 +19,14 @@ from ..loop.loggers import check_loggers
 from ..loop.logs import configure_logging
 from ..loop.loop import StopReason
 from ..loop.signals import StopSignal
-from ..validate import unused_settings, warn_of_data
+from ..validate import unused_settings, warn_about_data
 from .adaptive import Adaptive
 from .algorithms import Algorithm, resolve
 from .collect import Prompts, load_data, most_tokens
 from .dry_run import RLDryRun, dry_run
 from .evaluation import evaluate
-from .lane import check_judged
 from .metrics import RLSummary, answer_metrics, shown, staleness
+from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
 from .run import RLRun, early_stopping_of, open_run
 from .update import add_old_log_probs
@@ -119,7 +119,7 @@ class RLTrainer:
         configure_logging()
         self.check()
         prompts = load_data(self.config)
-        warn_of_data(self.config.data, self.config.data.batch_size, len(prompts.order), "prompts")
+        warn_about_data(self.config.data, self.config.data.batch_size, len(prompts.order), "prompts")
         total_steps = self.config.trainer.max_steps or self.config.trainer.epochs * -(
             -len(prompts.order) // prompts.order.batch_size
         )
@@ -146,7 +146,7 @@ class RLTrainer:
         step, cursor = run.start
         self._announce(run, step)
         outcome = RLOutcome(step=step)
-        phases.ledger.sync(step)
+        phases.memory_manager.sync(step)
         time_is_up = False
         with StopSignal(config.max_minutes) as stop:
             if step == 0 and self.config.rl.eval_before_train and self._evaluate(run, outcome):
@@ -163,7 +163,7 @@ class RLTrainer:
                 metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
                 phases.discard(answers.ref)
                 with phases.timed("sync"):
-                    phases.ledger.sync(step)
+                    phases.memory_manager.sync(step)
                 outcome.step = step
                 self._log_step(run, cursor, metrics, time.perf_counter() - started)
                 is_best = self._is_due(step, config.eval_every, run) and self._evaluate(run, outcome)
@@ -222,7 +222,7 @@ class RLTrainer:
         epoch = cursor.epoch + cursor.position / len(run.prompts.order)
         record: dict[str, Any] = {"step": phases.step, **metrics, **phases.timing(), **phases.adaptive.metrics()}
         idle = seconds - sum(phases.seconds.values()) + phases.seconds.get("reward_wait", 0.0)
-        record |= {**phases.ledger.metrics(), "epoch": epoch, "seconds": seconds, "seconds/idle": idle}
+        record |= {**phases.memory_manager.metrics(), "epoch": epoch, "seconds": seconds, "seconds/idle": idle}
         run.collector.warn(metrics)
 
         def write() -> None:
@@ -238,11 +238,11 @@ class RLTrainer:
             except OSError as e:
                 raise disk_error(f"the metrics of step {step}", e) from e
 
-        run.controllers.once(guarded)
+        run.controllers.run_on_rank0(guarded)
 
     def _save(self, run: RLRun, step: int, cursor: Cursor) -> None:
         # A checkpoint brings all of a role's state to the device for a moment.
-        run.phases.ledger.enter("score")
+        run.phases.memory_manager.enter("score")
         extra = {
             "data": run.prompts.order.state(cursor),
             "adaptive": run.phases.adaptive.state(),
@@ -267,15 +267,15 @@ class RLTrainer:
                 run.early_stopping.best,
                 best,
             )
-            run.phases.ledger.enter("score")
+            run.phases.memory_manager.enter("score")
             run.checkpoints.load_step(best)
         outcome.outputs |= self._export(run, Path(config.output_dir))
         if (repo := config.push_to_hub) is not None:
             folder = outcome.outputs.get("adapter", outcome.outputs["model"])
-            outcome.outputs["Hub"] = run.controllers.once(lambda: push(Path(folder), repo))
+            outcome.outputs["Hub"] = run.controllers.run_on_rank0(lambda: push(Path(folder), repo))
 
     def _export(self, run: RLRun, folder: Path) -> dict[str, str]:
-        run.phases.ledger.enter("score")
+        run.phases.memory_manager.enter("score")
         actor, outputs, where = run.phases.group["actor"], {}, folder.absolute()
         if run.phases.has_adapters:
             outputs["adapter"] = actor.export(str(where / "adapter"), adapters="only")

@@ -36,7 +36,7 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
     if phases.config.rl.old_log_probs == "rollout":
         return answers.with_columns(batch.only("rollout_log_probs").rename(rollout_log_probs="old_log_probs"))
     # Where a critic is updated first, the actor's state would come and go once more.
-    phases.ledger.enter("score" if phases.algorithm.needs_critic else "train")
+    phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     with phases.timed("old_log_probs", batch.num_tokens):
         found = phases.group["actor"].compute_log_probs(batch, entropy=phases.config.rl.log_entropy, sum_squared_probs=squares)
     return answers.with_columns(found.rename(log_probs="old_log_probs"))
@@ -56,7 +56,7 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
     """
     # The state of the actor is not there while the critic is updated.
-    phases.ledger.enter("score" if phases.algorithm.needs_critic else "train")
+    phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
         return _train_on_pairs(phases, answers, step)
     batch, metrics = _corrected(phases, answers)
@@ -77,7 +77,7 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
         batch |= _selected(phases, batch, step)
-    batch = _with_something_to_learn(phases, batch)
+    batch = _drop_rejected(phases, batch)
     if not len(batch):
         return metrics
     mini_batches = _mini_batches(phases, step)
@@ -87,8 +87,8 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         metrics |= {f"critic/{name}": value for name, value in means(results).items()}
     # A step by itself, number 0, belongs to no warmup.
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
-        return metrics | (_gap_of_some(phases, answers) if phases.is_on_policy else {})
-    phases.ledger.enter("train")
+        return metrics | (_spot_check_log_prob_gap(phases, answers) if phases.is_on_policy else {})
+    phases.memory_manager.enter("train")
     with phases.timed("update", batch.num_tokens):
         results = phases.group["actor"].update(batch, mini_batches=mini_batches, loss=loss_of_step(phases))
     # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
@@ -131,7 +131,7 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
         metrics: dict[str, float] = phases.group["advantage"].summarize(batch)
         # The generator's log-probabilities are the old ones here, so their gap is not that between generator and actor.
         of_others = {name: value for name, value in metrics.items() if name not in GAPS}
-        return batch, of_others | _gap_of_some(phases, answers)
+        return batch, of_others | _spot_check_log_prob_gap(phases, answers)
     if rl.importance != "none":
         low, high = rl.importance_bounds
         batch |= phases.group["advantage"].compute_importance_weights(
@@ -144,7 +144,7 @@ def _corrected(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, flo
     return batch, metrics
 
 
-def _with_something_to_learn(phases: Phases, batch: DataRef) -> DataRef:
+def _drop_rejected(phases: Phases, batch: DataRef) -> DataRef:
     """Return the batch without the answers of which every token was rejected: a mini-batch of nothing else would have no loss."""
     if not phases.config.rl.rejection:
         return batch
@@ -152,7 +152,7 @@ def _with_something_to_learn(phases: Phases, batch: DataRef) -> DataRef:
     return batch.select([row for row, mask in enumerate(accepted) if bool((mask > 0).any())])
 
 
-def _gap_of_some(phases: Phases, answers: Answers) -> dict[str, float]:
+def _spot_check_log_prob_gap(phases: Phases, answers: Answers) -> dict[str, float]:
     """Compare the generator's log-probabilities with the actor's for a few answers."""
     if phases.config.rl.max_log_prob_gap is None:
         return {}
@@ -184,7 +184,7 @@ def _train_on_pairs(phases: Phases, answers: Answers, step: int) -> dict[str, fl
     marks = torch.tensor([1.0, 0.0] * len(pairs))
     batch = chosen | phases.group.put_columns(chosen, rows={"chosen": marks})
     batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
-    metrics = {"pairs": float(len(pairs)), **_gap_of_some(phases, answers)}
+    metrics = {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, answers)}
     with phases.timed("update", batch.num_tokens):
         results = phases.group["actor"].update(batch, mini_batches=_mini_batches(phases, step))
     return metrics | means(results)

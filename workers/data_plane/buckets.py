@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.errors import ConfigError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from .blocks import CAN_SHARE, Block, BlockPool, BlockReader, InFlight, SharedBlock
-from .digests import Tally
+from .digests import StreamDigest
 from .links import CHUNK_BYTES, Links
 from .plan import ITEM_SIZES, aligned
 from .store import DTYPE_NAMES, DTYPES
@@ -182,7 +182,7 @@ class Packer:
         self._size = 0
         self._patience_s = PATIENCE_S
 
-    def add(self, name: str, tensor: Tensor, tally: Tally) -> None:
+    def add(self, name: str, tensor: Tensor, stream_digest: StreamDigest) -> None:
         """Copy a tensor, whose memory may then change, and count its copy.
 
         Raises:
@@ -206,7 +206,7 @@ class Packer:
             self._blocks.staging(tensor.device).copy(self._block.data[begin:end], source)
         else:
             copy.copy_(tensor.detach())
-        self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tally.add(name, copy)))
+        self._contents.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stream_digest.add(name, copy)))
         self._size = end
 
     def flush(self) -> None:

@@ -22,7 +22,7 @@ class DataRef:
         buffer: The group's record of where they are.
         group_ids: The group of each sample, which is never split over ranks; None if each is a group of its own.
         names: The origin of each sample, for messages; None for its number.
-        passengers: The names of fields that nothing needs to read.
+        extra_fields: The names of fields that nothing needs to read.
         prefixes: Which samples begin alike, if that is known. They stay together where that is no disadvantage.
     """
 
@@ -32,7 +32,7 @@ class DataRef:
     buffer: SequenceBuffer = field(repr=False)
     group_ids: tuple[int, ...] | None = None
     names: tuple[str, ...] | None = None
-    passengers: frozenset[str] = frozenset()
+    extra_fields: frozenset[str] = frozenset()
     prefixes: Prefixes | None = None
 
     @classmethod
@@ -111,7 +111,7 @@ class DataRef:
                 "common); columns can be joined for the same samples only"
             )
         return replace(
-            self, keys={**self.keys, **other.keys}, passengers=(self.passengers - other.keys.keys()) | other.passengers
+            self, keys={**self.keys, **other.keys}, extra_fields=(self.extra_fields - other.keys.keys()) | other.extra_fields
         )
 
     def rename(self, **names: str) -> Self:
@@ -128,7 +128,7 @@ class DataRef:
             if new in keys:
                 raise BatchError(f"rename: two fields would be called {new!r}")
             keys[new] = key
-        return replace(self, keys=keys, passengers=frozenset(names.get(name, name) for name in self.passengers))
+        return replace(self, keys=keys, extra_fields=frozenset(names.get(name, name) for name in self.extra_fields))
 
     def only(self, *names: str) -> Self:
         """Return the reference with these fields alone; the samples stay where they are.
@@ -137,7 +137,7 @@ class DataRef:
             BatchError: There is no such field.
         """
         keys = {name: self.key_of(name) for name in names}
-        return replace(self, keys=keys, passengers=self.passengers & keys.keys())
+        return replace(self, keys=keys, extra_fields=self.extra_fields & keys.keys())
 
     def without(self, *names: str) -> Self:
         """Return the reference without these fields.
@@ -173,9 +173,9 @@ class DataRef:
             raise BatchError(f"prefixes has {len(prefixes.families)} entries for {len(self)} samples")
         return replace(self, prefixes=prefixes)
 
-    def with_passengers(self, *names: str) -> Self:
-        """Return the reference with these fields declared as passengers, which nothing needs to read."""
-        return replace(self, passengers=self.passengers | set(names))
+    def with_extra_fields(self, *names: str) -> Self:
+        """Return the reference with these fields declared as extra fields, which nothing needs to read."""
+        return replace(self, extra_fields=self.extra_fields | set(names))
 
     def key_of(self, name: str) -> str:
         """Return the key of a field in the stores.

@@ -10,7 +10,7 @@ WORDS = 2**22
 """The number of words of a tensor on a device that are summed up at a time."""
 
 
-class Tally:
+class StreamDigest:
     """The digest of a stream of tensors: of their names, types and shapes, and of the bytes of each.
 
     Args:

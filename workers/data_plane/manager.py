@@ -40,7 +40,7 @@ class DataManager:
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
         """Take part in a redistribution. Collective over the places of each step, which all have the same plan.
 
-        If samples are missing where they should be sent from, nobody waits for ever and nothing is stored for them: the error is
+        If samples are missing where they should be sent from, nobody waits forever and nothing is stored for them: the error is
         raised at the end, at the source and at the targets.
 
         Args:
@@ -127,7 +127,7 @@ class DataManager:
         self.store.unpack(load, pieces)
 
     def _pieces(self, load: Load, errors: list[Exception]) -> tuple[list[Tensor], Tensor]:
-        """Return the bytes to send, and whether they are those of the load: without it, zeros, so that nobody waits for ever."""
+        """Return the bytes to send, and whether they are those of the load: without it, zeros, so that nobody waits forever."""
         try:
             return self.store.pieces(load), torch.ones(1, dtype=torch.uint8)
         except DrivetrainError as e:

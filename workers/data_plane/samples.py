@@ -75,7 +75,7 @@ def batch_of(
     *,
     group_ids: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
-    passengers: Collection[str] = (),
+    extra_fields: Collection[str] = (),
 ) -> PackedBatch:
     """Return samples of a store as a batch, which may be changed in place.
 
@@ -85,7 +85,7 @@ def batch_of(
         fields: The fields of the batch, with their columns in the store.
         group_ids: The group of each sample.
         names: The name of each sample, for messages.
-        passengers: The names of fields that nothing needs to read.
+        extra_fields: The names of fields that nothing needs to read.
 
     Raises:
         DataMissingError: A sample, or one of its columns, is not in the store.
@@ -116,7 +116,7 @@ def batch_of(
         },
         group_ids=None if group_ids is None else torch.tensor(group_ids, dtype=torch.int64),
         names=None if names is None else tuple(names),
-        passengers=frozenset(passengers),
+        extra_fields=frozenset(extra_fields),
     )
 
 

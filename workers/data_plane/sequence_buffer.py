@@ -123,7 +123,7 @@ class SequenceBuffer:
                 rows = full.rows[i] if full.per == "media" else length if full.per == "token" else 1
                 record.columns[column.key] = StoredColumn(column, rows, min(own), own)
 
-    def note_moved(self, loads: Iterable[Load]) -> None:
+    def mark_moved(self, loads: Iterable[Load]) -> None:
         """Note that the targets of loads hold these as well."""
         for load in loads:
             grown: dict[frozenset[str], frozenset[str]] = {}
@@ -137,8 +137,8 @@ class SequenceBuffer:
                         grown[stored.holders] = self._shared(stored.holders | set(load.targets))
                     stored.holders = grown[stored.holders]
 
-    def note_lost(self, loads: Iterable[Load]) -> None:
-        """Take `note_moved` back, because it is not known whether the loads have arrived."""
+    def mark_lost(self, loads: Iterable[Load]) -> None:
+        """Take `mark_moved` back, because it is not known whether the loads have arrived."""
         for load in loads:
             for sample in load.ids:
                 for column in load.columns if sample in self._samples else ():

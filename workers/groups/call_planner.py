@@ -163,7 +163,7 @@ class CallPlanner:
             method=call.method,
             dispatch=dispatch,
             ref=ref,
-            passengers=self._passengers(call.role, call.method, ref),
+            extra_fields=self._extra_fields(call.role, call.method, ref),
             shares=shares,
             args=call.args[1:],
             options=call.options,
@@ -178,7 +178,7 @@ class CallPlanner:
             if isinstance(hook, h.Evaluate):
                 data, own = hook.data, self._evaluated(call, hook, infos)
                 held_out.append((data, own, f"evaluate {i}"))
-                after.append(evaluation(data, self._passengers(call.role, hook.method, data), own, hook.method))
+                after.append(evaluation(data, self._extra_fields(call.role, hook.method, data), own, hook.method))
             else:
                 after.append(plan_hook(group, hook))
 
@@ -203,7 +203,7 @@ class CallPlanner:
             has_samples=True,
             transfers=transfers,
             finish=samples.finish,
-            undo=lambda: group.buffer.note_lost(moved),
+            undo=lambda: group.buffer.mark_lost(moved),
         )
 
     def _evaluated(self, call: CallSpec, hook: h.Evaluate, infos: Sequence[RankInfo]) -> Shares:
@@ -287,12 +287,12 @@ class CallPlanner:
         return assign_mini_batches(lengths, groups, dp_size, ratio, steps, families=families, prefixes=prefixes)
 
     def _declared(self) -> set[str]:
-        # The passengers of one role are accepted by all, because the same batch goes from role to role.
-        return {name for other in self._group.roles.values() for name in getattr(other.config, "passengers", ())}
+        # The extra_fields of one role are accepted by all, because the same batch goes from role to role.
+        return {name for other in self._group.roles.values() for name in getattr(other.config, "extra_fields", ())}
 
-    def _passengers(self, role: str, method: str, ref: DataRef) -> frozenset[str]:
+    def _extra_fields(self, role: str, method: str, ref: DataRef) -> frozenset[str]:
         every = not issubclass(self._group.roles[role].owner(method), Worker)
-        return ref.passengers | self._declared() | (ref.keys.keys() if every else set())
+        return ref.extra_fields | self._declared() | (ref.keys.keys() if every else set())
 
     def _check_temperature(self, call: str, arguments: Sequence[Any]) -> None:
         """Check that responses to be trained on are sampled at the temperature that the roles compute at.

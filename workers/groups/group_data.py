@@ -61,17 +61,17 @@ class GroupData(ABC):
         role = next(iter(self.roles)) if role is None else role
         infos = self.rank_infos(role)
         if isinstance(batch, PackedBatch):
-            passengers = batch.passengers
+            extra_fields = batch.extra_fields
         else:
             prompts = isinstance(batch, list | tuple)
             batch = from_lists(check_prompts(batch)) if prompts else adapt_batch(batch, every=True).batch
-            passengers = frozenset()
+            extra_fields = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
         assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
         shares = Shares(places=self.places(role), infos=infos, assignment=assignment)
-        return self.put_batch(batch, shares, passengers)
+        return self.put_batch(batch, shares, extra_fields)
 
-    def put_batch(self, batch: PackedBatch, shares: Shares, passengers: frozenset[str] | None = None) -> DataRef:
+    def put_batch(self, batch: PackedBatch, shares: Shares, extra_fields: frozenset[str] | None = None) -> DataRef:
         """Put the rows of each share into the store of its output rank."""
         number = self.next_version()
         ids = [f"{number}.{row}" for row in range(batch.num_sequences)]
@@ -95,7 +95,7 @@ class GroupData(ABC):
             buffer=self.buffer,
             group_ids=None if batch.group_ids is None else tuple(batch.groups()),
             names=batch.names,
-            passengers=batch.passengers if passengers is None else passengers,
+            extra_fields=batch.extra_fields if extra_fields is None else extra_fields,
         )
 
     def put_columns(
@@ -155,7 +155,7 @@ class GroupData(ABC):
         self._ask("putting columns", requests)
         for place_, own in by_place.items():
             self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[place_], [place_])
-        return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, passengers=frozenset())
+        return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, extra_fields=frozenset())
 
     def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
         """Let the workers of a role load the next samples of its data set, each its own share.
@@ -242,7 +242,7 @@ class GroupData(ABC):
         """Return samples with all fields of the reference as a batch."""
         store = self._gathered(ref, ref.keys)
         columns = {name: self.buffer.column(ref.ids, key) for name, key in ref.keys.items()}
-        return batch_of(store, ref.ids, columns, group_ids=ref.group_ids, names=ref.names, passengers=ref.passengers)
+        return batch_of(store, ref.ids, columns, group_ids=ref.group_ids, names=ref.names, extra_fields=ref.extra_fields)
 
     def _gathered(self, ref: DataRef, keys: Mapping[str, str]) -> DataStore:
         """Return a store with these columns, each asked of one process that holds it."""

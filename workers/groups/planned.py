@@ -89,7 +89,7 @@ class PlannedRequest:
             post_hooks=[hook.make(name) for hook in self.after if name in hook.places],
             mesh_size=len(self.mesh),
             digest=self.digest,
-            settle_after=bool(self.after),
+            sync_failures=bool(self.after),
         )
 
 

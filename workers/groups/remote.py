@@ -21,7 +21,7 @@ from ..protocol.names import Names
 from ..protocol.values import dump
 from .base import WorkerGroup
 from .planned import FlushManifest, PlannedRequest, Submission
-from .replies import Patience, PendingReply, ReplyChannel, ReplyOutcome, read_replies
+from .replies import PendingReply, ReplyChannel, ReplyOutcome, ReplyTimeouts, read_replies
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -102,9 +102,9 @@ class CallLimits:
         return max(self.watchdog_s, self.start_s) if self.watchdog_s else 0.0
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> ReplyTimeouts:
         """How long to wait for replies."""
-        return Patience(grace_s=self.grace_s, silence_s=self.silence_s)
+        return ReplyTimeouts(grace_s=self.grace_s, silence_s=self.silence_s)
 
 
 class RemoteWorkerGroup(WorkerGroup):

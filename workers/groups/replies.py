@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from ...engine.errors import WorkerError, WorkerLostError
 from ..protocol.codec import FramePart
-from ..protocol.errors import LAST_WORDS, cause_of, describe
+from ..protocol.errors import LAST_OUTPUT, cause_of, describe
 from ..protocol.messages import Error, Reply, Request
 
 _POLL_S = 1.0
@@ -52,7 +52,7 @@ class ReplyChannel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class ReplyTimeouts:
     """How long to wait for replies.
 
     Args:
@@ -82,7 +82,7 @@ class ReplyOutcome:
 
     pool: str
     what: str
-    patience: Patience
+    patience: ReplyTimeouts
     replies: Mapping[int, Reply]
     lost: Mapping[int, str]
     hung: Sequence[int]
@@ -167,14 +167,14 @@ class ReplyOutcome:
         try:
             self.fail("")
         except WorkerError as e:
-            return str(e).splitlines()[0].removesuffix(LAST_WORDS)
+            return str(e).splitlines()[0].removesuffix(LAST_OUTPUT)
 
 
 def read_replies(
     what: str,
     pending: Mapping[str, Mapping[int, PendingReply]],
     channels: Mapping[str, Sequence[ReplyChannel]],
-    patience: Patience,
+    patience: ReplyTimeouts,
 ) -> list[ReplyOutcome]:
     """Wait for the replies of all processes, also after one has failed, so that none is left for the next request.
 

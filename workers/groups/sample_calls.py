@@ -62,13 +62,13 @@ def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str) -> tuple
     """Plan what has to be moved, and note it as moved.
 
     Returns:
-        The hook, if anything moves; and its loads, for `SequenceBuffer.note_lost` if the flush fails.
+        The hook, if anything moves; and its loads, for `SequenceBuffer.mark_lost` if the flush fails.
     """
     rounds: list[Round] = plan_redistribution(needs, buffer)
     loads = [load for steps in rounds for step in steps for load in step.loads]
     if not loads:
         return None, []
-    buffer.note_moved(loads)
+    buffer.mark_moved(loads)
     places = tuple(sorted({name for load in loads for name in (load.source, *load.targets)}))
     shown = _digest([(load.source, load.targets, load.ids, [c.key for c in load.columns]) for load in loads])
     hook = PlannedHook(
@@ -103,7 +103,7 @@ class SampleCall:
         method: The method.
         dispatch: How it is called.
         ref: The samples.
-        passengers: The names of fields that nothing needs to read.
+        extra_fields: The names of fields that nothing needs to read.
         shares: Who works on which rows.
         args: The other positional arguments.
         options: The keyword arguments.
@@ -115,7 +115,7 @@ class SampleCall:
     method: str
     dispatch: Dispatch
     ref: DataRef
-    passengers: frozenset[str]
+    extra_fields: frozenset[str]
     shares: Shares
     args: Sequence[Any]
     options: Mapping[str, Any]
@@ -130,7 +130,7 @@ class SampleCall:
     def requests(self) -> Callable[[str], SampleRequest]:
         """Return what makes the request of a process."""
         ref, shares, columns = self.ref, self.shares, self.dispatch.columns
-        fields, passengers = fields_of(ref), sorted(self.passengers)
+        fields, extra_fields = fields_of(ref), sorted(self.extra_fields)
 
         def make(name: str) -> SampleRequest:
             rows = shares.rows_of(name)
@@ -145,7 +145,7 @@ class SampleCall:
                 "rows": rows,
                 "names": [] if ref.names is None else [ref.names[row] for row in rows],
                 "group_ids": None if ref.group_ids is None else [ref.group_ids[row] for row in rows],
-                "passengers": passengers,
+                "extra_fields": extra_fields,
                 "args": list(self.args),
                 "options": options,
                 "version": self.version,
@@ -186,7 +186,7 @@ class SampleCall:
             left = [row for row in rows if self.ref.ids[row] in self.ref.buffer]
             ids, lengths = [self.ref.ids[row] for row in left], [self.ref.lengths[row] for row in left]
             self.ref.buffer.add(ids, lengths, list(fields.values()), [name])
-        return replace(self.ref, keys=keys, passengers=frozenset())
+        return replace(self.ref, keys=keys, extra_fields=frozenset())
 
     def _objects(self, replies: Mapping[str, Any]) -> list[Any]:
         by_row: dict[int, Any] = {}
@@ -218,11 +218,11 @@ class SampleCall:
             buffer=buffer,
             group_ids=tuple(row for row, _, _ in found),
             prefixes=Prefixes.of_prompts([row for row, _, _ in found], prompts),
-            passengers=frozenset({"finished", "versions"}),
+            extra_fields=frozenset({"finished", "versions"}),
         )
 
 
-def evaluation(ref: DataRef, passengers: frozenset[str], shares: Shares, method: str) -> PlannedHook:
+def evaluation(ref: DataRef, extra_fields: frozenset[str], shares: Shares, method: str) -> PlannedHook:
     """Return the hook that evaluates a role on samples."""
     fields = fields_of(ref)
 
@@ -233,7 +233,7 @@ def evaluation(ref: DataRef, passengers: frozenset[str], shares: Shares, method:
             fields=fields,
             rows=rows,
             group_ids=None if ref.group_ids is None else [ref.group_ids[row] for row in rows],
-            passengers=sorted(passengers),
+            extra_fields=sorted(extra_fields),
             method=method,
         )
 

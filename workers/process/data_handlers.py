@@ -110,7 +110,7 @@ def batch_for(worker: ModelWorker, request: c.SampleRequest | EvaluateHook, name
         request.fields,
         group_ids=request.group_ids,
         names=names or [f"sequence {row}" for row in request.rows],
-        passengers=request.passengers,
+        extra_fields=request.extra_fields,
     )
 
 

@@ -278,14 +278,14 @@ class RequestLoop:
             return
         op = self._worker.registry.of(request)
         waiting = _Waiting(None, request, frame[1:])
-        if op.lane == "immediate" and (request.id is not None or self._idle()):
+        if op.execution == "immediate" and (request.id is not None or self._idle()):
             self._send(self._worker.answer(request, self._loader(waiting)))
             return
-        if op.lane == "scheduled":
+        if op.execution == "scheduled":
             self._serving.accept(request, self._loader(waiting))
             self._notify()
             return
-        if op.lane == "background" and request.id is not None:
+        if op.execution == "background" and request.id is not None:
             if len(self._background) >= self._worker.settings.queue_size:
                 self._refuse_full(request)
             else:

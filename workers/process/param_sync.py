@@ -18,7 +18,7 @@ from ...engine.errors import ConfigError, ModelError, RemoteError
 from ...engine.parallel.process_groups import EngineGroups
 from ..data_plane.blocks import BlockPool
 from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkChannel, Packer
-from ..data_plane.digests import Tally
+from ..data_plane.digests import StreamDigest
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
 from ..protocol.hooks import SyncParamsHook
@@ -46,7 +46,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
     """
     is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
     # One kind of digest in a transfer: what travels is in host memory.
-    tally = Tally(in_host=not set(hook.targets) <= set(hook.sources))
+    stream_digest = StreamDigest(in_host=not set(hook.targets) <= set(hook.sources))
     # And one kind of values, also in processes that hand on weights to themselves.
     dtype = "" if set(hook.targets) <= set(hook.sources) else hook.dtype
     groups = EngineGroups(None)
@@ -54,14 +54,14 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
         outgoing, incoming = _channels(worker, hook, groups)
         if not is_source:
             assert incoming is not None
-            load_stream(worker, hook, _received(incoming, outgoing, tally))
+            load_stream(worker, hook, _received(incoming, outgoing, stream_digest))
         else:
             with worker.host.weights(hook.source) as stream:
                 if not is_target and not outgoing:
                     for _ in stream:
                         progress.advance()
                     return None
-                pairs = _sent(rounded(stream, dtype), outgoing, tally, worker.data.blocks)
+                pairs = _sent(rounded(stream, dtype), outgoing, stream_digest, worker.data.blocks)
                 if is_target:
                     load_stream(worker, hook, pairs)
                 else:
@@ -71,7 +71,12 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
         worker.data.blocks.trim(SETTLE_S)
     finally:
         groups.close()
-    return {"version": hook.version, "tensors": len(tally), "bytes": tally.bytes, "digest": tally.digest()}
+    return {
+        "version": hook.version,
+        "tensors": len(stream_digest),
+        "bytes": stream_digest.bytes,
+        "digest": stream_digest.digest(),
+    }
 
 
 def _channels(
@@ -137,16 +142,18 @@ def rounded(stream: NamedTensors, dtype: str) -> NamedTensors:
         yield name, tensor.detach().to(to) if narrows else tensor
 
 
-def _sent(stream: NamedTensors, channels: Sequence[BucketChannel], tally: Tally, blocks: BlockPool) -> NamedTensors:
+def _sent(
+    stream: NamedTensors, channels: Sequence[BucketChannel], stream_digest: StreamDigest, blocks: BlockPool
+) -> NamedTensors:
     """Yield a stream, count it, and send it on in buckets."""
     packer = Packer(channels, blocks)
     try:
         for name, tensor in stream:
             progress.advance()
             if channels:
-                packer.add(name, tensor, tally)
+                packer.add(name, tensor, stream_digest)
             else:
-                tally.add(name, tensor)
+                stream_digest.add(name, tensor)
             yield name, tensor
         packer.flush()
     except Exception as e:
@@ -154,10 +161,10 @@ def _sent(stream: NamedTensors, channels: Sequence[BucketChannel], tally: Tally,
             channel.send(Bucket(error=f"{type(e).__name__}: {e}"))
         raise
     for channel in channels:
-        channel.send(Bucket(total=tally.digest()))
+        channel.send(Bucket(total=stream_digest.digest()))
 
 
-def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], tally: Tally) -> NamedTensors:
+def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], stream_digest: StreamDigest) -> NamedTensors:
     """Yield the tensors of buckets as they arrive, after comparing their digests, and send the buckets on.
 
     Raises:
@@ -174,7 +181,7 @@ def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], tally:
                 break
             for name, tensor, digest in bucket.tensors():
                 progress.advance()
-                if tally.add(name, tensor) != digest and not wrong:
+                if stream_digest.add(name, tensor) != digest and not wrong:
                     wrong = f"{name} arrived with other bytes than it was sent with"
                 if not wrong:
                     yield name, tensor
@@ -182,7 +189,7 @@ def _received(incoming: BucketChannel, outgoing: Sequence[BucketChannel], tally:
         for channel in outgoing:
             channel.send(Bucket(error=str(e) if isinstance(e, RemoteError) else f"{type(e).__name__}: {e}"))
         raise
-    if not wrong and tally.digest() != bucket.total:
-        wrong = f"the {len(tally)} tensors that arrived are not those that were sent"
+    if not wrong and stream_digest.digest() != bucket.total:
+        wrong = f"the {len(stream_digest)} tensors that arrived are not those that were sent"
     if wrong:
         raise ModelError(f"{wrong}; sync the weights again")

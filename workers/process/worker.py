@@ -301,7 +301,7 @@ class ModelWorker:
         """
         op = self.registry.of(request)
         try:
-            if op.lane in ("immediate", "background"):
+            if op.execution in ("immediate", "background"):
                 reply = self.execute(self.loaded(request, load))
             else:
                 with self.executing(request):

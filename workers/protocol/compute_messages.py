@@ -17,7 +17,7 @@ class ComputeRequest(Request, kw_only=True):
         post_hooks: What to do after this call.
         mesh_size: The number of processes that run the call: calls on fewer processes come first. The same on all ranks.
         digest: The digest of what the requests of this id have in common on all ranks; see `manifest`.
-        settle_after: Whether hooks come after the call on any rank: then all ranks tell each other first whether it has failed. The
+        sync_failures: Whether hooks come after the call on any rank: then all ranks tell each other first whether it has failed. The
             same on all ranks.
     """
 
@@ -25,7 +25,7 @@ class ComputeRequest(Request, kw_only=True):
     post_hooks: list[WireHook] = []
     mesh_size: Count = 0
     digest: str = ""
-    settle_after: bool = False
+    sync_failures: bool = msgspec.field(name="settle_after", default=False)
 
 
 class ComputeReply(Reply, kw_only=True):
@@ -123,7 +123,7 @@ class SampleRequest(ComputeRequest, kw_only=True):
         rows: The number of each sample in the global batch.
         names: The name of each sample, for messages; empty for its number.
         group_ids: The group of each sample; null if each is a group of its own.
-        passengers: The names of fields that nothing needs to read.
+        extra_fields: The names of fields that nothing needs to read.
         args: The other positional arguments.
         options: The keyword arguments.
         version: The version of the columns that the results become.
@@ -139,7 +139,7 @@ class SampleRequest(ComputeRequest, kw_only=True):
     rows: list[Count] = []
     names: list[str] = []
     group_ids: list[int] | None = None
-    passengers: list[str] = []
+    extra_fields: list[str] = msgspec.field(name="passengers", default_factory=list)
     args: list[Any] = []
     options: dict[str, Any] = {}
     version: Count = 0

@@ -8,7 +8,7 @@ from ...engine import errors
 from ...engine.errors import QueueFullError, WorkerError
 from .messages import Error
 
-LAST_WORDS = "; its last words:"
+LAST_OUTPUT = "; last output:"
 """Stands between how a process ended and the last lines that it printed."""
 
 

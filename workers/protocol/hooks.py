@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ..data_plane.plan import Column, Round
@@ -37,7 +38,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
         fields: The fields of the batch, with their columns.
         rows: The number of each sample in the global batch.
         group_ids: The group of each sample; null if each is a group of its own.
-        passengers: The names of fields that nothing needs to read.
+        extra_fields: The names of fields that nothing needs to read.
         method: The method, which takes a batch and returns numbers.
     """
 
@@ -45,7 +46,7 @@ class EvaluateHook(HookStruct, tag="evaluate", kw_only=True):
     fields: dict[str, Column]
     rows: list[Annotated[int, Meta(ge=0)]] = []
     group_ids: list[int] | None = None
-    passengers: list[str] = []
+    extra_fields: list[str] = msgspec.field(name="passengers", default_factory=list)
     method: str = "evaluate"
 
 

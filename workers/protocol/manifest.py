@@ -91,9 +91,9 @@ def run_manifest(worker: "ModelWorker", flush: Flush, requests: Sequence[Compute
                 raise
             except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
                 error = e
-            if request.settle_after:
+            if request.sync_failures:
                 own = {} if error is None else {request.id: error}
-                told = _settle(worker, flush, f"after/{request.id}", request, own, ranks)
+                told = _exchange_failures(worker, flush, f"after/{request.id}", request, own, ranks)
                 error = error or told.get(request.id)
         for hook in request.post_hooks:
             if error is not None and not isinstance(error, HookError):
@@ -143,7 +143,7 @@ def _prepare(
         except Exception as e:  # the request's reply
             failures.setdefault(request.id, e)
     if flush.settle and requests:
-        for number, error in _settle(worker, flush, "before", requests[0], failures, ranks).items():
+        for number, error in _exchange_failures(worker, flush, "before", requests[0], failures, ranks).items():
             failures.setdefault(number, error)
     return failures
 
@@ -188,7 +188,7 @@ def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
     return None
 
 
-def _settle(
+def _exchange_failures(
     worker: "ModelWorker",
     flush: Flush,
     stage: str,

@@ -19,10 +19,9 @@ _WORKERS = __name__.rpartition(".protocol.")[0]
 _HANDLERS = f"{_WORKERS}.process.handlers"
 
 _HANDLERS_OF_STEPS = f"{_WORKERS}.tensor_parallel.handlers"
-
 _HANDLERS_OF_DATA = f"{_WORKERS}.process.data_handlers"
 
-Lane = Literal["immediate", "background", "scheduled", "queued", "flushed"]
+Execution = Literal["immediate", "background", "scheduled", "queued", "flushed"]
 ErrorKind = Literal[
     "unknown_op",
     "bad_request",
@@ -54,9 +53,9 @@ class Op:
         handler: The function that serves it, `(worker, request) -> reply`, as `module:name`, so that it is imported only by a
             worker that needs it.
         failure: The kind of an error that the handler does not name itself.
-        lane: `immediate` operations are answered by the I/O thread, also while another one is running; `background` ones by a
-            thread of their own. `scheduled` ones share a model, which works on many at the same time. `queued` ones run one after the other on the main thread, which owns the device and all
-            collectives; so do `flushed` ones, after a `flush`.
+        execution: `immediate` operations are answered by the I/O thread, also while another one is running; `background` ones by a
+            thread of their own. `scheduled` ones share a model, which works on many at the same time. `queued` ones run one after
+            the other on the main thread, which owns the device and all collectives; so do `flushed` ones, after a `flush`.
         collective: Whether all ranks must receive the request.
         hooks: The hooks that a request may carry.
         errors: The other kinds of error that the handler names, beside `COMMON_ERRORS`.
@@ -67,7 +66,7 @@ class Op:
     reply: type[Reply]
     handler: str = ""
     failure: ErrorKind = "bad_request"
-    lane: Lane = "queued"
+    execution: Execution = "queued"
     collective: bool = False
     hooks: frozenset[HookName] = frozenset()
     errors: frozenset[ErrorKind] = frozenset()
@@ -114,7 +113,7 @@ def _call(
         request=request,
         reply=reply,
         handler=handler,
-        lane="flushed",
+        execution="flushed",
         collective=True,
         hooks=hooks,
         **{"failure": "forward_failed", "errors": _CALL_ERRORS, **options},
@@ -122,9 +121,9 @@ def _call(
 
 
 OPS: tuple[Op, ...] = (
-    _op(m.Hello, m.Welcome, "hello", lane="immediate"),
-    _op(m.Ping, m.Pong, "ping", lane="immediate"),
-    _op(m.Cancel, m.CancelOk, "cancel", lane="immediate"),
+    _op(m.Hello, m.Welcome, "hello", execution="immediate"),
+    _op(m.Ping, m.Pong, "ping", execution="immediate"),
+    _op(m.Cancel, m.CancelOk, "cancel", execution="immediate"),
     _op(m.Init, m.InitOk, "init", failure="nccl_init_failed", collective=True, errors=frozenset({"cuda_unavailable"})),
     _op(
         m.NcclSanityCheck,
@@ -175,17 +174,17 @@ OPS: tuple[Op, ...] = (
         collective=True,
         errors=frozenset({"nccl_not_initialised"}),
     ),
-    _data_op(d.ModelConfigRequest, d.ModelConfigOk, "model_config", lane="immediate", errors=_NO_ROLE),
-    _data_op(d.Spec, d.SpecOk, "spec", lane="immediate", errors=_NO_ROLE),
-    _data_op(d.Fetch, d.FetchOk, "fetch", lane="background", failure="load_failed", errors=_NO_ROLE),
-    _data_op(d.ClearDataCache, d.ClearDataCacheOk, "clear_data_cache", lane="immediate"),
-    _data_op(d.Put, d.PutOk, "put", lane="immediate"),
-    _data_op(d.Get, d.GetOk, "get", lane="immediate", errors=frozenset({"data_missing"})),
-    _data_op(d.Digest, d.DigestOk, "digest", lane="background", errors=frozenset({"data_missing"})),
-    Op(request=s.Stream, reply=s.StreamOk, lane="scheduled", failure="forward_failed", errors=_NO_ROLE),
-    Op(request=s.Embed, reply=s.EmbedOk, lane="scheduled", failure="forward_failed", errors=_NO_ROLE),
-    _data_op(d.Listen, d.Listening, "listen", lane="immediate", failure="nccl_init_failed"),
-    _data_op(d.Peers, d.PeersOk, "peers", lane="immediate"),
+    _data_op(d.ModelConfigRequest, d.ModelConfigOk, "model_config", execution="immediate", errors=_NO_ROLE),
+    _data_op(d.Spec, d.SpecOk, "spec", execution="immediate", errors=_NO_ROLE),
+    _data_op(d.Fetch, d.FetchOk, "fetch", execution="background", failure="load_failed", errors=_NO_ROLE),
+    _data_op(d.ClearDataCache, d.ClearDataCacheOk, "clear_data_cache", execution="immediate"),
+    _data_op(d.Put, d.PutOk, "put", execution="immediate"),
+    _data_op(d.Get, d.GetOk, "get", execution="immediate", errors=frozenset({"data_missing"})),
+    _data_op(d.Digest, d.DigestOk, "digest", execution="background", errors=frozenset({"data_missing"})),
+    Op(request=s.Stream, reply=s.StreamOk, execution="scheduled", failure="forward_failed", errors=_NO_ROLE),
+    Op(request=s.Embed, reply=s.EmbedOk, execution="scheduled", failure="forward_failed", errors=_NO_ROLE),
+    _data_op(d.Listen, d.Listening, "listen", execution="immediate", failure="nccl_init_failed"),
+    _data_op(d.Peers, d.PeersOk, "peers", execution="immediate"),
 )
 """The operations that a worker serves."""
 

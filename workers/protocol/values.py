@@ -25,6 +25,8 @@ from .names import Names, is_named_tuple, is_reference
 
 M = TypeVar("M", bound=Message)
 TYPE = "$"
+MOVED_FIELDS = {"passengers": "extra_fields"}
+"""Fields of dataclasses by their old names, as messages of a version before have them, with the new ones."""
 _INT64 = range(-(2**63), 2**63)
 _ARRAY_KINDS = "biufc"
 """The kinds of NumPy arrays that hold plain numbers."""
@@ -273,7 +275,9 @@ def _instance(name: str, content: dict[str, Any], names: Names) -> Any:
     cls = names.resolve(name)
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise ValueDecodeError(f"{name} is not a dataclass, so it has no fields")
-    if unknown := sorted(content.keys() - {f.name for f in fields(cls) if f.init}):
+    known = {f.name for f in fields(cls) if f.init}
+    content = {MOVED_FIELDS.get(name, name) if name not in known else name: value for name, value in content.items()}
+    if unknown := sorted(content.keys() - known):
         raise ValueDecodeError(f"{name} has no field {unknown[0]!r}")
     try:
         return cls(**content)

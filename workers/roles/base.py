@@ -31,7 +31,7 @@ class WorkerConfig:
         engine: The parallel layout, precision and token budgets.
         optim: The optimizer settings, for a role that is trained.
         total_steps: The total number of optimizer steps of the run, for learning-rate schedules that have an end.
-        passengers: The names of fields in the caller's batches that are carried along although nothing reads them. Any other
+        extra_fields: The names of fields in the caller's batches that are carried along although nothing reads them. Any other
             such field raises an error.
     """
 
@@ -39,7 +39,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     optim: OptimConfig | None = None
     total_steps: int | None = None
-    passengers: tuple[str, ...] = ()
+    extra_fields: tuple[str, ...] = ()
 
 
 _PARTS = {"parameters": "params", "gradients": "grads", "optimizer": "optimizer"}
@@ -147,7 +147,7 @@ class Worker:
     def _open(self, data: Any) -> BatchAdapter:
         """Convert the caller's batch. Collective: an error in one rank's shard is raised on all ranks."""
         with self.engine.topology.collective_errors():
-            return adapt_batch(data, self.config.passengers)
+            return adapt_batch(data, self.config.extra_fields)
 
     def _infer(self, data: Any, request: OutputRequest, names: Mapping[str, str]) -> Any:
         adapter = self._open(data)

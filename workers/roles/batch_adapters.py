@@ -119,12 +119,12 @@ class JaggedAdapter(BatchAdapter):
         return _tensordict(fields, len(self.offsets) - 1)
 
 
-def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = False) -> BatchAdapter:
+def adapt_batch(data: Any, extra_fields: Collection[str] = (), *, every: bool = False) -> BatchAdapter:
     """Convert a caller's batch to packed form.
 
     Args:
         data: The batch, in one of the formats of this module. Lists of numbers are converted to tensors.
-        passengers: The names of fields that nothing reads. They are carried along if they hold numbers per token or row. Any
+        extra_fields: The names of fields that nothing reads. They are carried along if they hold numbers per token or row. Any
             other field that nothing reads raises an error.
         every: Whether all numeric fields count as read, as they do for a reward function.
 
@@ -135,12 +135,12 @@ def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = Fa
         BatchError: The batch has none of these formats, a field's shape does not match the batch, or nothing reads a field.
     """
     if isinstance(data, PackedBatch):
-        declared = data.passengers | frozenset(passengers)
+        declared = data.extra_fields | frozenset(extra_fields)
         if every:
             declared |= data.token_fields.keys() | data.sequence_fields.keys()
         check_read(data.token_fields, TOKEN_FIELDS, declared)
         check_read(data.sequence_fields, SEQUENCE_FIELDS, declared)
-        return PackedAdapter(batch=data.with_passengers(*declared) if declared else data)
+        return PackedAdapter(batch=data.with_extra_fields(*declared) if declared else data)
     keys = list(data.keys()) if hasattr(data, "keys") else []
     if "input_ids" not in keys:
         raise BatchError(
@@ -148,20 +148,20 @@ def adapt_batch(data: Any, passengers: Collection[str] = (), *, every: bool = Fa
             f"this is a {type(data).__name__}{f' with {keys}' if keys else ''}"
         )
     if not every:
-        check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, passengers)
+        check_read((key for key in keys if key not in SHAPES), TOKEN_FIELDS | SEQUENCE_FIELDS, extra_fields)
     tensordict = _is_tensordict(data)
-    fields = {key: tensor for key in keys if (tensor := _tensor(key, data[key], passengers)) is not None}
+    fields = {key: tensor for key in keys if (tensor := _tensor(key, data[key], extra_fields)) is not None}
     adapter: BatchAdapter = (
-        _open_jagged(fields, passengers) if fields["input_ids"].is_nested else _open_padded(fields, passengers, tensordict)
+        _open_jagged(fields, extra_fields) if fields["input_ids"].is_nested else _open_padded(fields, extra_fields, tensordict)
     )
     batch = adapter.batch
     # With these names an error message can identify the row on whichever rank processes it.
     named_batch = replace(batch, names=tuple(f"row {i}" for i in range(batch.num_sequences)))
     read = {*batch.token_fields, *batch.sequence_fields} if every else set()
-    return replace(adapter, batch=named_batch.with_passengers(*passengers, *read))
+    return replace(adapter, batch=named_batch.with_extra_fields(*extra_fields, *read))
 
 
-def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
+def _tensor(name: str, value: Any, extra_fields: Collection[str]) -> Any:
     """Convert a field to a tensor; return None for a passenger that is not a tensor."""
     if torch.is_tensor(value):
         if name == "input_ids" and not is_integer(value):
@@ -169,15 +169,15 @@ def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
         return value
     if isinstance(value, list | tuple | np.ndarray):
         try:
-            return _tensor(name, torch.as_tensor(value), passengers)
+            return _tensor(name, torch.as_tensor(value), extra_fields)
         except (ValueError, TypeError, RuntimeError) as e:
-            if name not in passengers:
+            if name not in extra_fields:
                 raise BatchError(
                     f"{name} is a {type(value).__name__} that cannot be converted to a tensor ({str(e).splitlines()[0]}); pad "
                     "rows of different lengths or make them jagged, and pass non-numeric data separately, as columns, or "
                     "declare it as a passenger"
                 ) from e
-    elif name not in passengers:
+    elif name not in extra_fields:
         raise BatchError(
             f"{name} is a {type(value).__name__}; a field must be a tensor; pass non-numeric data separately, as columns, or "
             "declare it as a passenger"
@@ -185,7 +185,7 @@ def _tensor(name: str, value: Any, passengers: Collection[str]) -> Any:
     return None
 
 
-def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensordict: bool) -> PaddedAdapter:
+def _open_padded(data: Mapping[str, Tensor], extra_fields: Collection[str], tensordict: bool) -> PaddedAdapter:
     ids = data["input_ids"]
     if "attention_mask" not in data:
         raise BatchError("padded input_ids need attention_mask [B, L] to distinguish padding from tokens")
@@ -231,10 +231,10 @@ def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensor
     for name, value in data.items():
         if name in SHAPES:
             continue
-        if value.shape == where.shape and (name in passengers or name not in SEQUENCE_FIELDS - TOKEN_FIELDS):
+        if value.shape == where.shape and (name in extra_fields or name not in SEQUENCE_FIELDS - TOKEN_FIELDS):
             field = as_int64(value)
             token_fields[name] = field.new_zeros(packed.num_tokens).index_put((positions,), field[where])
-        elif name in passengers:
+        elif name in extra_fields:
             if value.shape == (len(ids),):
                 row_fields[name] = value
         elif name in TOKEN_FIELDS:
@@ -245,7 +245,7 @@ def _open_padded(data: Mapping[str, Tensor], passengers: Collection[str], tensor
     return PaddedAdapter(batch=batch, where=where, at=positions, tensordict=tensordict)
 
 
-def _open_jagged(data: Mapping[str, Any], passengers: Collection[str]) -> JaggedAdapter:
+def _open_jagged(data: Mapping[str, Any], extra_fields: Collection[str]) -> JaggedAdapter:
     ids: Any = data["input_ids"]
     if ids.layout != torch.jagged:
         raise BatchError("input_ids is a nested tensor without layout=torch.jagged; create it with that layout")
@@ -288,12 +288,12 @@ def _open_jagged(data: Mapping[str, Any], passengers: Collection[str]) -> Jagged
             continue
         if value.is_nested:
             if not torch.equal(value.offsets(), offsets):
-                if name in TOKEN_FIELDS and name not in passengers:
+                if name in TOKEN_FIELDS and name not in extra_fields:
                     raise BatchError(f"{name} has different boundaries from the responses: {value.offsets().tolist()[:8]}")
                 continue
             flat = value.values()
             token_fields[name] = flat.new_zeros(packed.num_tokens).index_put((positions[real],), flat[real])
-        elif name in passengers:
+        elif name in extra_fields:
             if value.shape == (len(response_lengths),):
                 row_fields[name] = value
         elif name in TOKEN_FIELDS:

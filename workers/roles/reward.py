@@ -81,13 +81,13 @@ class FunctionRewardConfig:
         function: The function that maps a list of answers to their rewards. In a group of processes these find it by its name, so
             define it at the top level of a module.
         tokenizer: The model folder whose tokenizer decodes the answers; None leaves the texts empty.
-        passengers: The names of fields in the caller's batches that are carried along. The function sees those that hold one
+        extra_fields: The names of fields in the caller's batches that are carried along. The function sees those that hold one
             number per row.
     """
 
     function: RewardFunction
     tokenizer: str | None = None
-    passengers: tuple[str, ...] = ()
+    extra_fields: tuple[str, ...] = ()
 
 
 def _number(reward: Any, row: str) -> float:
@@ -131,7 +131,7 @@ class FunctionRewardWorker:
             BatchError: The function returned the wrong number of rewards, or one that is not a finite number; or a column does
                 not have one entry per row, or has the name of a field of the batch.
         """
-        adapter = adapt_batch(data, self.config.passengers, every=True)
+        adapter = adapt_batch(data, self.config.extra_fields, every=True)
         batch, columns = adapter.batch, columns or {}
         check_columns(columns, batch.num_sequences)
         if clashing := sorted(set(columns) & set(batch.sequence_fields)):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ...engine.errors import ConfigError
-from ..protocol.errors import LAST_WORDS
+from ..protocol.errors import LAST_OUTPUT
 from ..protocol.names import importing_program, program_arguments
 from ..protocol.transports.zeromq import CurveKeys
 
@@ -122,11 +122,11 @@ class ChildProcess:
         return how
 
     def describe_end(self) -> str:
-        """Return how the process ended, with its last words."""
-        words = self.last_words()
-        return self.ending() + (f"{LAST_WORDS}\n{words}" if words else "")
+        """Return how the process ended, with its last output."""
+        words = self.last_output()
+        return self.ending() + (f"{LAST_OUTPUT}\n{words}" if words else "")
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """Return the last lines that the process printed."""
         # What it printed just before its end is still in the pipe. A process that it started may keep the pipe open.
         self._reader.join(1.0 if self.exit_code is not None else 0.0)

@@ -35,7 +35,7 @@ class WorkerProcess(Protocol):
         """The exit code; negative for a signal; None while the process runs."""
 
     def describe_end(self) -> str:
-        """Return how the process ended, with its last words."""
+        """Return how the process ended, with its last output."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end of the process; return whether it has ended."""
@@ -231,7 +231,7 @@ class RayProcess:
         threading.Thread(target=self._wait, args=(actor.wait.remote().future(),), daemon=True).start()
 
     def describe_end(self) -> str:
-        """Return how the process ended, with its last words."""
+        """Return how the process ended, with its last output."""
         return self._description
 
     def wait(self, timeout_s: float) -> bool:

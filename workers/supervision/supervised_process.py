@@ -15,7 +15,7 @@ from ...generation.scheduler import SchedulerSettings
 from ..process.worker import MAX_SECONDS
 from ..protocol import messages
 from ..protocol.compute_messages import Call, Initialize
-from ..protocol.errors import LAST_WORDS, raise_error
+from ..protocol.errors import LAST_OUTPUT, raise_error
 from ..protocol.names import Names, collect, name_of
 from .child_process import TERMINATE_S
 from .controller import Channel, Controller
@@ -268,7 +268,7 @@ class SupervisedProcess:
                 environment=dict(settings.environment),
                 keys=controller.new_keys(),
             ),
-            lambda ended: self._note_exit(channel, ended),
+            lambda ended: self._on_exit(channel, ended),
             lambda: self._closing,
         )
         with self._changed:
@@ -309,14 +309,14 @@ class SupervisedProcess:
                 title = f"{request.method} of {settings.name} after a restart" if isinstance(request, Call) else ""
                 raise_error(reply, title or f"loading the model of {settings.name}")
 
-    def note_end(self, channel: Channel) -> None:
+    def mark_ended(self, channel: Channel) -> None:
         """Note that a worker takes no more requests."""
         with self._changed:
             if channel is self._channel:
                 self.control.set_started(False)
 
-    def _note_exit(self, channel: Channel, process: WorkerProcess) -> None:
-        self.note_end(channel)
+    def _on_exit(self, channel: Channel, process: WorkerProcess) -> None:
+        self.mark_ended(channel)
         channel.fail(self._lost(process))
 
     def _lost(self, process: WorkerProcess) -> WorkerLostError:
@@ -343,7 +343,7 @@ class SupervisedProcess:
                 logger.warning("%s has been silent for %.0f s; it is ended", settings.name, silence)
                 process.terminate(settings.terminate_s)
             lost = self._lost(process)
-            self._note_exit(channel, process)
+            self._on_exit(channel, process)
             if not self._restart(lost):
                 return
 
@@ -360,7 +360,7 @@ class SupervisedProcess:
             pause = min(settings.pause_s * 2 ** min(self._deaths, 32), settings.max_pause_s)
             self._deaths += 1
             self.control.restarts += 1
-            reason = str(lost).splitlines()[0].removesuffix(LAST_WORDS)
+            reason = str(lost).splitlines()[0].removesuffix(LAST_OUTPUT)
             logger.warning("%s; restart %d of %d in %.1f s", reason, self._deaths, settings.restarts, pause)
             if self._closes_within(pause):
                 return False

@@ -52,7 +52,7 @@ class SupervisedWorker(SupervisedProcess):
             if isinstance(reply, messages.Error):
                 if reply.kind == "watchdog":
                     # The worker is ending: nothing more is sent to it.
-                    self.note_end(channel)
+                    self.mark_ended(channel)
                 raise_error(reply, f"{method} of {self.name}")
             found.set_result(reply.result)
         except Exception as e:  # the future's

@@ -140,12 +140,12 @@ class Ranks:
             channel.identity,
             controller.address,
             arguments=[str(word) for pair in options.items() for word in pair],
-            on_exit=lambda ended: self._note_exit(channel, ended),
+            on_exit=lambda ended: self._on_exit(channel, ended),
         )
         self._channels.append(channel)
         self._processes.append(process)
 
-    def _note_exit(self, channel: Channel, process: ChildProcess) -> None:
+    def _on_exit(self, channel: Channel, process: ChildProcess) -> None:
         self.lost = True
         channel.fail(WorkerLostError(f"{process.name} {process.describe_end()}"))
         # This thread is the one of the rank that has ended. Once, and not beside the end of the group.

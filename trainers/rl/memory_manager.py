@@ -1,4 +1,4 @@
-"""The memory ledger: where the state of every role is, and the only one that moves it.
+"""The memory manager: where the state of every role is, and the only one that moves it.
 
 Roles that share processes take turns on their devices: a generator's parameters and cache, and the state of what is trained, are
 never there together, except the parameters of both while new weights are copied.
@@ -23,7 +23,7 @@ _TRAINED: tuple[RolePart, ...] = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class Allocation:
     """A part of a role's state.
 
     Args:
@@ -50,7 +50,7 @@ def scoring_phase(*, own_reference: bool, critic: bool) -> Phase:
     return "train" if own_reference and not critic else "score"
 
 
-class MemoryLedger:
+class MemoryManager:
     """The places of all state.
 
     Args:
@@ -64,7 +64,7 @@ class MemoryLedger:
 
     def __init__(
         self,
-        holdings: Mapping[tuple[str, RolePart], Holding],
+        holdings: Mapping[tuple[str, RolePart], Allocation],
         *,
         away: Literal["none", "host", "disk"],
         move: Move,
@@ -171,9 +171,11 @@ class MemoryLedger:
         """
         holding = self._holdings.get((role, part))
         if holding is None:
-            raise ConfigError(f"the ledger has no {part} of {role}")
+            raise ConfigError(f"the memory manager has no {part} of {role}")
         if place not in PLACES:
-            raise ConfigError(f"the ledger cannot move {part} of {role} to {place!r}; the places are {', '.join(PLACES)}")
+            raise ConfigError(
+                f"the memory manager cannot move {part} of {role} to {place!r}; the places are {', '.join(PLACES)}"
+            )
         if holding.place == place:
             return
         if place == "device":
@@ -219,7 +221,7 @@ class MemoryLedger:
                 return [f"all the time: {shown}"]
         return lines
 
-    def _planned(self, role: str, part: RolePart, holding: Holding, phase: str) -> RolePlace:
+    def _planned(self, role: str, part: RolePart, holding: Allocation, phase: str) -> RolePlace:
         if not self._takes_turns or not holding.shared:
             return "device"
         if role == "rollout":

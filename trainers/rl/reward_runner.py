@@ -1,4 +1,4 @@
-"""The lane of rewards: functions run in processes of their own while the workers go on."""
+"""Rewards of a run: functions run in processes of their own while the workers go on."""
 
 import logging
 from collections.abc import Mapping, Sequence, Sized
@@ -18,7 +18,7 @@ SHOWN = 80
 """The number of characters of an answer in a message."""
 
 
-class RewardLane:
+class RewardRunner:
     """The reward functions of a run, which one process of the controller asks.
 
     Args:
@@ -39,7 +39,7 @@ class RewardLane:
             self._scorer = RewardScorer(config.rewards, functions, models=(REWARD_MODEL,))
             return self._scorer.names
 
-        self.names: list[str] = controllers.once(start)
+        self.names: list[str] = controllers.run_on_rank0(start)
         """The names of the rewards."""
         if (wanted := config.rl.eval_reward) is not None and wanted not in self.names:
             self.close()
@@ -64,7 +64,7 @@ class RewardLane:
                 samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
                 self._scorer.check(samples, [prompt.name for prompt in some])
 
-        self._controllers.once(check)
+        self._controllers.run_on_rank0(check)
 
     def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
         """Begin to judge answers, and return at once; None in a process that computes no rewards.
@@ -106,7 +106,7 @@ class RewardLane:
                 first += len(part)
             return found
 
-        scores = self._controllers.once(wait)
+        scores = self._controllers.run_on_rank0(wait)
         if isinstance(scores, RewardError):
             raise scores
         judged: list[Answer] = []

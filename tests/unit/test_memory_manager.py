@@ -1,36 +1,36 @@
-"""The memory ledger: what is where in each phase, in which order it moves, and what is refused."""
+"""The memory manager: what is where in each phase, in which order it moves, and what is refused."""
 
 from typing import Any
 
 import pytest
 
 from drivetrain.engine.errors import ConfigError
-from drivetrain.trainers.rl.ledger import Holding, MemoryLedger, RolePart, scoring_phase
+from drivetrain.trainers.rl.memory_manager import Allocation, MemoryManager, RolePart, scoring_phase
 
 GIB = 2**30
 TRAINED = ("parameters", "gradients", "optimizer")
 
 
-def ledger(away: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryLedger, list[str]]:
-    """A ledger of four roles, and what it does."""
+def memory_manager(away: Any = "host", *, apart: bool = False, sync: Any = None) -> tuple[MemoryManager, list[str]]:
+    """A memory manager of four roles, and what it does."""
     done: list[str] = []
-    holdings: dict[tuple[str, RolePart], Holding] = {("actor", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
-    holdings |= {("critic", part): Holding(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
-    holdings["reference", "parameters"] = Holding(bytes=GIB)
-    holdings["rollout", "parameters"] = Holding(bytes=GIB, shared=not apart)
-    holdings["rollout", "cache"] = Holding(bytes=4 * GIB, shared=not apart)
+    holdings: dict[tuple[str, RolePart], Allocation] = {("actor", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    holdings |= {("critic", part): Allocation(bytes=GIB) for part in TRAINED}  # type: ignore[misc]
+    holdings["reference", "parameters"] = Allocation(bytes=GIB)
+    holdings["rollout", "parameters"] = Allocation(bytes=GIB, shared=not apart)
+    holdings["rollout", "cache"] = Allocation(bytes=4 * GIB, shared=not apart)
 
     def copy(version: int) -> None:
         done.append(f"sync {version}")
         if sync is not None:
             sync(found)
 
-    found = MemoryLedger(holdings, away=away, move=lambda role, place, part: done.append(f"{role} {part} {place}"), sync=copy)
+    found = MemoryManager(holdings, away=away, move=lambda role, place, part: done.append(f"{role} {part} {place}"), sync=copy)
     return found, done
 
 
 def test_the_order_of_a_step_never_holds_two_large_things() -> None:
-    found, done = ledger()
+    found, done = memory_manager()
     found.sync(0)
     assert done == [
         "rollout cache absent",
@@ -64,7 +64,7 @@ def test_the_order_of_a_step_never_holds_two_large_things() -> None:
 
 @pytest.mark.parametrize(("own", "critic", "comes"), [(True, False, 1), (True, True, 0), (False, False, 0)])
 def test_a_policy_that_is_its_own_reference_comes_once_for_both(own: bool, critic: bool, comes: int) -> None:
-    found, done = ledger()
+    found, done = memory_manager()
     found.sync(0)
     done.clear()
     found.enter(scoring_phase(own_reference=own, critic=critic))
@@ -79,10 +79,10 @@ def test_a_policy_that_is_its_own_reference_comes_once_for_both(own: bool, criti
 def test_the_large_things_are_elsewhere_while_weights_are_copied() -> None:
     on_device: list[set[tuple[str, str]]] = []
 
-    def note(found: MemoryLedger) -> None:
+    def note(found: MemoryManager) -> None:
         on_device.append({key for key, holding in found._holdings.items() if holding.place == "device"})
 
-    found, _ = ledger(sync=note)
+    found, _ = memory_manager(sync=note)
     found.sync(0)
     found.enter("train")
     found.sync(1)
@@ -90,7 +90,7 @@ def test_the_large_things_are_elsewhere_while_weights_are_copied() -> None:
 
 
 def test_the_generator_comes_back_with_the_same_weights_unless_they_were_trained() -> None:
-    found, done = ledger()
+    found, done = memory_manager()
     found.sync(3)
     found.enter("score")
     done.clear()
@@ -102,14 +102,14 @@ def test_the_generator_comes_back_with_the_same_weights_unless_they_were_trained
 
 
 def test_illegal_moves_are_refused() -> None:
-    found, _ = ledger()
+    found, _ = memory_manager()
     found.sync(0)
     with pytest.raises(ConfigError, match="optimizer of actor cannot be brought to the device while parameters of rollout"):
         found.move("actor", "device", "optimizer")
     found.enter("train")
     with pytest.raises(ConfigError, match="cache of rollout cannot be brought to the device while parameters of actor"):
         found.move("rollout", "device", "cache")
-    with pytest.raises(ConfigError, match="the ledger has no cache of actor"):
+    with pytest.raises(ConfigError, match="the memory manager has no cache of actor"):
         found.move("actor", "host", "cache")
     with pytest.raises(ConfigError, match="the places are device, host, disk, absent"):
         found.move("actor", "moon", "optimizer")  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_illegal_moves_are_refused() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_nothing_moves_where_there_is_room(apart: bool) -> None:
-    found, done = ledger("none", apart=apart)
+    found, done = memory_manager("none", apart=apart)
     found.sync(0)
     for phase in ("rollout", "score", "train", "rollout"):
         found.enter(phase)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_nothing_moves_where_there_is_room(apart: bool) -> None:
 
 
 def test_a_generator_with_processes_of_its_own_stays_and_the_others_take_turns() -> None:
-    found, done = ledger(apart=True)
+    found, done = memory_manager(apart=True)
     found.sync(0)
     assert not any(step.startswith("rollout") for step in done)
     assert done[-1] == "actor parameters host"
@@ -145,7 +145,7 @@ def test_a_generator_with_processes_of_its_own_stays_and_the_others_take_turns()
 
 
 def test_bytes_and_plan_are_those_of_the_moves() -> None:
-    found, _ = ledger("disk")
+    found, _ = memory_manager("disk")
     found.sync(0)
     assert found.metrics() == {"memory/device_bytes": 5.0 * GIB, "memory/host_bytes": 0.0, "memory/disk_bytes": 7.0 * GIB}
     found.enter("train")
