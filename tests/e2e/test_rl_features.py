@@ -49,7 +49,7 @@ def test_the_generator_makes_room_for_everything_that_is_moved(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
 ) -> None:
     # What the engines really move, and not only what the memory manager says.
-    ledgers: list[MemoryManager] = []
+    managers: list[MemoryManager] = []
     moved: set[tuple[str, ...]] = set()
     to = Offloader.to
 
@@ -57,15 +57,15 @@ def test_the_generator_makes_room_for_everything_that_is_moved(
         before = {part: self.location_of(part) for part in parts}
         to(self, place, parts)
         arrived = tuple(part for part in parts if place == "device" and before[part] != "device")
-        if ledgers and arrived:
+        if managers and arrived:
             moved.add(arrived)
-            assert ledgers[0].place("rollout", "cache") != "device"
+            assert managers[0].place("rollout", "cache") != "device"
             # The parameters of both are there while they are copied, and nothing else.
-            assert arrived == ("params",) or ledgers[0].place("rollout", "parameters") != "device"
+            assert arrived == ("params",) or managers[0].place("rollout", "parameters") != "device"
 
     def built(self: MemoryManager, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        ledgers.append(self)
+        managers.append(self)
 
     init = MemoryManager.__init__
     monkeypatch.setattr(Offloader, "to", watched)
@@ -73,7 +73,7 @@ def test_the_generator_makes_room_for_everything_that_is_moved(
     more = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.bundle_every=2", f"data.eval=[{task / 'held-out.jsonl'}]"]
     train(task, tmp_path / "away", *more, "group.offload=host", "trainer.eval_every=1", config_class=config_class)
     assert len(moved) > 1
-    ledgers.clear()
+    managers.clear()
     train(task, tmp_path / "here", *more, "trainer.eval_every=1", config_class=config_class)
     assert records(tmp_path / "away") == records(tmp_path / "here")
 

@@ -30,7 +30,7 @@ def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> l
 
     Each half takes the places and parts that it has. An engine is on the device, on the host or on disk. A generator is not on disk: its
     parameters are a copy of the engine's, so they are dropped and copied again. Nor is an engine absent, because nothing else has its
-    state. The order is that of a memory ledger: the generator leaves the device before the engine, and comes back after it.
+    state. The order is that of the memory manager: the generator leaves the device before the engine, and comes back after it.
 
     Args:
         place: Where to: `device`, `host`, `disk`, or `absent`, to which only the generator goes.
