@@ -36,7 +36,7 @@ class Agreement:
             key: A key, which the last comparison of these ranks did not have.
             ranks: The ranks.
             value: What must be the same.
-            text: What the others are told if it is not.
+            text: The error of the other ranks if it is not.
             long: Whether the others may be at work, instead of having been sent the same message.
 
         Returns:

@@ -114,7 +114,7 @@ class Worker:
 
     @register("all")
     def describe_settings(self) -> list[str]:
-        """Return lines about what `auto` has come to mean in the engine's settings. See `BaseEngine.describe_settings`."""
+        """Return lines about how `auto` settings of the engine were resolved. See `BaseEngine.describe_settings`."""
         return self.engine.describe_settings()
 
     @register("all")

@@ -1,0 +1,113 @@
+"""Names of the product: each class stands for one thing, and words that readers stumbled at stay out."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("checkpoint_tools", "engine", "generation", "losses", "rewards", "serve", "trainers", "workers")
+FORBIDDEN_NAMES = (
+    "lane",
+    "ledger",
+    "tally",
+    "distrust",
+    "outdate",
+    "passengers",
+    "last_words",
+    "holdings_of",
+    "note_exit",
+    "note_end",
+    "note_moved",
+    "note_lost",
+    "warn_of",
+    "Patience",
+    "Holding",
+    "Tally",
+)
+FORBIDDEN_PHRASES = (
+    r"last words",
+    r"\bfor ever\b",
+    r"came to be",
+    r"has come to mean",
+    r"\bare told\b",
+)
+ALLOWED = {
+    # The name in files and messages, which stay readable.
+    "workers/protocol/compute_messages.py": {"passengers"},
+    "workers/protocol/hooks.py": {"passengers"},
+    "workers/protocol/values.py": {"passengers"},
+    "trainers/rl/bundle.py": {"passengers"},
+}
+
+
+def sources() -> list[Path]:
+    return [ROOT / "cli.py", ROOT / "launch.py", *(path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py")))]
+
+
+def class_names(tree: ast.Module) -> set[str]:
+    """Classes at any depth, and aliases of types at the top."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            names |= {name} if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name) else set()
+    return names
+
+
+def names_of_several(modules: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The class names that more than one module defines."""
+    places = defaultdict(list)
+    for path, text in modules:
+        for name in class_names(ast.parse(text)):
+            places[name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def forbidden(path: str, text: str) -> list[str]:
+    """The forbidden words of a file, with its path."""
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    allowed = ALLOWED.get(path, set())
+    wrong = [name for name in FORBIDDEN_NAMES if name not in allowed and (name in words or f"_{name}" in words)]
+    wrong += [phrase for phrase in FORBIDDEN_PHRASES if re.search(phrase, text, re.IGNORECASE)]
+    return [f"{path}: {word}" for word in wrong]
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    texts = [(str(path.relative_to(ROOT)), path.read_text()) for path in sources()]
+    assert len(texts) > 300
+    assert names_of_several(texts) == {}
+
+
+def test_the_search_sees_classes_and_aliases() -> None:
+    one, other = (
+        "class Part:\n    class Inner: ...\nKind = int\nLIMIT = 3\n",
+        "Part = str\nclass Inner: ...\nLIMIT = 4\nKind = str\n",
+    )
+    assert names_of_several([("a.py", one), ("b.py", other)]) == {name: ["a.py", "b.py"] for name in ("Part", "Inner", "Kind")}
+
+
+def test_words_that_readers_stumbled_at_stay_out() -> None:
+    wrong = [line for path in sources() for line in forbidden(str(path.relative_to(ROOT)), path.read_text())]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(lane): ...", ["a.py: lane"]),
+        ("self._tally = 1", ["a.py: tally"]),
+        ("# it waits for ever", [r"a.py: \bfor ever\b"]),
+        ("from .data_plane import planets", []),
+    ],
+)
+def test_the_search_sees_names_and_phrases(text: str, words: list[str]) -> None:
+    assert forbidden("a.py", text) == words
+
+
+def test_what_is_allowed_is_still_there() -> None:
+    for path, names in ALLOWED.items():
+        assert all(name in (ROOT / path).read_text() for name in names)
