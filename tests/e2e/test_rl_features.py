@@ -15,7 +15,7 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.engine.offload import Offloader
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig, OnlineDPOConfig, PPOConfig
-from drivetrain.trainers.rl import trainer
+from drivetrain.trainers.rl import step as rl_step
 from drivetrain.trainers.rl.collect import Collector, load_data
 from drivetrain.trainers.rl.memory_manager import MemoryManager
 from drivetrain.trainers.rl.phases import Phases
@@ -114,7 +114,7 @@ def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path
     for name in ("generate", "score"):
         timed(Phases, name)
     for name in ("add_old_log_probs", "check_judged"):
-        timed(trainer, name)
+        timed(rl_step, name)
     note = tmp_path / "note"
     train(
         task,

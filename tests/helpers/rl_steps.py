@@ -26,7 +26,7 @@ from drivetrain.trainers.rl.algorithms import resolve
 from drivetrain.trainers.rl.answers import Answer, Answers
 from drivetrain.trainers.rl.roles import build_roles
 from drivetrain.trainers.rl.session import open_phases
-from drivetrain.trainers.rl.update import add_old_log_probs, train
+from drivetrain.trainers.rl.update import add_old_log_probs, estimate_advantages, update
 from drivetrain.workers.roles.dispatch import MiniBatches
 from helpers.hybridflow import Plain, clipped, logs, values, whitened_gae
 
@@ -92,7 +92,9 @@ def steps_of_phases(config: RLConfig) -> dict[str, list[float]]:
                 token_fields={"rollout_log_probs": [[0.0] * len(row["prompt"] + row["response"]) for row in rows]},
             )
             answers = Answers(ref=phases.group.put(batch, role="actor"), rows=tuple(answer_of(row) for row in rows))
-            metrics = train(phases, add_old_log_probs(phases, phases.score(answers)), step)
+            answers = add_old_log_probs(phases, phases.score(answers))
+            chosen, metrics = estimate_advantages(phases, answers, step)
+            metrics = update(phases, answers, chosen, metrics, step)
             phases.discard(answers.ref)
             for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
                 if name in metrics:

@@ -148,7 +148,7 @@ class Collector:
         cursor = Cursor()
         for attempt in range(1 + self._config.rl.max_resamples):
             chosen, cursor = next(batches)
-            answers, counts = self._phases.judge(self._answer(chosen, step, version, first=first))
+            answers, counts = self._phases.collect_rewards(self._answer(chosen, step, version, first=first))
             first += len(chosen)
             for name, count in counts.items():
                 totals[name] = totals.get(name, 0.0) + count

@@ -10,11 +10,10 @@ from ..config.rl import RLConfig
 from ..data.order import Cursor
 from .algorithms import Algorithm
 from .collect import Collector, Prompts
-from .metrics import answer_metrics, shown
-from .reward_runner import check_judged
+from .metrics import shown
 from .roles import Roles
 from .session import open_phases
-from .update import add_old_log_probs, train
+from .step import make_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +70,13 @@ def dry_run(
     with open_phases(config, algorithm, roles, functions=functions, prompts=sets) as (phases, controllers):
         began = time.perf_counter()
         phases.memory_manager.sync(0)
-        answers, _, _ = Collector(config, phases, prompts).collect(Cursor(), step=1, version=0)
-        answers, _ = phases.judge(add_old_log_probs(phases, phases.score(answers)))
-        check_judged(answers, {})
-        metrics = {**answer_metrics(answers.rows), **train(phases, answers, 1)}
+        completed = make_step(phases, Collector(config, phases, prompts), Cursor(), step=1)
         outcome = RLDryRun(
             total_steps=total_steps,
             prompts=len(prompts.order),
-            answers=len(answers),
-            metrics=metrics,
-            example=shown(answers.rows[:1])[0],
+            answers=len(completed.answers),
+            metrics=completed.metrics,
+            example=shown(completed.answers.rows[:1])[0],
             seconds=time.perf_counter() - began,
         )
         controllers.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))

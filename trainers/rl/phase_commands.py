@@ -37,7 +37,7 @@ from .phases import Phases
 from .reward_runner import check_judged
 from .roles import Roles, build_roles, check_roles
 from .session import open_phases
-from .update import add_old_log_probs, train
+from .update import add_old_log_probs, estimate_advantages, update
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
     with open_phases(config, algorithm, roles, only=needed) as (phases, _):
         ref = phases.group.put(bundle.batch.with_extra_fields(*bundle.batch.token_fields)).with_prefixes(_prefixes(bundle))
         answers = Answers(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
-        answers, counts = phases.judge(phases.score(answers))
+        answers, counts = phases.collect_rewards(phases.score(answers))
         check_judged(answers, counts)
         _write(phases, answers, paths[1], step=bundle.step)
         mean = sum(row.reward for row in answers.rows) / max(1, len(answers))
@@ -188,7 +188,8 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
         answers = add_old_log_probs(phases, Answers(ref=ref, rows=bundle.rows))
-        metrics = train(phases, answers, bundle.step)
+        batch, metrics = estimate_advantages(phases, answers, bundle.step)
+        metrics = update(phases, answers, batch, metrics, bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
 

@@ -215,7 +215,7 @@ class Phases:
         baselines = None if answers.baselines is None else self.score_with_reward_model(answers.baselines)
         return replace(answers, model_scores=tuple(numbers), baselines=baselines)
 
-    def judge(self, answers: Answers) -> tuple[Answers, dict[str, float]]:
+    def collect_rewards(self, answers: Answers) -> tuple[Answers, dict[str, float]]:
         """Wait for the rewards of answers, unless they are there already.
 
         Returns:
@@ -228,7 +228,7 @@ class Phases:
         with self.timed("reward_wait"):
             rows, counts = self.reward_runner.result(answers.rows, answers.pending, answers.model_scores)
         if answers.baselines is not None:
-            greedy, failed = self.judge(answers.baselines)
+            greedy, failed = self.collect_rewards(answers.baselines)
             for name, count in failed.items():
                 counts[name] = counts.get(name, 0.0) + count
             self.discard(answers.baselines.ref)

@@ -25,11 +25,10 @@ from .algorithms import Algorithm, resolve
 from .collect import Prompts, load_data, most_tokens
 from .dry_run import RLDryRun, dry_run
 from .evaluation import evaluate
-from .metrics import RLSummary, answer_metrics, shown, staleness
-from .reward_runner import check_judged
+from .metrics import RLSummary, shown
 from .roles import Roles, build_roles, check_roles
 from .run import RLRun, early_stopping_of, open_run
-from .update import add_old_log_probs
+from .step import make_step
 
 log = logging.getLogger(__name__)
 
@@ -153,19 +152,10 @@ class RLTrainer:
                 self._save(run, 0, cursor)
             while outcome.step < run.total_steps and not (run.early_stopping.stop or outcome.stopped or time_is_up):
                 step, started = outcome.step + 1, time.perf_counter()
-                phases.reset_timing()
                 with self._saved_on_failed_rewards(run, outcome.step, cursor):
-                    answers, counts, cursor = run.collector.collect(cursor, step=step, version=step - 1)
-                    answers = add_old_log_probs(phases, phases.score(answers))
-                    answers, others = phases.judge(answers)
-                    check_judged(answers, {**counts, **others})
-                metrics = {**answer_metrics(answers.rows), **counts, **others, "tokens": answers.ref.num_tokens}
-                metrics |= {"staleness": staleness(answers.rows, step - 1), **run.bundles.train(answers, step)}
-                phases.discard(answers.ref)
-                with phases.timed("sync"):
-                    phases.memory_manager.sync(step)
-                outcome.step = step
-                self._log_step(run, cursor, metrics, time.perf_counter() - started)
+                    completed = make_step(phases, run.collector, cursor, step=step, bundles=run.bundles)
+                outcome.step, cursor = step, completed.cursor
+                self._log_step(run, cursor, completed.metrics, time.perf_counter() - started)
                 is_best = self._is_due(step, config.eval_every, run) and self._evaluate(run, outcome)
                 outcome.stopped = run.controllers.any(stop.requested_here)
                 time_is_up = config.max_minutes is not None and run.controllers.any(stop.time_is_up_here)

@@ -42,15 +42,16 @@ def add_old_log_probs(phases: Phases, answers: Answers) -> Answers:
     return answers.with_columns(found.rename(log_probs="old_log_probs"))
 
 
-def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
-    """Update the policy, and the critic if there is one.
+def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[DataRef, dict[str, float]]:
+    """Turn rewards into what the update learns from: advantages of tokens; or, with a preference loss, pairs of answers.
 
     Args:
+        phases: The phases.
         answers: The judged and scored answers, with `old_log_probs`.
         step: The number of the step.
 
     Returns:
-        The metrics of the update.
+        The batch of the update, which may be empty, and metrics.
 
     Raises:
         ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
@@ -58,7 +59,7 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
     # The state of the actor is not there while the critic is updated.
     phases.memory_manager.enter("score" if phases.algorithm.needs_critic else "train")
     if isinstance(phases.algorithm.loss, PreferenceLoss):
-        return _train_on_pairs(phases, answers, step)
+        return _pairs(phases, answers)
     batch, metrics = _corrected(phases, answers)
     rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
@@ -77,7 +78,26 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
         advantages = phases.group["advantage"].compute_advantages(grouped, kl_coef=phases.adaptive.kl_coef)
         batch |= advantages.without_groups()
         batch |= _selected(phases, batch, step)
-    batch = _drop_rejected(phases, batch)
+    return _drop_rejected(phases, batch), metrics
+
+
+def update(phases: Phases, answers: Answers, batch: DataRef, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+    """Update the critic, if there is one, and the policy.
+
+    Args:
+        phases: The phases.
+        answers: The answers of the step.
+        batch: The batch; nothing is updated if it is empty.
+        metrics: The metrics of the batch, which those of the update are added to.
+        step: The number of the step.
+
+    Returns:
+        All metrics.
+
+    Raises:
+        ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
+    """
+    metrics = dict(metrics)
     if not len(batch):
         return metrics
     mini_batches = _mini_batches(phases, step)
@@ -89,8 +109,10 @@ def train(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
     if phases.algorithm.needs_critic and 0 < step <= phases.config.rl.critic_warmup:
         return metrics | (_spot_check_log_prob_gap(phases, answers) if phases.is_on_policy else {})
     phases.memory_manager.enter("train")
+    # A preference loss is the role's own; a policy loss depends on the step.
+    loss = {} if isinstance(phases.algorithm.loss, PreferenceLoss) else {"loss": loss_of_step(phases)}
     with phases.timed("update", batch.num_tokens):
-        results = phases.group["actor"].update(batch, mini_batches=mini_batches, loss=loss_of_step(phases))
+        results = phases.group["actor"].update(batch, mini_batches=mini_batches, **loss)
     # Entropy and KL divergence are those of the policy that answered, not the means over its updates.
     metrics = means(results) | metrics
     _check_gap(phases, metrics)
@@ -175,19 +197,16 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float]) -> None:
         )
 
 
-def _train_on_pairs(phases: Phases, answers: Answers, step: int) -> dict[str, float]:
-    """Train on the best and the worst answer to each prompt."""
+def _pairs(phases: Phases, answers: Answers) -> tuple[DataRef, dict[str, float]]:
+    """Return the best and the worst answer to each prompt, in pairs, and their number."""
     pairs = best_and_worst(answers.groups, [row.reward for row in answers.rows])
-    if not pairs:
-        return {"pairs": 0.0}
     chosen = answers.ref.select([row for pair in pairs for row in pair])
+    if not pairs:
+        return chosen, {"pairs": 0.0}
     marks = torch.tensor([1.0, 0.0] * len(pairs))
     batch = chosen | phases.group.put_columns(chosen, rows={"chosen": marks})
     batch = batch.with_groups([i for i in range(len(pairs)) for _ in range(2)])
-    metrics = {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, answers)}
-    with phases.timed("update", batch.num_tokens):
-        results = phases.group["actor"].update(batch, mini_batches=_mini_batches(phases, step))
-    return metrics | means(results)
+    return batch, {"pairs": float(len(pairs)), **_spot_check_log_prob_gap(phases, answers)}
 
 
 def _mini_batches(phases: Phases, step: int) -> MiniBatches:

@@ -1,0 +1,73 @@
+"""A step of reinforcement learning, from prompts to the generator's new weights. The order of a step is decided here."""
+
+from dataclasses import dataclass
+
+from ..data.order import Cursor
+from .answers import Answers
+from .collect import Collector
+from .metrics import answer_metrics, staleness
+from .phases import Phases
+from .reward_runner import check_judged
+from .step_bundles import StepBundles
+from .update import add_old_log_probs, estimate_advantages, update
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedStep:
+    """A completed step.
+
+    Args:
+        answers: The answers that were learned from, with their rewards. Their tensors are gone.
+        metrics: The metrics of the step.
+        cursor: The position of the next prompt.
+    """
+
+    answers: Answers
+    metrics: dict[str, float]
+    cursor: Cursor
+
+
+def make_step(
+    phases: Phases, collector: Collector, cursor: Cursor, *, step: int, bundles: StepBundles | None = None
+) -> CompletedStep:
+    """Make a step: roll out, score, collect the rewards, estimate advantages, update, and sync the generator's weights.
+
+    The version of the weights is the number of steps that they have been trained for.
+
+    Args:
+        phases: The phases.
+        collector: The collection of answers: from the next prompts, and with `rl.dynamic_sampling` from as many as are needed.
+        cursor: The position of the first prompt.
+        step: The number of the step, from 1.
+        bundles: What writes replay bundles of steps; None writes none.
+
+    Raises:
+        RewardError: Too many answers could not be judged.
+        ConfigError: The log-probabilities of actor and generator differ by more than `rl.max_log_prob_gap`.
+    """
+    phases.reset_timing()
+    answers, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
+    # Reward functions run in processes of their own meanwhile, so what the models compute comes before their results.
+    answers = phases.score(answers)
+    answers = add_old_log_probs(phases, answers)
+    answers, failed = phases.collect_rewards(answers)
+    check_judged(answers, {**counts, **failed})
+
+    bundle = None if bundles is None else bundles.begin(answers, step)
+    batch, metrics = estimate_advantages(phases, answers, step)
+    metrics = update(phases, answers, batch, metrics, step)
+    if bundles is not None and bundle is not None:
+        bundles.write(bundle, metrics)
+
+    metrics = {
+        **answer_metrics(answers.rows),
+        **counts,
+        **failed,
+        "tokens": answers.ref.num_tokens,
+        "staleness": staleness(answers.rows, step - 1),
+        **metrics,
+    }
+    phases.discard(answers.ref)
+    with phases.timed("sync"):
+        phases.memory_manager.sync(step)
+    return CompletedStep(answers=answers, metrics=metrics, cursor=cursor)
