@@ -71,6 +71,6 @@ from .workers.roles.reference import ReferenceWorkerConfig as ReferenceWorkerCon
 from .workers.roles.reward import FunctionRewardConfig as FunctionRewardConfig
 from .workers.roles.reward import FunctionRewardWorker as FunctionRewardWorker
 from .workers.roles.reward import RewardWorker as RewardWorker
-from .workers.supervision.supervised_worker import start_model_worker as start_model_worker
+from .workers.supervision.supervisor import start_model_worker as start_model_worker
 
 __version__: str

@@ -31,7 +31,7 @@ from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.generation.registry import build_generator
 from drivetrain.generation.token_scheduler import GenerationRequest
 from drivetrain.workers.roles.generator import RolloutWorker
-from drivetrain.workers.supervision.supervised_worker import start_model_worker
+from drivetrain.workers.supervision.supervisor import start_model_worker
 
 ROOM = 16384
 BATCH = 16

@@ -14,7 +14,7 @@ from ...workers.groups.process import visible_gpu
 from ...workers.groups.remote import VISIBLE
 from ...workers.supervision.hosts import Host
 from ...workers.supervision.response_stream import ResponseStream
-from ...workers.supervision.supervised_worker import SupervisedWorker, SupervisorSettings, start_model_worker
+from ...workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 
 EMBEDDINGS_AT_ONCE = 64
 """The number of texts of a request that wait at a worker at the same time, so that one request does not fill its queue."""

@@ -26,7 +26,7 @@ from ...generation.registry import ENGINES, generator_class
 from ...workers.roles.embedder import EmbeddingWorker
 from ...workers.roles.generator import RolloutWorker
 from ...workers.supervision.hosts import Host, RayHost
-from ...workers.supervision.supervised_worker import SupervisorSettings
+from ...workers.supervision.supervisor import SupervisorSettings
 from .app import create_app
 from .model import ServedModel
 from .replicas import Replicas, gpus_of_replicas

@@ -8,7 +8,7 @@ import xxhash
 
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
 from ...engine.hf.weights import WeightFolder
-from ...workers.supervision.supervised_worker import SupervisedWorker
+from ...workers.supervision.supervisor import SupervisedWorker
 from .replicas import Replicas
 
 _BLOCK = 2**22

@@ -22,7 +22,7 @@ from drivetrain.generation.embeddings.folder import read_folder
 from drivetrain.generation.embeddings.text_scheduler import EmbeddingsScheduler
 from drivetrain.generation.scheduler import Ended, SchedulerSettings
 from drivetrain.workers.roles.embedder import EmbeddingWorker
-from drivetrain.workers.supervision.supervised_worker import start_model_worker
+from drivetrain.workers.supervision.supervisor import start_model_worker
 
 TEXTS = [[5, 6, 7], [9], [(i * 7) % 250 for i in range(40)], [200, 100], [3] * 17, [5, 6, 7]]
 TOLERANCE = 2e-6

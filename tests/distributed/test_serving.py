@@ -18,7 +18,7 @@ from drivetrain.generation.registry import build_generator
 from drivetrain.generation.scheduler import SchedulerSettings
 from drivetrain.generation.token_scheduler import GenerationRequest
 from drivetrain.workers.roles.generator import RolloutWorker
-from drivetrain.workers.supervision.supervised_worker import SupervisedWorker, SupervisorSettings, start_model_worker
+from drivetrain.workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.serving import FaultyRollout
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0, ignore_eos=True)

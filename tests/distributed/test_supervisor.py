@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drivetrain.engine.errors import ConfigError, WorkerError, WorkerLostError
-from drivetrain.workers.supervision.supervised_worker import SupervisedWorker, SupervisorSettings, start_model_worker
+from drivetrain.workers.supervision.supervisor import SupervisedWorker, SupervisorSettings, start_model_worker
 from helpers.roles import Model, make_model
 
 # Whether a process has ended is seen by its id.

@@ -28,7 +28,7 @@ from drivetrain.generation.token_scheduler import GenerationRequest
 from drivetrain.generation.vllm.generator import VLLMGenerator
 from drivetrain.generation.vllm.model import SAMPLER, check_version
 from drivetrain.workers.roles.generator import RolloutWorker
-from drivetrain.workers.supervision.supervised_worker import SupervisorSettings, start_model_worker
+from drivetrain.workers.supervision.supervisor import SupervisorSettings, start_model_worker
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 ROOT = Path(__file__).parents[2]
