@@ -23,11 +23,11 @@ from ...engine.parallel.process import exit_process
 from ..protocol.codec import Codec, FrameError, text
 from ..protocol.compute_messages import ComputeRequest, Flush
 from ..protocol.data_messages import GetOk
-from ..protocol.manifest import AbandonedError
 from ..protocol.messages import Beat, Bye, Error, Reply, Request, Shutdown
 from ..protocol.transports.base import Frame, FrameTooLargeError, LeaderLostError, Transport
 from . import metrics
 from .background import Background
+from .flush import AbandonedError
 from .serving import Serving
 from .watchdog import Watchdog
 from .worker import ModelWorker, error_of

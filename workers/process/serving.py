@@ -6,10 +6,10 @@ from typing import Any
 
 from ...engine.errors import ConfigError
 from ...generation.scheduler import Event, RequestProgress, Scheduler
-from ..protocol.manifest import AbandonedError
 from ..protocol.messages import Id, Reply
 from ..protocol.stream_messages import Embed, EmbedOk, NewTokens, Stream, StreamOk, Tokens
 from . import metrics
+from .flush import AbandonedError
 from .worker import ModelWorker, OpError, error_of
 
 ScheduledRequest = Stream | Embed

@@ -21,10 +21,11 @@ from ..protocol.codec import text
 from ..protocol.comm_id import CommId
 from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
 from ..protocol.hooks import EvaluateHook, WireHook, name_of
-from ..protocol.manifest import AbandonedError, CallOutcome, needed_ids, run_manifest
+from ..protocol.manifest import needed_ids
 from ..protocol.messages import Error, Reply, Request
 from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
+from .flush import AbandonedError, CallOutcome, run_flush
 
 if TYPE_CHECKING:
     from ..data_plane.manager import DataManager
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "protocol")
-"""Code between a request and a role, which no traceback needs to show."""
+_FOLDER = Path(__file__).parent
 
 
 MAX_SECONDS = 1e8
@@ -251,7 +251,7 @@ class ModelWorker:
 
     def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
         """Run the requests that wait for a flush; see `manifest`."""
-        return run_manifest(self, flush, requests)
+        return run_flush(self, flush, requests)
 
     def run_hook(self, request: ComputeRequest, hook: WireHook) -> Any:
         """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
@@ -413,7 +413,7 @@ def _origin(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, DrivetrainError):
         # Without the frames of the worker itself, which say nothing about the error.
         trace = error.__traceback__
-        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent in _FOLDERS:
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _FOLDER:
             trace = trace.tb_next
         try:
             origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())

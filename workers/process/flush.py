@@ -1,0 +1,191 @@
+"""What a flush runs: the check that all ranks have the same requests, and the order of hooks and calls.
+
+    all hooks before calls, in the order of the requests
+    for each request, those on fewer processes first, then by id: the call, its hooks after it, its reply
+
+Every rank goes through the same order and leaves out what it has no part in, so no collective can meet another one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...engine.errors import HookError, ManifestError, RemoteError
+from ..protocol.compute_messages import ComputeReply, ComputeRequest, Flush, FlushOk
+from ..protocol.hooks import WireHook, name_of
+from ..protocol.manifest import digest_of, order_of
+from ..protocol.messages import Reply, Request
+
+if TYPE_CHECKING:
+    from .worker import ModelWorker
+
+CallOutcome = tuple[Request, Reply | BaseException]
+
+
+class AbandonedError(BaseException):
+    """The watchdog has answered for a request, and ends the process. Not an Exception, so that nothing goes on after it."""
+
+
+def run_flush(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
+    """Run the requests that wait for a flush, and yield what has come of the flush and of each of them.
+
+    Args:
+        worker: The worker.
+        flush: The flush.
+        requests: The requests that have come since the last flush, in the order of their coming.
+    """
+    ranks = sorted(set(flush.ranks)) or list(range(worker.settings.world_size))
+    problem: Exception | None
+    try:
+        with worker.executing(flush, "flush: comparing requests"):
+            problem = _compare(worker, flush, requests, ranks)
+    except Exception as e:  # the reply to the flush and to all requests, none of which runs
+        problem = e
+    if problem is not None:
+        yield from ((request, problem) for request in (flush, *requests))
+        return
+    yield flush, FlushOk()
+    results: dict[Any, list[Any]] = {request.id: [] for request in requests}
+    failures = _prepare(worker, flush, requests, ranks, results)
+    for request in sorted(requests, key=order_of):
+        error, reply = failures.get(request.id), None
+        if error is None:
+            try:
+                with worker.executing(request):
+                    reply = worker.execute(request)
+            except AbandonedError:
+                raise
+            except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
+                error = e
+            if request.sync_failures:
+                own = {} if error is None else {request.id: error}
+                told = _exchange_failures(worker, flush, f"after/{request.id}", request, own, ranks)
+                error = error or told.get(request.id)
+        for hook in request.post_hooks:
+            if error is not None and not isinstance(error, HookError):
+                # Who waits for this process in another pool is told why nothing comes.
+                worker.abandon_hook(hook, f"{worker.title_of(request)} failed: {error}")
+                continue
+            try:
+                results[request.id].append(_run_hook(worker, request, hook, "after"))
+            except AbandonedError:
+                raise
+            except RemoteError as e:
+                # What failed elsewhere may be the call.
+                error = e
+            except BaseException as e:  # the request's reply
+                what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
+                error = HookError(f"{what}: {type(e).__name__}: {e}")
+        if error is not None:
+            yield request, error
+            continue
+        assert isinstance(reply, ComputeReply)
+        if any(result is not None for result in results[request.id]):
+            reply.hook_results = results[request.id]
+        yield request, reply
+
+
+def _prepare(
+    worker: "ModelWorker",
+    flush: Flush,
+    requests: Sequence[ComputeRequest],
+    ranks: Sequence[int],
+    results: dict[Any, list[Any]],
+) -> dict[Any, BaseException]:
+    """Run the hooks before the calls and look for the samples that they need; return the requests that have failed on any rank."""
+    failures: dict[Any, BaseException] = {}
+    for request in requests:
+        for hook in request.pre_hooks:
+            # The other ranks cannot know yet that a hook has failed here, so all of them run.
+            try:
+                results[request.id].append(_run_hook(worker, request, hook, "before"))
+            except AbandonedError:
+                raise
+            except BaseException as e:  # the request's reply
+                failures.setdefault(request.id, e)
+    for request in requests:
+        try:
+            worker.check_samples(request)
+        except Exception as e:  # the request's reply
+            failures.setdefault(request.id, e)
+    if flush.settle and requests:
+        for number, error in _exchange_failures(worker, flush, "before", requests[0], failures, ranks).items():
+            failures.setdefault(number, error)
+    return failures
+
+
+def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook, when: str) -> Any:
+    with worker.executing(request, f"{name_of(hook)} {when} {worker.title_of(request)}"):
+        return worker.run_hook(request, hook)
+
+
+def _compare(
+    worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest], ranks: Sequence[int]
+) -> ManifestError | None:
+    rank = worker.settings.rank
+    own = _difference(flush, requests)
+    if rank not in ranks:
+        own = f"the flush is for the ranks {', '.join(map(str, ranks))}"
+    text = "" if own is None else f"rank {rank}: {own}"
+    problems = [text] if text else []
+    if len(ranks) > 1:
+        value = flush.digest if own is None else f"rank {rank}"
+        problems = worker.agreement.compare(f"{_key(flush)}/digest", ranks, value, text)
+    if not problems:
+        return None
+    shown = "; ".join(filter(None, problems)) or "the ranks were sent different flushes"
+    return ManifestError(f"the ranks do not have the same requests, so none of them ran: {shown}")
+
+
+def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
+    """Return how the requests that are here differ from those of the flush; None if they do not."""
+    wanted, have = list(flush.ids), [request.id for request in requests]
+    doubled = [number for i, number in enumerate(have) if number in have[:i]]
+    if doubled:
+        return f"request {doubled[0]!r} came twice"
+    if missing := [number for number in wanted if number not in have]:
+        return f"request {missing[0]!r} of the flush did not come"
+    if extra := [number for number in have if number not in wanted]:
+        return f"request {extra[0]!r} is not in the flush"
+    if wanted != have:
+        return f"the requests came in the order {have}, but the flush says {wanted}"
+    if flush.digest != digest_of((request.id, request.digest) for request in requests):
+        return "the digest of the requests is not that of the flush"
+    return None
+
+
+def _exchange_failures(
+    worker: "ModelWorker",
+    flush: Flush,
+    stage: str,
+    request: ComputeRequest,
+    failures: dict[Any, BaseException],
+    ranks: Sequence[int],
+) -> dict[Any, Exception]:
+    """Tell all ranks of this pool which requests have failed here, and return those that have failed elsewhere."""
+    if len(ranks) < 2:
+        return {}
+    rank = worker.settings.rank
+    own = [[number, f"rank {rank} failed: {error}"] for number, error in failures.items()]
+    try:
+        # Under the name of a request: the flush has been answered.
+        with worker.executing(request, f"waiting for other ranks before {worker.title_of(request)}"):
+            value = f"rank {rank}" if own else ""
+            texts = worker.agreement.compare(f"{_key(flush)}/{stage}", ranks, value, json.dumps(own) if own else "", long=True)
+    except Exception as e:  # of the store: whether the others go on is not known
+        return dict.fromkeys(flush.ids, e)
+    found: dict[Any, Exception] = {}
+    for text in filter(None, texts):
+        try:
+            told = json.loads(text)
+        except ValueError:
+            # A rank that did not come: all requests are affected.
+            told = [[number, text] for number in flush.ids]
+        for number, reason in told:
+            found.setdefault(number, RemoteError(reason))
+    return found
+
+
+def _key(flush: Flush) -> str:
+    return hashlib.sha256(json.dumps(flush.ids).encode()).hexdigest()[:24]
