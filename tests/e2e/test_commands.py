@@ -12,7 +12,7 @@ import pytest
 
 from drivetrain import cli
 from drivetrain.engine.tested import TESTED
-from helpers.preloaded import SERVER
+from helpers.preloaded import SERVER, server_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +125,7 @@ def test_a_signal_for_a_command_that_has_ended_does_not_end_the_server(tmp_path:
         connection.connect(os.environ[SERVER])
         request = {
             "words": ["-m", "drivetrain.cli", "backends"],
-            "environment": dict(os.environ),
+            "environment": server_environment,
             "folder": str(tmp_path),
             "mask": 0o22,
             "numbers": [1, 2],

@@ -20,6 +20,8 @@ REAL = sys.executable
 """The interpreter."""
 SERVER = "DRIVETRAIN_TEST_SERVER"
 """The variable with the path of the server's socket."""
+server_environment: dict[str, str] = {}
+"""The environment that the server was started with. Tests may change that of this process, and then commands are not forked."""
 
 
 @contextmanager
@@ -39,6 +41,7 @@ def preloaded() -> Iterator[None]:
         client.chmod(0o755)
         address = f"{folder}/socket"
         os.environ[SERVER] = address
+        server_environment.update(os.environ)
         words = [REAL, str(here / "server.py"), address, str(client)]
         server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
         sys.executable = str(client)
