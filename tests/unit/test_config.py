@@ -315,6 +315,18 @@ def test_package_list_equals_the_disk() -> None:
     assert not [f for f in loose if not f.relative_to(ROOT).parts[0].startswith(".")]
 
 
+def test_stubs_of_public_names_are_installed() -> None:
+    """Without its stub, an installed package has no public names."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.pyi"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    stubs = tracked or ["__init__.pyi", "checkpoint_tools/__init__.pyi"]
+    for stub in stubs:
+        package = ".".join(("drivetrain", *Path(stub).parent.parts))
+        assert Path(stub).name in data.get(package, []), stub
+
+
 @pytest.mark.parametrize("package", ["drivetrain", "drivetrain.checkpoint_tools"])
 def test_lazy_exports_resolve(package: str) -> None:
     face = import_module(package)
