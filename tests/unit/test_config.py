@@ -353,6 +353,8 @@ def test_public_names_have_one_place(package: str) -> None:
         ("workers.rollout.worker", "workers.roles.generator"),
         ("workers.rollout.options", "generation.options"),
         ("workers.model_worker.messages", "workers.protocol.messages"),
+        ("workers.model_worker.digests", "workers.data_plane.digests"),
+        ("trainers.rl.ledger", "trainers.rl.memory_manager"),
         ("serve.generate", "trainers.generate"),
     ],
 )
