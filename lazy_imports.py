@@ -35,6 +35,8 @@ MOVED_MODULES = {
     "workers.embeddings": "generation.embeddings",
     "workers.embeddings.scheduler": "generation.embeddings.text_scheduler",
     "workers.embeddings.worker": "workers.roles.embedder",
+    "workers.groups.planned": "workers.groups.group_call",
+    "workers.groups.sample_calls": "workers.groups.group_call",
     "workers.losses": "losses",
     "workers.model_worker": "workers.process",
     "workers.model_worker.buckets": "workers.data_plane.buckets",

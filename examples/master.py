@@ -21,8 +21,8 @@ from drivetrain.engine.config import ParallelConfig
 from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.groups.base import WorkerGroup
+from drivetrain.workers.groups.group_call import GroupCall
 from drivetrain.workers.groups.hooks import Evaluate, Hook, Offload, Save, SyncParams
-from drivetrain.workers.groups.planned import Submission
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 
 
@@ -98,7 +98,7 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
     records: dict[str, Any] = {}
     waiting = list(PPO)
     while waiting:
-        submitted: list[tuple[Node, Sequence[Hook], Submission]] = []
+        submitted: list[tuple[Node, Sequence[Hook], GroupCall]] = []
         for node in waiting:
             ids = group.buffer.ready(node.needs, node.title, count)
             if ids:
@@ -111,11 +111,11 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
         waiting = [node for node in waiting if node not in [done for done, *_ in submitted]]
         # One flush for all calls of a level. The replies are metadata, which tells what the next level can run.
         group.flush()
-        for node, after, submission in submitted:
-            result = submission.result()
+        for node, after, call in submitted:
+            result = call.result()
             if node.method == "update":
                 records[f"ppo {node.role}"] = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in result]
-                for hook, found in zip(after, submission.hook_results(), strict=True):
+                for hook, found in zip(after, call.hook_results(), strict=True):
                     if isinstance(hook, Evaluate):
                         records[f"{node.role} after"] = found
                     elif isinstance(hook, SyncParams):

@@ -59,7 +59,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def stores(group: Any) -> dict[str, tuple[int, int]]:
     """The number of samples of every worker, and their memory."""
-    names = sorted({name for role in group.roles for name in group.places(role)})
+    names = sorted({name for role in group.roles for name in group.workers(role)})
     found = group._ask("looking", {name: [d.ClearDataCache(ids=[])] for name in names})
     return {name: (replies[0].samples, replies[0].bytes_held) for name, replies in found.items()}
 

@@ -32,7 +32,7 @@ class Header(msgspec.Struct, frozen=True):
     """What precedes the chunks of a transfer.
 
     Args:
-        source: The place that sends.
+        source: The worker that sends.
         title: What is sent, the same on both sides.
         size: The number of bytes that follow.
         error: Why nothing follows; empty if all is well.
@@ -72,7 +72,7 @@ class Links:
     """One worker's connections to the workers of other pools. Used by one thread.
 
     Args:
-        name: The place of this worker.
+        name: The id of this worker.
         endpoint: Where to listen, for ZeroMQ: `ipc:///folder/file`, or `tcp://host:*`.
         keys: The keys; None on one machine.
         timeout_s: For how long to wait for a peer, in seconds.
@@ -116,7 +116,7 @@ class Links:
         return self._keys is not None and key == self._keys.client_public.encode()
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Set the addresses of all workers, by place."""
+        """Set the addresses of all workers."""
         self._addresses = dict(addresses)
 
     def is_near(self, target: str) -> bool:
@@ -136,7 +136,7 @@ class Links:
         """Send bytes. Returns when they are on their way; the memory must not change before they have been sent.
 
         Args:
-            target: The place that receives.
+            target: The worker that receives.
             title: What is sent, the same on both sides.
             pieces: The bytes, as buffers.
             about: Plain data for the receiver.

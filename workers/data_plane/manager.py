@@ -38,13 +38,13 @@ class DataManager:
                 self.reader.read(*header.block)
 
     def run(self, name: str, rounds: Sequence[Round], title: str) -> None:
-        """Take part in a redistribution. Collective over the places of each step, which all have the same plan.
+        """Take part in a redistribution. Collective over the workers of each step, which all have the same plan.
 
         If samples are missing where they should be sent from, nobody waits forever and nothing is stored for them: the error is
         raised at the end, at the source and at the targets.
 
         Args:
-            name: This process's place.
+            name: The id of this worker.
             rounds: This process's part of the plan.
             title: The name of the redistribution, the same everywhere.
 

@@ -130,7 +130,7 @@ def _load(source: str, targets: Sequence[str], ids: list[str], keys: Sequence[st
 
 
 def _grouped(copies: Sequence[Load]) -> list[Step]:
-    """Return copies as steps: several from one place are a scatter, several to one place a gather."""
+    """Return copies as steps: several from one worker are a scatter, several to one worker a gather."""
     inside = [load for load in copies if pool_of(load.source) == pool_of(load.targets[0])]
     across = [load for load in copies if pool_of(load.source) != pool_of(load.targets[0])]
     by_source: dict[str, list[Load]] = defaultdict(list)

@@ -15,8 +15,8 @@ class StoredColumn:
     Args:
         column: Its type, shared by the samples that arrived together; `rows` is left empty.
         rows: The number of its rows.
-        origin: The place that had it first, which has it in any case.
-        holders: The places that hold it.
+        origin: The worker that had it first, which has it in any case.
+        holders: The workers that hold it.
     """
 
     column: Column
@@ -106,7 +106,7 @@ class SequenceBuffer:
             ids: The samples.
             lengths: The number of tokens of each.
             columns: The columns; one with rows per sample has as many counts as there are samples.
-            holders: The places that hold them.
+            holders: The workers that hold them.
 
         Raises:
             BatchError: A sample has another length already.
@@ -225,7 +225,7 @@ class SequenceBuffer:
         )
 
     def origin(self, sample: str, key: str) -> str:
-        """Return a place that holds a column of a sample, whatever is on its way to others.
+        """Return a worker that holds a column of a sample, whatever is on its way to others.
 
         Raises:
             DataMissingError: None does.
@@ -233,7 +233,7 @@ class SequenceBuffer:
         return self._column(sample, key).origin
 
     def holders(self, sample: str, key: str) -> frozenset[str]:
-        """Return the places that hold a column of a sample, or will when what was sent has run.
+        """Return the workers that hold a column of a sample, or will when what was sent has run.
 
         Raises:
             DataMissingError: None does.
@@ -247,7 +247,7 @@ class SequenceBuffer:
         return stored
 
     def bytes_held(self) -> int:
-        """Return the size of all columns, each counted once for every place that holds it."""
+        """Return the size of all columns, each counted once for every worker that holds it."""
         return sum(
             stored.rows * stored.column.row_bytes * len(stored.holders)
             for record in self._samples.values()

@@ -196,22 +196,22 @@ class DataStore:
             if found != column:
                 raise BatchError(f"{column.key!r} is {found} in the store, but the plan says {column}")
             parts.append(_bytes(values))
-        places, size = load.layout()
+        spans, size = load.layout()
         if size >= SEPARATE_BYTES:
             return [part for part in parts if part.numel()]
         packed = torch.zeros(size, dtype=torch.uint8)
-        for part, (begin, end) in zip(parts, places, strict=True):
+        for part, (begin, end) in zip(parts, spans, strict=True):
             packed[begin:end] = part
         return [packed] if size else []
 
     def unpack(self, load: Load, pieces: Sequence[Tensor]) -> None:
         """Store the pieces of a load, which must not change from here on."""
-        places, size = load.layout()
+        spans, size = load.layout()
         if size >= SEPARATE_BYTES:
             left = iter(pieces)
-            parts = [next(left) if end > begin else _NOTHING for begin, end in places]
+            parts = [next(left) if end > begin else _NOTHING for begin, end in spans]
         else:
-            parts = [pieces[0][begin:end] if size else _NOTHING for begin, end in places]
+            parts = [pieces[0][begin:end] if size else _NOTHING for begin, end in spans]
         columns = []
         for column, part in zip(load.columns, parts, strict=True):
             rows = sum(column.counts(load.lengths))
@@ -294,8 +294,8 @@ def empty_pieces(load: Load) -> list[Tensor]:
 
     The columns of a large load travel, and are dropped, separately; a small one is a single piece.
     """
-    places, size = load.layout()
-    sizes = [end - begin for begin, end in places if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
+    spans, size = load.layout()
+    sizes = [end - begin for begin, end in spans if end > begin] if size >= SEPARATE_BYTES else [size] if size else []
     return [torch.empty(n, dtype=torch.uint8) for n in sizes]
 
 

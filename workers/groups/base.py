@@ -9,21 +9,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import Any, Self
 
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
-from ..data_plane.plan import place
+from ..data_plane.plan import WorkerId, worker_id
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..process.role_host import RoleSpec
-from ..protocol.compute_messages import Empty, RankInfo
+from ..protocol.compute_messages import RankInfo
 from ..protocol.hooks import CommBackend
 from ..roles.dispatch import MiniBatches
 from . import hooks as h
-from .call_planner import CallPlanner, CallSpec
+from .call_planner import CallPlanner
+from .group_call import FlushManifest, GroupCall
 from .group_data import GroupData
-from .planned import FlushManifest, PlannedRequest, Submission
 from .receipts import WeightReceipt, agreed_receipt
 from .state_hooks import plan_hook
 
@@ -71,9 +70,9 @@ class WorkerGroup(GroupData, ABC):
         self.roles = dict(roles)
         self.buffer = SequenceBuffer()
         """What the workers' data stores hold."""
-        self._submitted: list[Submission] = []
+        self._submitted: list[GroupCall] = []
         self._in_flight: list[FlushManifest] = []
-        self._interrupted: list[Submission] = []
+        self._interrupted: list[GroupCall] = []
         self._versions = count(1)
         self._positions, self._fetching = {}, threading.Lock()
         # Held by a call from its submission to its result, so that threads may share a group.
@@ -135,26 +134,26 @@ class WorkerGroup(GroupData, ABC):
         """
         with self._lock:
             self._check_nothing_submitted(f"{role}.{method}")
-            submission = self.submit(role, method, *args, mini_batches=mini_batches, **options)
-            self._flush_only(submission)
-            return self._wait(submission)
+            call = self.submit(role, method, *args, mini_batches=mini_batches, **options)
+            self._flush_only(call)
+            return self._wait(call)
 
-    def _flush_only(self, submission: Submission) -> None:
+    def _flush_only(self, call: GroupCall) -> None:
         try:
             self.flush()
         except BaseException:
-            if submission in self._submitted:
-                self.withdraw(submission)
+            if call in self._submitted:
+                self.withdraw(call)
             raise
 
-    def _wait(self, submission: Submission) -> Any:
+    def _wait(self, call: GroupCall) -> Any:
         try:
-            return submission.result()
+            return call.result()
         except Exception:
             raise
         except BaseException:
             # Ctrl-C: the call goes on in the workers, and its replies are read before the next flush is sent.
-            self._interrupted.append(submission)
+            self._interrupted.append(call)
             raise
 
     def submit(
@@ -166,7 +165,7 @@ class WorkerGroup(GroupData, ABC):
         after: Sequence[h.Hook] = (),
         mini_batches: MiniBatches | None = None,
         **options: Any,
-    ) -> Submission:
+    ) -> GroupCall:
         """Submit a call, which runs with the next `flush`.
 
         Args:
@@ -182,100 +181,76 @@ class WorkerGroup(GroupData, ABC):
             ConfigError: An argument or a hook is not possible here.
         """
         with self._lock:
-            call = CallSpec(
-                role=role,
-                method=method,
-                args=args,
-                options=options,
-                mini_batches=mini_batches,
-                before=before,
-                after=after,
-            )
-            request = self._planner.plan(call)
-            submission = Submission(request=request)
-            self._submitted.append(submission)
-            return submission
+            call = self._planner.plan(role, method, args, options, mini_batches=mini_batches, before=before, after=after)
+            self._submitted.append(call)
+            return call
 
-    def submit_hooks(self, *hooks: h.Hook) -> Submission:
+    def submit_hooks(self, *hooks: h.Hook) -> GroupCall:
         """Submit hooks without a call, which run with the next `flush`."""
         if not hooks:
             raise ConfigError("submit_hooks needs at least one hook")
         return self._submit_hooks(hooks, "")
 
-    def _submit_hooks(self, hooks: Sequence[h.Hook], title: str) -> Submission:
+    def _submit_hooks(self, hooks: Sequence[h.Hook], title: str) -> GroupCall:
         with self._lock:
             planned = [plan_hook(self, hook) for hook in hooks]
-            request = PlannedRequest(
-                id=self.next_id(),
-                title=title or ", ".join(hook.name for hook in planned),
-                mesh=(),
-                make=lambda name: Empty(),
-                common="",
-                before=planned,
-            )
-            submission = Submission(request=request)
-            self._submitted.append(submission)
-            return submission
+            call = GroupCall(id=self.next_id(), title=title or ", ".join(hook.name for hook in planned), before=planned)
+            self._submitted.append(call)
+            return call
 
-    def flush(self) -> list[Submission]:
+    def flush(self) -> list[GroupCall]:
         """Send all submitted calls, which run together: see `docs/model-worker.md`. Does not wait for them.
 
         Returns:
-            The submissions, whose `result` waits. One whose samples were dropped meanwhile has failed.
+            The calls, whose `result` waits. One whose samples were dropped meanwhile has failed.
 
         Raises:
             ConfigError: A flush that has not been answered needs the same processes. The calls stay submitted.
         """
         with self._lock:
-            submissions = self._submitted
-            if not submissions:
+            calls = self._submitted
+            if not calls:
                 return []
             while self._interrupted:
                 with suppress(WorkerError):
                     self._interrupted[0].result()
                 self._interrupted.pop(0)
             self._collect_done()
-            FlushManifest.of([submission.request for submission in submissions]).check(self._in_flight)
+            FlushManifest.of(calls).check(self._in_flight)
             self._submitted = []
-            sent = [submission for submission in submissions if self._add_transfers(submission)]
+            for call in calls:
+                try:
+                    call.add_transfers()
+                except DrivetrainError as e:
+                    call.fail(e)
+            sent = [call for call in calls if call.error is None]
             if sent:
-                manifest = FlushManifest.of([submission.request for submission in sent])
+                manifest = FlushManifest.of(sent)
                 try:
                     manifest.check(self._in_flight)
-                    self._run(manifest, sent)
+                    self._run(manifest)
                 except BaseException as e:
-                    for submission in sent:
-                        submission.fail(e)
+                    for call in sent:
+                        call.fail(e)
                     raise
-            return submissions
+            return calls
 
-    def _add_transfers(self, submission: Submission) -> bool:
-        """Plan what has to be moved for a call; return whether that is possible."""
-        request = submission.request
-        try:
-            moves = list(request.transfers())
-        except DrivetrainError as e:
-            submission.fail(e)
-            return False
-        submission.request = replace(request, before=[*moves, *request.before])
-        return True
-
-    def withdraw(self, submission: Submission) -> None:
-        """Take back a submission that has not been flushed.
+    def withdraw(self, call: GroupCall) -> None:
+        """Take back a call that has not been flushed.
 
         Raises:
             ConfigError: It has been flushed.
         """
         with self._lock:
-            if submission not in self._submitted:
-                raise ConfigError(f"{submission.request.title} is not waiting for a flush, so it cannot be withdrawn")
-            self._submitted.remove(submission)
-            submission.fail(ConfigError(f"{submission.request.title} was withdrawn"))
+            if call not in self._submitted:
+                raise ConfigError(f"{call.title} is not waiting for a flush, so it cannot be withdrawn")
+            self._submitted.remove(call)
+            call.fail(ConfigError(f"{call.title} was withdrawn"))
 
     def _check_nothing_submitted(self, what: str) -> None:
         if self._submitted:
             raise ConfigError(
-                f"{what} cannot be called: {self._submitted[0].request.title} has been submitted; flush() first, or withdraw() it"
+                f"{what} cannot be called: {self._submitted[0].title} has been submitted; flush() first, or withdraw() it"
             )
 
     def _collect_done(self) -> None:
@@ -301,10 +276,10 @@ class WorkerGroup(GroupData, ABC):
             self.check_sync(source, target)
             self._check_nothing_submitted("sync_weights")
             hook = h.SyncParams(source=source, target=target, eta=eta, version=version)
-            submission = self._submit_hooks([hook], f"weights of {source} to {target}")
-            self._flush_only(submission)
-            self._wait(submission)
-            replies = submission.replies_to_hook("sync_params")
+            call = self._submit_hooks([hook], f"weights of {source} to {target}")
+            self._flush_only(call)
+            self._wait(call)
+            replies = call.replies_to_hook("sync_params")
             try:
                 return agreed_receipt(replies)
             except WorkerError as e:
@@ -324,11 +299,11 @@ class WorkerGroup(GroupData, ABC):
         """Return the version of the next columns."""
         return next(self._versions)
 
-    def places(self, role: str) -> tuple[str, ...]:
+    def workers(self, role: str) -> tuple[WorkerId, ...]:
         """Return the processes of a role, in rank order."""
         spec = self.role(role)
         ranks = range(self._pool_size(spec.pool)) if spec.ranks is None else spec.ranks
-        return tuple(place(spec.pool, rank) for rank in ranks)
+        return tuple(worker_id(spec.pool, rank) for rank in ranks)
 
     def sync_backend(self, source: str, target: str) -> CommBackend:
         """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
@@ -351,8 +326,8 @@ class WorkerGroup(GroupData, ABC):
         """
 
     @abstractmethod
-    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
-        """Send requests with their flush, and let the submissions know how to wait."""
+    def _run(self, manifest: FlushManifest) -> None:
+        """Send the calls of a flush, and let them know how to wait."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...generation.options import check_prompts
 from ..data_plane.data_ref import DataRef
-from ..data_plane.plan import Column, place
+from ..data_plane.plan import Column, WorkerId, worker_id
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import SequenceBuffer, key_of
 from ..data_plane.store import DataStore
@@ -27,7 +27,7 @@ from ..protocol.compute_messages import RankInfo
 from ..protocol.messages import Request
 from ..roles.batch_adapters import adapt_batch
 from ..roles.dispatch import assign_rows
-from .sample_calls import Shares
+from .shards import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,16 @@ class GroupData(ABC):
             extra_fields = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
         assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
-        shares = Shares(places=self.places(role), infos=infos, assignment=assignment)
-        return self.put_batch(batch, shares, extra_fields)
+        shards = Shards(workers=self.workers(role), infos=infos, assignment=assignment)
+        return self.put_batch(batch, shards, extra_fields)
 
-    def put_batch(self, batch: PackedBatch, shares: Shares, extra_fields: frozenset[str] | None = None) -> DataRef:
-        """Put the rows of each share into the store of its output rank."""
+    def put_batch(self, batch: PackedBatch, shards: Shards, extra_fields: frozenset[str] | None = None) -> DataRef:
+        """Put the rows of each shard into the store of its output rank."""
         number = self.next_version()
         ids = [f"{number}.{row}" for row in range(batch.num_sequences)]
         requests: dict[str, list[Request]] = {}
         stored: list[tuple[str, list[int], list[Column]]] = []
-        for name, rows in shares.outputs():
+        for name, rows in shards.outputs():
             if rows:
                 part = batch.select(rows)
                 columns = columns_of(part)
@@ -129,13 +129,13 @@ class GroupData(ABC):
                 raise BatchError(f"put_columns: {name!r} has an @, which begins the version of a column; use another name")
             if values.dim() == 0 or len(values) != wanted:
                 raise BatchError(f"{name} is {list(values.shape)}; it must have {wanted} rows, one per {per}")
-        by_place: dict[str, list[int]] = defaultdict(list)
+        by_worker: dict[WorkerId, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
             columns_here = self.buffer.record(sample).columns
-            by_place[next(iter(columns_here.values())).origin].append(row)
+            by_worker[next(iter(columns_here.values())).origin].append(row)
         requests: dict[str, list[Request]] = {}
         columns: dict[str, list[Column]] = {}
-        for place_, own in by_place.items():
+        for worker, own in by_worker.items():
             at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in own])
             pairs = [
                 column_of(key_of(name, number), "token", values[at])
@@ -143,18 +143,18 @@ class GroupData(ABC):
                 else column_of(key_of(name, number), "sequence", values[own])
                 for per, name, values in given
             ]
-            columns[place_] = [column for column, _ in pairs]
-            requests[place_] = [
+            columns[worker] = [column for column, _ in pairs]
+            requests[worker] = [
                 d.Put(
                     ids=[ref.ids[row] for row in own],
                     lengths=[ref.lengths[row] for row in own],
-                    columns=columns[place_],
+                    columns=columns[worker],
                     tensors=[values for _, values in pairs],
                 )
             ]
         self._ask("putting columns", requests)
-        for place_, own in by_place.items():
-            self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[place_], [place_])
+        for worker, own in by_worker.items():
+            self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[worker], [worker])
         return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, extra_fields=frozenset())
 
     def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
@@ -178,9 +178,9 @@ class GroupData(ABC):
             # Said to all shares, so that they stay together whatever happens to one of them.
             first = self._positions.get(name, 0) if start is None else start
             request = d.Fetch(role=name, count=samples, start=first)
-            answers = self._ask(f"fetch of {name}", {place_: [request] for place_ in self.places(name)})
+            answers = self._ask(f"fetch of {name}", {worker: [request] for worker in self.workers(name)})
             self._positions[name] = first + samples
-        replies: dict[str, Any] = {place_: some[0] for place_, some in answers.items()}
+        replies: dict[str, Any] = {worker: some[0] for worker, some in answers.items()}
         found: list[tuple[int, str, int, int | None]] = []
         keys: dict[str, str] = {}
         for reply in replies.values():
@@ -195,8 +195,8 @@ class GroupData(ABC):
         ids, lengths = [sample for _, sample, _, _ in found], [length for _, _, length, _ in found]
         groups = [group for _, _, _, group in found if group is not None] or None
         self.buffer.create(ids, lengths, groups)
-        for place_, reply in replies.items():
-            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [place_])
+        for worker, reply in replies.items():
+            self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [worker])
         return DataRef(
             ids=tuple(ids),
             lengths=tuple(lengths),
@@ -208,13 +208,13 @@ class GroupData(ABC):
     def spec(self, role: str | None = None) -> DatasetSize:
         """Return the size of a role's data set, by which a controller knows the steps of an epoch."""
         name = self._role_with_data(role)
-        first = self.places(name)[0]
+        first = self.workers(name)[0]
         reply: Any = self._ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
         return DatasetSize(samples=reply.samples, position=self._positions.get(name, 0))
 
     def model_config(self, role: str) -> dict[str, Any]:
         """Return the config.json of a role's model."""
-        first = self.places(role)[0]
+        first = self.workers(role)[0]
         reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfigRequest(role=role)]})[first][0]
         config: dict[str, Any] = json.loads(reply.config_json)
         return config
@@ -248,12 +248,12 @@ class GroupData(ABC):
         """Return a store with these columns, each asked of one process that holds it."""
         self._check_owner(ref)
         self.buffer.check(ref.ids, list(keys.values()))
-        by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
+        by_worker: dict[tuple[WorkerId, str], list[str]] = defaultdict(list)
         for key in dict.fromkeys(keys.values()):
             for sample in ref.ids:
-                by_place[self.buffer.origin(sample, key), key].append(sample)
+                by_worker[self.buffer.origin(sample, key), key].append(sample)
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-        for (name, key), ids in by_place.items():
+        for (name, key), ids in by_worker.items():
             together[name, tuple(ids)].append(key)
         requests: dict[str, list[Request]] = defaultdict(list)
         for (name, ids_), own in together.items():
@@ -274,7 +274,7 @@ class GroupData(ABC):
         """
         self.check_ref(ref)
         request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
-        found = self._ask(f"digests of {role}", {name: [request] for name in self.places(role)})
+        found = self._ask(f"digests of {role}", {name: [request] for name in self.workers(role)})
         return {name: replies[0].digest for name, replies in found.items()}
 
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
@@ -286,15 +286,15 @@ class GroupData(ABC):
         """
         self._check_owner(ref)
         pools = sorted({role.pool for role in self.roles.values()})
-        everyone = [place(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
+        everyone = [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
         self.drop(ref, everyone, [ref.key_of(name) for name in fields])
 
-    def drop(self, ref: DataRef, places: Sequence[str], keys: Sequence[str] = ()) -> None:
+    def drop(self, ref: DataRef, workers: Sequence[WorkerId], keys: Sequence[str] = ()) -> None:
         """Drop samples, or some of their columns, that no process but these holds."""
         self.buffer.drop(ref.ids, keys)
         if self._is_usable():
             request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
-            self._ask("clearing the data cache", {name: [request] for name in places})
+            self._ask("clearing the data cache", {worker: [request] for worker in workers})
 
     def check_ref(self, ref: DataRef) -> None:
         """Check that a reference can be used.
@@ -314,7 +314,7 @@ class GroupData(ABC):
 
     def _role_with_data(self, role: str | None) -> str:
         if role is not None:
-            self.places(role)
+            self.workers(role)
             return role
         names = [name for name, spec in self.roles.items() if spec.dataset is not None]
         if len(names) != 1:
@@ -337,7 +337,7 @@ class GroupData(ABC):
         """Return whether the processes can be sent requests."""
 
     @abstractmethod
-    def places(self, role: str) -> tuple[str, ...]:
+    def workers(self, role: str) -> tuple[WorkerId, ...]:
         """Return the processes of a role, in rank order."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from ..data_plane.data_ref import DataRef
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Evaluate the role on samples, after an update. The numbers come with the result, in `Submission.hook_results`.
+    """Evaluate the role on samples, after an update. The numbers come with the result, in `GroupCall.hook_results`.
 
     Args:
         data: The samples.
@@ -52,7 +52,7 @@ class SyncParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Write a checkpoint of a role. Its folder comes with the result, in `Submission.hook_results`.
+    """Write a checkpoint of a role. Its folder comes with the result, in `GroupCall.hook_results`.
 
     Args:
         role: The role.

@@ -28,16 +28,16 @@ def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightRec
     """Return the receipt that all processes have given.
 
     Args:
-        replies: The receipt of each process, by place; None of one that has neither sent nor loaded anything.
+        replies: The receipt of each process, by worker; None of one that has neither sent nor loaded anything.
 
     Raises:
         WorkerError: They differ; the message says which processes have what.
     """
-    receipts = {place: WeightReceipt(**reply) for place, reply in replies.items() if reply is not None}
+    receipts = {worker: WeightReceipt(**reply) for worker, reply in replies.items() if reply is not None}
     found = sorted({*receipts.values()}, key=lambda r: -sum(other == r for other in receipts.values()))
     if len(found) > 1:
         shown = "; ".join(
-            f"{', '.join(place for place, own in receipts.items() if own == receipt)}: {receipt.tensors} tensors, version "
+            f"{', '.join(worker for worker, own in receipts.items() if own == receipt)}: {receipt.tensors} tensors, version "
             f"{receipt.version}, digest {receipt.digest[:12]}"
             for receipt in found
         )

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, get_args
 
 from ...engine.errors import ConfigError, WorkerError, WorkerLostError
-from ..data_plane.plan import CurveKeySet, place, pool_of, rank_of
+from ..data_plane.plan import CurveKeySet, pool_of, rank_of, worker_id
 from ..process.role_host import RoleSpec
 from ..process.worker import MAX_SECONDS
 from ..protocol import data_messages, messages
@@ -20,7 +20,7 @@ from ..protocol.messages import Request
 from ..protocol.names import Names
 from ..protocol.values import dump
 from .base import WorkerGroup
-from .planned import FlushManifest, PlannedRequest, Submission
+from .group_call import FlushManifest, GroupCall
 from .replies import PendingReply, ReplyChannel, ReplyOutcome, ReplyTimeouts, read_replies
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -189,7 +189,7 @@ class RemoteWorkerGroup(WorkerGroup):
         with self._lock:
             try:
                 self._channels = {pool: list(channels) for pool, channels in self._start_pools().items()}
-                everyone = [place(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
+                everyone = [worker_id(pool, rank) for pool, size in self._sizes.items() for rank in range(size)]
                 hello = {
                     pool: messages.Hello(protocol=messages.PROTOCOL, world_size=size, pool=pool)
                     for pool, size in self._sizes.items()
@@ -220,27 +220,16 @@ class RemoteWorkerGroup(WorkerGroup):
         by_pool = [[name for name, role in self.roles.items() if role.pool == pool] for pool in self._sizes]
         for names in zip_longest(*by_pool):
             present = [name for name in names if name is not None]
-            submissions = [self._submit_initialize(name, requests[name]) for name in present]
-            for name, submission in zip(present, submissions, strict=True):
-                self._infos[name] = submission.result()
-
-    def _submit_initialize(self, name: str, request: Initialize) -> Submission:
-        places = self.places(name)
-
-        def infos(replies: Mapping[str, Any]) -> list[RankInfo]:
-            return list(replies.values())
-
-        planned = PlannedRequest(
-            id=self.next_id(),
-            title=f"building {name}",
-            mesh=places,
-            make=lambda place_: request,
-            common="",
-            finish=infos,
-        )
-        submission = Submission(request=planned)
-        self._run(FlushManifest.of([planned]), [submission])
-        return submission
+            calls = [
+                GroupCall(id=self.next_id(), title=f"building {name}", workers=self.workers(name), message=requests[name])
+                for name in present
+            ]
+            for call in calls:
+                self._run(FlushManifest.of([call]))
+            for name, call in zip(present, calls, strict=True):
+                call.result()
+                infos: Any = call.replies.values()
+                self._infos[name] = list(infos)
 
     def rebuild(self, checkpoints: Mapping[str, str] | None = None) -> None:
         """Restart all processes, including any that were lost, and resume from checkpoints. All samples are lost.
@@ -304,11 +293,11 @@ class RemoteWorkerGroup(WorkerGroup):
         self._check_whole()
         return self._exchange(what, requests)
 
-    def _run(self, manifest: FlushManifest, submissions: Sequence[Submission]) -> None:
+    def _run(self, manifest: FlushManifest) -> None:
         self._check_whole()
-        pools = {pool: [place(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
+        pools = {pool: [worker_id(pool, rank) for rank in range(size)] for pool, size in self._sizes.items()}
         pending = self._post(
-            {name: [*manifest.frames(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.places)}
+            {name: [*manifest.requests_for(name), manifest.flush(pools[pool_of(name)])] for name in sorted(manifest.workers)}
         )
         channels, generation = dict(self._channels), self._generation
         self._in_flight.append(manifest)
@@ -321,15 +310,15 @@ class RemoteWorkerGroup(WorkerGroup):
                 if collected:
                     return
                 if generation != self._generation or self._broken is not None:
-                    for submission in submissions:
+                    for call in manifest.calls:
                         reason = self._broken or "it was rebuilt"
-                        submission.fail(WorkerLostError(f"{submission.request.title} was not answered: {reason}"))
+                        call.fail(WorkerLostError(f"{call.title} was not answered: {reason}"))
                 else:
-                    self._collect_flush(manifest, submissions, pending, channels)
+                    self._collect_flush(manifest, pending, channels)
                 collected = True
 
-        for submission in submissions:
-            submission.collect = collect
+        for call in manifest.calls:
+            call.collect = collect
         futures = [reply.future for some in pending.values() for reply in some]
         self._flights.append((manifest, lambda: all(future.done() for future in futures), collect))
 
@@ -342,30 +331,27 @@ class RemoteWorkerGroup(WorkerGroup):
     def _collect_flush(
         self,
         manifest: FlushManifest,
-        submissions: Sequence[Submission],
         pending: Mapping[str, Sequence[PendingReply]],
         channels: Mapping[str, Sequence[ReplyChannel]],
     ) -> None:
-        """Read the replies to a flush and to its requests, in the order in which these run."""
+        """Read the replies to a flush and to its calls, in the order in which these run."""
         error: WorkerError | None = None
         try:
             self._collect(manifest.title, {name: replies[-1] for name, replies in pending.items()}, channels)
         except WorkerError as e:
             error = e
         flush_error = error
-        by_request = {id(submission.request): submission for submission in submissions}
-        places = {id(request): i for i, request in enumerate(manifest.requests)}
-        for request in manifest.in_order():
-            submission, i = by_request[id(request)], places[id(request)]
+        position = {call.id: i for i, call in enumerate(manifest.calls)}
+        for call in manifest.in_order():
             if self._broken is None:
-                own = {name: replies[i] for name, replies in pending.items()}
+                own = {name: replies[position[call.id]] for name, replies in pending.items()}
                 try:
-                    submission.replies = self._collect(request.title, own, channels)
+                    call.replies = self._collect(call.title, own, channels)
                     continue
                 except WorkerError as e:
                     # That the requests of the flush differ is a consequence, where one of them says why.
                     error = flush_error if flush_error is not None and str(e).startswith("ManifestError") else e
-            submission.fail(error or WorkerLostError(f"{request.title} was not answered: {self._broken}"))
+            call.fail(error or WorkerLostError(f"{call.title} was not answered: {self._broken}"))
         self._in_flight.remove(manifest)
         self._note_read()
 
@@ -436,7 +422,9 @@ class RemoteWorkerGroup(WorkerGroup):
         failed = [outcome for outcome in outcomes if outcome.errors or not outcome.whole]
         if failed:
             self._fail(failed)
-        return {place(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())}
+        return {
+            worker_id(outcome.pool, rank): reply for outcome in outcomes for rank, reply in sorted(outcome.replies.items())
+        }
 
     def _fail(self, outcomes: Sequence[ReplyOutcome]) -> None:
         # Where processes died, the errors of others follow from that; and what one pool only reports, or only waits for, from another

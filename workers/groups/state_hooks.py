@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 from ...engine.errors import ConfigError
 from ..protocol import hooks as wire
 from . import hooks as h
-from .planned import PlannedHook
+from .group_call import PlannedHook
 
 if TYPE_CHECKING:
     from .base import WorkerGroup
@@ -26,7 +26,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
         if hook.place not in _STATES:
             raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_STATES)}")
         offload = wire.OffloadHook(role=hook.role, place=hook.place)
-        return PlannedHook(name="offload", places=group.places(hook.role), make=lambda name: offload, common=repr(offload))
+        return PlannedHook(message=offload, workers=group.workers(hook.role))
     if isinstance(hook, h.Save):
         group.role(hook.role).dispatch("save_checkpoint")
         if isinstance(hook.step, bool) or not isinstance(hook.step, int) or hook.step < 0:
@@ -36,7 +36,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
         except (TypeError, ValueError) as e:
             raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
         save = wire.SaveHook(role=hook.role, root=str(hook.root), step=hook.step, extra=dict(hook.extra))
-        return PlannedHook(name="save", places=group.places(hook.role), make=lambda name: save, common=repr(save))
+        return PlannedHook(message=save, workers=group.workers(hook.role))
     if isinstance(hook, h.SyncParams):
         if not 0 <= hook.eta <= 1:
             raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
@@ -45,7 +45,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
         ):
             raise ConfigError(f"sync_params: version={hook.version!r}; it must be an integer of at least 0, or None")
         group.check_sync(hook.source, hook.target)
-        sources, targets = group.places(hook.source), group.places(hook.target)
+        sources, targets = group.workers(hook.source), group.workers(hook.target)
         sync = wire.SyncParamsHook(
             source=hook.source,
             target=hook.target,
@@ -57,8 +57,7 @@ def plan_hook(group: "WorkerGroup", hook: h.Hook) -> PlannedHook:
             dtype=_weight_dtype(group, hook),
             backend=group.sync_backend(hook.source, hook.target),
         )
-        places = tuple(dict.fromkeys((*sources, *targets)))
-        return PlannedHook(name="sync_params", places=places, make=lambda name: sync, common=repr(sync))
+        return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
     raise ConfigError(
         f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
     )

@@ -198,14 +198,14 @@ def clear_data_cache(worker: ModelWorker, request: d.ClearDataCache) -> d.ClearD
 def listen(worker: ModelWorker, request: d.Listen) -> d.Listening:
     """Open the socket for the data of other pools."""
     if worker.data.links is not None:
-        raise OpError("bad_request", f"{worker.place} listens already, at {worker.data.links.address}")
-    worker.data.links = Links(worker.place, request.endpoint, request.keys, worker.settings.timeout_s, worker.data.discard)
+        raise OpError("bad_request", f"{worker.id} listens already, at {worker.data.links.address}")
+    worker.data.links = Links(worker.id, request.endpoint, request.keys, worker.settings.timeout_s, worker.data.discard)
     return d.Listening(address=worker.data.links.address)
 
 
 def peers(worker: ModelWorker, request: d.Peers) -> d.PeersOk:
     """Learn where the other workers listen."""
     if worker.data.links is None:
-        raise OpError("bad_request", f"{worker.place} does not listen; send listen first")
+        raise OpError("bad_request", f"{worker.id} does not listen; send listen first")
     worker.data.links.set_addresses(request.addresses)
     return d.PeersOk()

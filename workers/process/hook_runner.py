@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> Any:
     """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
     if isinstance(hook, DataTransferHook):
-        worker.data.run(worker.place, hook.rounds, hook.title)
+        worker.data.run(worker.id, hook.rounds, hook.title)
         return None
     if isinstance(hook, EvaluateHook):
         return _evaluate(worker, request, hook)
@@ -41,8 +41,8 @@ def abandon_hook(worker: "ModelWorker", hook: WireHook, reason: str) -> None:
         return
     waiting: Sequence[str] = ()
     if hook.backend:
-        waiting = hook.targets if worker.place == hook.sources[0] else hook.sources[:1] if worker.place in hook.targets else ()
-    elif worker.place == hook.sources[0]:
+        waiting = hook.targets if worker.id == hook.sources[0] else hook.sources[:1] if worker.id in hook.targets else ()
+    elif worker.id == hook.sources[0]:
         from .param_sync import remote_target
 
         target = remote_target(hook)

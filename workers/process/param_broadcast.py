@@ -63,11 +63,11 @@ def broadcast_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, A
             f"backend={hook.backend} for weights of {hook.source} to {hook.target}, whose processes are both in pool "
             f"{pool_of(hook.targets[0])!r}; leave it empty"
         )
-    if worker.place not in hook.sources:
+    if worker.id not in hook.sources:
         sums = BucketSums()
         load_stream(worker, hook, _received(worker, links, hook, sums))
         return sums.receipt(hook.version)
-    if worker.place == hook.sources[0]:
+    if worker.id == hook.sources[0]:
         return _send_all(worker, links, hook)
     with worker.host.weights(hook.source) as stream:
         for _ in stream:
@@ -138,7 +138,7 @@ def _send_all(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> dict
             sender.finish()
             return sender.sums.receipt(hook.version)
         except Exception as e:
-            reason = str(e) if isinstance(e, RemoteError) else f"{worker.place} failed: {type(e).__name__}: {e}"
+            reason = str(e) if isinstance(e, RemoteError) else f"{worker.id} failed: {type(e).__name__}: {e}"
             for target in hook.targets:
                 links.send(target, hook.title, [], error=reason)
             _discard(worker, hook, reason)
@@ -249,7 +249,7 @@ def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: B
         _, meeting = _next_header(links, hook).about
         if meeting:
             _discard(worker, hook)
-            present = _connect(worker, hook, meeting, 1 + hook.targets.index(worker.place))
+            present = _connect(worker, hook, meeting, 1 + hook.targets.index(worker.id))
         assert present is not None
         while True:
             kind, value = _next_header(links, hook).about
@@ -261,7 +261,7 @@ def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: B
                 progress.advance()
                 yield name, tensor
     except Exception as e:
-        _discard(worker, hook, f"{worker.place}: {type(e).__name__}: {e}")
+        _discard(worker, hook, f"{worker.id}: {type(e).__name__}: {e}")
         raise
     sums.check(value)
 

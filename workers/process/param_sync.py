@@ -44,7 +44,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
         ModelError: What arrived is not what was sent.
         RemoteError: The source failed.
     """
-    is_source, is_target = worker.place in hook.sources, worker.place in hook.targets
+    is_source, is_target = worker.id in hook.sources, worker.id in hook.targets
     # One kind of digest in a transfer: what travels is in host memory.
     stream_digest = StreamDigest(in_host=not set(hook.targets) <= set(hook.sources))
     # And one kind of values, also in processes that hand on weights to themselves.
@@ -83,7 +83,7 @@ def _channels(
     worker: "ModelWorker", hook: SyncParamsHook, groups: EngineGroups
 ) -> tuple[list[BucketChannel], BucketChannel | None]:
     """Return where this process sends to, and from where it receives."""
-    name, root = worker.place, hook.sources[0]
+    name, root = worker.id, hook.sources[0]
     remote = [target for target in hook.targets if target not in hook.sources]
     outgoing: list[BucketChannel] = []
     incoming: BucketChannel | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine import progress
 from ...engine.errors import ConfigError, DataMissingError, DrivetrainError, ManifestError, RemoteError, is_out_of_memory
 from ...generation.scheduler import RequestCancelledError, SchedulerSettings
-from ..data_plane.plan import place
+from ..data_plane.plan import worker_id
 from ..protocol.codec import text
 from ..protocol.comm_id import CommId
 from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
@@ -176,7 +176,7 @@ class ModelWorker:
         self.models: dict[str, Any] = {}
         """The models that generation steps run on, by their ids."""
         self.communicators: dict[tuple[str, ...], PoolCommunicator] = {}
-        """Communicators with processes of other pools, by the places of their members."""
+        """Communicators with processes of other pools, by their members."""
         self._host: RoleHost | None = None
         self._data: DataManager | None = None
         self._agreement: Agreement | None = None
@@ -194,9 +194,9 @@ class ModelWorker:
         return self._host
 
     @property
-    def place(self) -> str:
-        """The name of this process in plans: `pool/rank`."""
-        return place(self.pool, self.settings.rank)
+    def id(self) -> str:
+        """This process in plans: `pool/rank`."""
+        return worker_id(self.pool, self.settings.rank)
 
     @property
     def data(self) -> "DataManager":
@@ -241,12 +241,12 @@ class ModelWorker:
 
     def hold(self, request: Request) -> None:
         """Keep the samples that a request needs until `release`."""
-        if ids := needed_ids(request, self.place):
+        if ids := needed_ids(request, self.id):
             self.data.store.hold(ids)
 
     def release(self, request: Request) -> None:
         """End the effect of `hold`."""
-        if ids := needed_ids(request, self.place):
+        if ids := needed_ids(request, self.id):
             self.data.store.release(ids)
 
     def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
