@@ -22,8 +22,8 @@ from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.groups.base import WorkerGroup
 from drivetrain.workers.groups.group_call import GroupCall
-from drivetrain.workers.groups.hooks import Evaluate, Hook, Offload, Save, SyncParams
 from drivetrain.workers.groups.process import ProcessWorkerGroup
+from drivetrain.workers.protocol.hooks import CallHook, Evaluate, Offload, Save, SyncParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def load_rollouts(path: str) -> Sequence[Mapping[str, Any]]:
     ]
 
 
-def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[Hook]:
+def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[CallHook]:
     """Return what is done after a call, by the workers, before its reply."""
     if node.title == "reference.compute_log_probs":
         return [Offload(role="reference")]
@@ -98,7 +98,7 @@ def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
     records: dict[str, Any] = {}
     waiting = list(PPO)
     while waiting:
-        submitted: list[tuple[Node, Sequence[Hook], GroupCall]] = []
+        submitted: list[tuple[Node, Sequence[CallHook], GroupCall]] = []
         for node in waiting:
             ids = group.buffer.ready(node.needs, node.title, count)
             if ids:

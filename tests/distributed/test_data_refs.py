@@ -21,12 +21,12 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.workers.data_plane.dataset import DatasetSpec
 from drivetrain.workers.data_plane.links import Links, new_keys
-from drivetrain.workers.groups.hooks import Evaluate, Offload, Save, SyncParams
 from drivetrain.workers.groups.local import LocalWorkerGroup
 from drivetrain.workers.groups.process import ProcessWorkerGroup
 from drivetrain.workers.groups.ray import RayWorkerGroup
 from drivetrain.workers.process.role_host import RoleSpec
 from drivetrain.workers.protocol import data_messages as d
+from drivetrain.workers.protocol.hooks import Evaluate, Offload, Save, SyncParams
 from drivetrain.workers.roles.actor import ActorConfig, ActorWorker
 from drivetrain.workers.roles.generator import RolloutWorker
 from drivetrain.workers.roles.reference import ReferenceWorker, ReferenceWorkerConfig

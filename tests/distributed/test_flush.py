@@ -83,12 +83,12 @@ def state_hook(rng: random.Random, meshes: Sequence[Sequence[int]], title: str) 
     kind = rng.choice(["offload", "save", "sync_params"])
     hook: h.WireHook
     if kind == "offload":
-        hook = h.OffloadHook(role=f"r{i}", place=title)
+        hook = h.Offload(role=f"r{i}", place=title)
     elif kind == "save":
-        hook = h.SaveHook(role=f"r{i}", root=title, step=1)
+        hook = h.Save(role=f"r{i}", root=title, step=1)
     else:
         targets = tuple(worker_id("main", rank) for rank in meshes[j])
-        hook = h.SyncParamsHook(source=f"r{i}", target=f"r{j}", sources=list(workers), targets=list(targets), title=title)
+        hook = h.SyncParams(source=f"r{i}", target=f"r{j}", sources=list(workers), targets=list(targets), title=title)
         workers = tuple(dict.fromkeys((*workers, *targets)))
     return PlannedHook(message=hook, workers=workers)
 
@@ -299,14 +299,14 @@ def rank_failing_hook() -> bool:
     assert ran.result == "1"
     # A hook that concerns one rank alone, and fails: the others learn of it, instead of waiting in the call.
     first, second = three_calls(3).calls[:2]
-    nobody = PlannedHook(message=h.OffloadHook(role="nobody"), workers=everyone[:1])
+    nobody = PlannedHook(message=h.Offload(role="nobody"), workers=everyone[:1])
     manifest = FlushManifest.of([replace(first, before=[nobody]), second])
     outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))
     assert "there is no role 'nobody'" in str(outcomes[1])
     assert outcomes[2].result == "1"
     # A call that fails on all ranks has no effect on the next one, and its hooks after it do not run.
     first, second = three_calls(2).calls[:2]
-    save = PlannedHook(message=h.SaveHook(role="r0", root="never", step=1), workers=everyone)
+    save = PlannedHook(message=h.Save(role="r0", root="never", step=1), workers=everyone)
     failing = replace(first, message=Call(role="r0", method="fail", args=["planned"]), after=[save])
     manifest = FlushManifest.of([failing, replace(second, after=[save])])
     outcomes = outcomes_of(worker, manifest.flush(everyone), manifest.requests_for(worker.id))

@@ -23,7 +23,7 @@ from drivetrain.workers.groups.group_call import FlushManifest, GroupCall, Plann
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import data_messages as d
 from drivetrain.workers.protocol.compute_messages import Call
-from drivetrain.workers.protocol.hooks import OffloadHook
+from drivetrain.workers.protocol.hooks import Offload
 from drivetrain.workers.protocol.manifest import digest_of
 
 IDS = Column("input_ids", "int64", "token")
@@ -484,7 +484,7 @@ def test_samples_are_dropped_without_waiting_for_the_device(monkeypatch: pytest.
 
 
 def call(number: int, workers: Sequence[str], hooked: Sequence[str] = ()) -> GroupCall:
-    hook = PlannedHook(message=OffloadHook(role="r"), workers=tuple(hooked))
+    hook = PlannedHook(message=Offload(role="r"), workers=tuple(hooked))
     return GroupCall(
         id=number,
         title=f"role{number}.run",

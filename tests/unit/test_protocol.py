@@ -86,12 +86,12 @@ REQUESTS: list[tuple[p.Request, str]] = [
         '"digest":"d"}',
     ),
     (
-        c.Empty(pre_hooks=[h.SyncParamsHook(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
+        c.Empty(pre_hooks=[h.SyncParams(source="a", target="b", sources=["m/0"], targets=["m/1"], title="t", eta=0.5)]),
         '{"op":"empty","pre_hooks":[{"hook":"sync_params","source":"a","target":"b","sources":["m/0"],"targets":["m/1"],'
         '"title":"t","eta":0.5}]}',
     ),
     (
-        c.Empty(pre_hooks=[h.OffloadHook(role="a")], post_hooks=[h.SaveHook(role="a", root="r", step=1)]),
+        c.Empty(pre_hooks=[h.Offload(role="a")], post_hooks=[h.Save(role="a", root="r", step=1)]),
         '{"op":"empty","pre_hooks":[{"hook":"offload","role":"a"}],"post_hooks":[{"hook":"save","role":"a","root":"r","step":1}]}',
     ),
     (d.Fetch(role="a", count=8, start=2), '{"op":"fetch","role":"a","count":8,"start":2}'),
@@ -416,6 +416,7 @@ def test_a_hook_is_refused_where_it_cannot_be() -> None:
         (c.TrainStep(**common, pre_hooks=[EVALUATE]), "evaluate cannot come before train_step; it can come after train_step"),
         (c.Inference(**common, post_hooks=[EVALUATE]), "evaluate cannot come after inference; it can come after train_step"),
         (c.Empty(id=1, post_hooks=[EVALUATE]), "evaluate cannot come after empty"),
+        (c.Empty(id=1, pre_hooks=[h.SyncParams(source="a", target="b", sources=["m/0"], title="t")]), "lacks its processes"),
         (c.Call(role="a", method="b"), "call waits for a flush, which names it by its id; give it one"),
     ]
     for request, message in refused:

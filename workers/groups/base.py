@@ -17,14 +17,12 @@ from ..data_plane.plan import WorkerId, worker_id
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..process.role_host import RoleSpec
 from ..protocol.compute_messages import RankInfo
-from ..protocol.hooks import CommBackend
+from ..protocol.hooks import CallHook, CommBackend, SyncParams
 from ..roles.dispatch import MiniBatches
-from . import hooks as h
 from .call_planner import CallPlanner
 from .group_call import FlushManifest, GroupCall
 from .group_data import GroupData
 from .receipts import WeightReceipt, agreed_receipt
-from .state_hooks import plan_hook
 
 
 class RoleHandle:
@@ -161,8 +159,8 @@ class WorkerGroup(GroupData, ABC):
         role: str,
         method: str,
         *args: Any,
-        before: Sequence[h.Hook] = (),
-        after: Sequence[h.Hook] = (),
+        before: Sequence[CallHook] = (),
+        after: Sequence[CallHook] = (),
         mini_batches: MiniBatches | None = None,
         **options: Any,
     ) -> GroupCall:
@@ -185,16 +183,15 @@ class WorkerGroup(GroupData, ABC):
             self._submitted.append(call)
             return call
 
-    def submit_hooks(self, *hooks: h.Hook) -> GroupCall:
+    def submit_hooks(self, *hooks: CallHook) -> GroupCall:
         """Submit hooks without a call, which run with the next `flush`."""
         if not hooks:
             raise ConfigError("submit_hooks needs at least one hook")
         return self._submit_hooks(hooks, "")
 
-    def _submit_hooks(self, hooks: Sequence[h.Hook], title: str) -> GroupCall:
+    def _submit_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
         with self._lock:
-            planned = [plan_hook(self, hook) for hook in hooks]
-            call = GroupCall(id=self.next_id(), title=title or ", ".join(hook.name for hook in planned), before=planned)
+            call = self._planner.plan_hooks(hooks, title)
             self._submitted.append(call)
             return call
 
@@ -275,7 +272,7 @@ class WorkerGroup(GroupData, ABC):
         with self._lock:
             self.check_sync(source, target)
             self._check_nothing_submitted("sync_weights")
-            hook = h.SyncParams(source=source, target=target, eta=eta, version=version)
+            hook = SyncParams(source=source, target=target, eta=eta, version=version)
             call = self._submit_hooks([hook], f"weights of {source} to {target}")
             self._flush_only(call)
             self._wait(call)

@@ -1,7 +1,10 @@
 """Plans calls of roles' methods: arguments of any form, hooks included, become a `GroupCall`."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec.structs import replace
 
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
@@ -11,19 +14,20 @@ from ...engine.packing.sharing import find_prefixes
 from ...generation.options import SamplingOptions, check_prompts
 from ..data_plane.data_ref import DataRef
 from ..protocol.compute_messages import Call, Generate, Inference, RankInfo, SampleRequest, TrainStep
-from ..protocol.hooks import EvaluateHook
+from ..protocol.hooks import CallHook, Evaluate, EvaluateHook, Offload, Save, SyncParams, WeightDType
 from ..roles.actor import ActorConfig
 from ..roles.base import Worker
 from ..roles.batch_adapters import BatchAdapter, adapt_batch
 from ..roles.dispatch import Assignment, Dispatch, MiniBatches, assign_mini_batches, assign_rows, check_columns
 from ..roles.reference import ReferenceWorkerConfig
-from . import hooks as h
 from .group_call import GroupCall, PlannedHook, SampleCall
 from .shards import ShardedSamples, Shards
-from .state_hooks import plan_hook
 
 if TYPE_CHECKING:
     from .base import WorkerGroup
+
+
+_LOCATIONS = ("host", "disk", "device")
 
 
 class CallPlanner:
@@ -59,8 +63,8 @@ class CallPlanner:
         options: Mapping[str, Any],
         *,
         mini_batches: MiniBatches | None = None,
-        before: Sequence[h.Hook] = (),
-        after: Sequence[h.Hook] = (),
+        before: Sequence[CallHook] = (),
+        after: Sequence[CallHook] = (),
     ) -> GroupCall:
         """Return a call. A batch of tensors is put into the data stores.
 
@@ -86,8 +90,8 @@ class CallPlanner:
                 title=title,
                 workers=workers,
                 message=Call(role=role, method=method, args=list(args), options=dict(options)),
-                before=[plan_hook(self._group, hook) for hook in before],
-                after=[plan_hook(self._group, hook) for hook in after],
+                before=[self._plan_hook(hook) for hook in before],
+                after=[self._plan_hook(hook) for hook in after],
             )
         if not args:
             raise ConfigError(f"{title} needs a batch")
@@ -117,9 +121,9 @@ class CallPlanner:
                 title=title,
                 workers=workers,
                 message=_message(role, method, dispatch, args[1:], options, self._group.next_version(), adapter is not None),
-                before=[plan_hook(self._group, hook) for hook in before],
+                before=[self._plan_hook(hook) for hook in before],
                 after=[
-                    self._plan_evaluation(role, infos, hook) if isinstance(hook, h.Evaluate) else plan_hook(self._group, hook)
+                    self._plan_evaluation(role, infos, hook) if isinstance(hook, Evaluate) else self._plan_hook(hook)
                     for hook in after
                 ],
                 data=self._group,
@@ -132,7 +136,66 @@ class CallPlanner:
                 self._group.drop(ref, workers)
             raise
 
-    def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: h.Evaluate) -> PlannedHook:
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def plan_hooks(self, hooks: Sequence[CallHook], title: str) -> GroupCall:
+        """Return a call of nothing but hooks.
+
+        Args:
+            hooks: The hooks.
+            title: What the call is called in messages; empty for the names of the hooks.
+
+        Raises:
+            ConfigError: A role does not exist, or cannot do this.
+        """
+        planned = [self._plan_hook(hook) for hook in hooks]
+        return GroupCall(id=self._group.next_id(), title=title or ", ".join(hook.name for hook in planned), before=planned)
+
+    def _plan_hook(self, hook: CallHook) -> PlannedHook:
+        """Return a hook on the state of roles, with the processes that take part."""
+        group = self._group
+        if isinstance(hook, Offload):
+            group.role(hook.role).dispatch("to")
+            if hook.place not in _LOCATIONS:
+                raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_LOCATIONS)}")
+            return PlannedHook(message=hook, workers=group.workers(hook.role))
+        if isinstance(hook, Save):
+            group.role(hook.role).dispatch("save_checkpoint")
+            if isinstance(hook.step, bool) or not isinstance(hook.step, int) or hook.step < 0:
+                raise ConfigError(f"Save(step={hook.step!r}); give the number of a step, at least 0")
+            try:
+                save = replace(hook, root=str(hook.root), extra=dict(hook.extra))
+                json.dumps(save.extra)
+            except (TypeError, ValueError) as e:
+                raise ConfigError(f"Save(extra=...) cannot be written as JSON: {e}") from None
+            return PlannedHook(message=save, workers=group.workers(hook.role))
+        if isinstance(hook, SyncParams):
+            return self._plan_sync(hook)
+        raise ConfigError(
+            f"{hook!r:.80} is not a hook that can come here; the hooks are Offload, Save, SyncParams, and after an update Evaluate"
+        )
+
+    def _plan_sync(self, hook: SyncParams) -> PlannedHook:
+        group, version = self._group, hook.version
+        if not 0 <= hook.eta <= 1:
+            raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63):
+            raise ConfigError(f"sync_params: version={version!r}; it must be an integer of at least 0, or None")
+        group.check_sync(hook.source, hook.target)
+        sources, targets = group.workers(hook.source), group.workers(hook.target)
+        # A moving average adds to what the target has, so its source is sent as it is.
+        dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
+        sync = replace(
+            hook,
+            sources=list(sources),
+            targets=list(targets),
+            title=f"{group.next_id()}/{hook.source} to {hook.target}",
+            dtype=next((dtype for dtype in get_args(WeightDType) if dtypes == {dtype}), ""),
+            backend=group.sync_backend(hook.source, hook.target),
+        )
+        return PlannedHook(message=sync, workers=tuple(dict.fromkeys((*sources, *targets))))
+
+    def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: Evaluate) -> PlannedHook:
         if not isinstance(hook.data, DataRef):
             raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
         self._group.check_ref(hook.data)
@@ -212,8 +275,8 @@ def _check(
     title: str,
     dispatch: Dispatch,
     mini_batches: MiniBatches | None,
-    before: Sequence[h.Hook],
-    after: Sequence[h.Hook],
+    before: Sequence[CallHook],
+    after: Sequence[CallHook],
 ) -> None:
     """Check what is around a call against what its method is.
 
@@ -228,7 +291,7 @@ def _check(
     for name, hooks in (("before", before), ("after", after)):
         if not isinstance(hooks, list | tuple):
             raise ConfigError(f"{name}={hooks!r:.80}; give a list of hooks")
-    if any(isinstance(hook, h.Evaluate) for hook in (before if is_update else [*before, *after])):
+    if any(isinstance(hook, Evaluate) for hook in (before if is_update else [*before, *after])):
         raise ConfigError(f"the hook evaluate comes after an update alone: give it in after= of one, not with {title}")
 
 

@@ -26,7 +26,7 @@ from ..data_plane.links import Header, Links
 from ..data_plane.plan import aligned, pool_of
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from ..protocol import comm_id as comm_ids
-from ..protocol.hooks import SyncParamsHook
+from ..protocol.hooks import SyncParams
 from .param_sync import load_stream, rounded
 from .pool_communicator import Broadcast, PoolCommunicator
 
@@ -44,7 +44,7 @@ next message of that process."""
 Contents = Sequence[tuple[str, str, tuple[int, ...], str]]
 
 
-def broadcast_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] | None:
+def broadcast_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters to another pool. Collective over the processes of both roles.
 
     Returns:
@@ -125,7 +125,7 @@ class BucketSums:
 # ---- the source ---------------------------------------------------------------------------------------------------------
 
 
-def _send_all(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> dict[str, Any]:
+def _send_all(worker: "ModelWorker", links: Links, hook: SyncParams) -> dict[str, Any]:
     """Send all weights, and read their stream to its end whatever happens: the other processes of the source take part in it."""
     with ExitStack() as stack:
         stream: Iterator[tuple[str, Tensor]] = iter(())
@@ -158,7 +158,7 @@ class BucketSender:
         hook: The transfer.
     """
 
-    def __init__(self, communicator: PoolCommunicator, links: Links, hook: SyncParamsHook) -> None:
+    def __init__(self, communicator: PoolCommunicator, links: Links, hook: SyncParams) -> None:
         self._communicator, self._links, self._hook = communicator, links, hook
         self._contents: list[tuple[str, str, tuple[int, ...], str]] = []
         self._data: Tensor | None = None
@@ -209,7 +209,7 @@ class BucketSender:
             self._links.send(target, self._hook.title, [], about=about)
 
 
-def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParamsHook) -> PoolCommunicator:
+def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParams) -> PoolCommunicator:
     """Return the communicator of a transfer, a new one unless all targets are in the present one.
 
     Raises:
@@ -235,7 +235,7 @@ def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParamsHook)
 # ---- the target ---------------------------------------------------------------------------------------------------------
 
 
-def _received(worker: "ModelWorker", links: Links, hook: SyncParamsHook, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
+def _received(worker: "ModelWorker", links: Links, hook: SyncParams, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
@@ -275,7 +275,7 @@ def _receive(communicator: PoolCommunicator, value: Sequence[Any]) -> Bucket:
     return Bucket(contents=contents, data=data)
 
 
-def _next_header(links: Links, hook: SyncParamsHook) -> Header:
+def _next_header(links: Links, hook: SyncParams) -> Header:
     header = links.receive_header(hook.sources[0], hook.title)
     if header.error:
         raise RemoteError(header.error)
@@ -285,11 +285,11 @@ def _next_header(links: Links, hook: SyncParamsHook) -> Header:
 # ---- both ---------------------------------------------------------------------------------------------------------------
 
 
-def _members(hook: SyncParamsHook) -> tuple[str, ...]:
+def _members(hook: SyncParams) -> tuple[str, ...]:
     return (hook.backend, hook.sources[0], *hook.targets)
 
 
-def _connect(worker: "ModelWorker", hook: SyncParamsHook, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
+def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
     """Return a new communicator, which the next transfer uses again."""
     communicator = worker.communicators[_members(hook)] = PoolCommunicator(
         comm_ids.parse(meeting),
@@ -304,7 +304,7 @@ def _connect(worker: "ModelWorker", hook: SyncParamsHook, meeting: str, rank: in
     return communicator
 
 
-def _discard(worker: "ModelWorker", hook: SyncParamsHook, reason: str = "") -> None:
+def _discard(worker: "ModelWorker", hook: SyncParams, reason: str = "") -> None:
     """End the communicator of a transfer, if there is one; the next transfer makes another."""
     present = worker.communicators.pop(_members(hook), None)
     if present is not None:

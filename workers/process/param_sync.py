@@ -21,7 +21,7 @@ from ..data_plane.buckets import BroadcastChannel, Bucket, BucketChannel, LinkCh
 from ..data_plane.digests import StreamDigest
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
-from ..protocol.hooks import SyncParamsHook
+from ..protocol.hooks import SyncParams
 
 if TYPE_CHECKING:
     from .worker import ModelWorker
@@ -32,7 +32,7 @@ SETTLE_S = 1.0
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] | None:
+def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
@@ -80,7 +80,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParamsHook) -> dict[str, Any] |
 
 
 def _channels(
-    worker: "ModelWorker", hook: SyncParamsHook, groups: EngineGroups
+    worker: "ModelWorker", hook: SyncParams, groups: EngineGroups
 ) -> tuple[list[BucketChannel], BucketChannel | None]:
     """Return where this process sends to, and from where it receives."""
     name, root = worker.id, hook.sources[0]
@@ -110,13 +110,13 @@ def _channels(
     return outgoing, incoming
 
 
-def remote_target(hook: SyncParamsHook) -> str | None:
+def remote_target(hook: SyncParams) -> str | None:
     """Return the process of another pool that the source's first process sends to; None if there is none."""
     remote = [target for target in hook.targets if target not in hook.sources]
     return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
 
 
-def load_stream(worker: "ModelWorker", hook: SyncParamsHook, pairs: NamedTensors) -> None:
+def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: NamedTensors) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
         worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)

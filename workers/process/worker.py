@@ -20,7 +20,7 @@ from ..data_plane.plan import worker_id
 from ..protocol.codec import text
 from ..protocol.comm_id import CommId
 from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from ..protocol.hooks import EvaluateHook, WireHook, name_of
+from ..protocol.hooks import EvaluateHook, SyncParams, WireHook, name_of
 from ..protocol.manifest import needed_ids
 from ..protocol.messages import Error, Reply, Request
 from ..protocol.names import Names, Program
@@ -235,6 +235,10 @@ class ModelWorker:
             if name not in op.hooks or (name == "evaluate" and when == "before"):
                 where = "after train_step" if name == "evaluate" else f"with {', '.join(self._carriers(name))}"
                 raise OpError("bad_request", f"the hook {name} cannot come {when} {op.name}; it can come {where}")
+            if isinstance(hook, SyncParams) and not (hook.sources and hook.targets and hook.title):
+                raise OpError(
+                    "bad_request", "the hook sync_params lacks its processes or its title; give sources, targets and title"
+                )
 
     def _carriers(self, hook: str) -> list[str]:
         return [op.name for op in self.registry.ops.values() if hook in op.hooks]
@@ -255,13 +259,13 @@ class ModelWorker:
 
     def run_hook(self, request: ComputeRequest, hook: WireHook) -> Any:
         """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
-        from .hook_runner import run_hook
+        from .hooks import run_hook
 
         return run_hook(self, request, hook)
 
     def abandon_hook(self, hook: WireHook, reason: str) -> None:
         """Tell processes of other pools that take part in a hook that it does not run here."""
-        from .hook_runner import abandon_hook
+        from .hooks import abandon_hook
 
         abandon_hook(self, hook, reason)
 
