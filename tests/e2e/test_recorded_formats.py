@@ -18,9 +18,9 @@ from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import PPOConfig
 from drivetrain.trainers.config.runs import SFTConfig
+from drivetrain.trainers.offline.trainer import SFTTrainer
 from drivetrain.trainers.rl.phase_commands import main as rl_phase
 from drivetrain.trainers.rl.trainer import PPOTrainer
-from drivetrain.trainers.trainer import SFTTrainer
 from drivetrain.workers.protocol.codec import Codec
 from drivetrain.workers.protocol.names import Names
 from drivetrain.workers.protocol.operations import Registry
