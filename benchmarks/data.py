@@ -231,7 +231,7 @@ def through_the_controller() -> None:
                 supervised=[[False] * prompt + [True] * answer] * count,
             )
             before = group.controller_bytes
-            ref = group.put(batch)
+            ref = group.data.put(batch)
             put = group.controller_bytes - before
             example.ppo_step(group, ref)
             step = group.controller_bytes - before - put

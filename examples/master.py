@@ -93,16 +93,16 @@ def hooks_of(node: Node, batch: DataRef, folder: Path) -> Sequence[CallHook]:
 
 def step(group: WorkerGroup, folder: Path) -> dict[str, Any]:
     """Fetch all samples, and run every call as soon as they have what it needs; return the results of the updates."""
-    count = group.spec("actor").samples
-    group.fetch(count, "actor")
+    count = group.data.spec("actor").samples
+    group.data.fetch(count, "actor")
     records: dict[str, Any] = {}
     waiting = list(PPO)
     while waiting:
         submitted: list[tuple[Node, Sequence[CallHook], GroupCall]] = []
         for node in waiting:
-            ids = group.buffer.ready(node.needs, node.title, count)
+            ids = group.data.buffer.ready(node.needs, node.title, count)
             if ids:
-                batch = DataRef.of(group.buffer, ids)
+                batch = DataRef.of(group.data.buffer, ids)
                 batch = batch.rename(**{name: other for name, other in node.reads.items() if name in batch.keys})
                 after = hooks_of(node, batch, folder)
                 submitted.append((node, after, group.submit(node.role, node.method, batch, after=after, **node.options)))

@@ -291,7 +291,7 @@ def test_no_operation_leaves_a_reply_behind_when_one_rank_fails(start: Start) ->
 def ask(group: Any, request: p.Request) -> list[Any]:
     """Send a request to both ranks, with a flush if it needs one."""
     if not isinstance(request, c.ComputeRequest):
-        return [replies[0] for replies in group._ask("the test", {"main/0": [request], "main/1": [request]}).values()]
+        return [replies[0] for replies in group.ask("the test", {"main/0": [request], "main/1": [request]}).values()]
     call = GroupCall(id=group.next_id(), title="the test", workers=("main/0", "main/1"), message=request)
     group._run(FlushManifest.of([call]))
     call.result()

@@ -5,19 +5,20 @@ It is distributed over the data-parallel ranks, balanced by cost. This module ho
 `process` and `ray` differ in how requests reach the workers.
 """
 
+import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, Self
 
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
 from ..data_plane.plan import WorkerId, worker_id
-from ..data_plane.sequence_buffer import SequenceBuffer
 from ..process.role_host import RoleSpec
 from ..protocol.compute_messages import RankInfo
+from ..protocol.data_messages import ModelConfigRequest
 from ..protocol.hooks import CallHook, CommBackend, SyncParams
+from ..protocol.messages import Request
 from ..roles.dispatch import MiniBatches
 from .call_planner import CallPlanner
 from .group_call import FlushManifest, GroupCall
@@ -43,7 +44,7 @@ class RoleHandle:
         return lambda *args, **options: self._group.call(self._name, method, *args, **options)
 
 
-class WorkerGroup(GroupData, ABC):
+class WorkerGroup(ABC):
     """The workers of several roles.
 
     Args:
@@ -66,16 +67,14 @@ class WorkerGroup(GroupData, ABC):
                 )
             role.check(name)
         self.roles = dict(roles)
-        self.buffer = SequenceBuffer()
-        """What the workers' data stores hold."""
+        self.data = GroupData(self)
+        """The workers' data stores."""
         self._submitted: list[GroupCall] = []
         self._in_flight: list[FlushManifest] = []
         self._interrupted: list[GroupCall] = []
-        self._versions = count(1)
-        self._positions, self._fetching = {}, threading.Lock()
         # Held by a call from its submission to its result, so that threads may share a group.
         self._lock = threading.RLock()
-        self._planner = CallPlanner(self)
+        self._planner = CallPlanner(self, self.data)
 
     def __getitem__(self, name: str) -> RoleHandle:
         """Return the handle of a role.
@@ -96,18 +95,12 @@ class WorkerGroup(GroupData, ABC):
             raise ConfigError(f"there is no role {name!r}; the roles are {', '.join(self.roles)}")
         return self.roles[name]
 
-    def check_sync(self, source: str, target: str) -> None:
-        """Check that one role gives weights and another takes them.
-
-        Raises:
-            ConfigError: One of them does not.
-        """
-        for name, method in ((source, "weights"), (target, "load_weights")):
-            worker = self.role(name).worker
-            if not hasattr(worker, method):
-                raise ConfigError(
-                    f"sync_weights({source!r}, {target!r}): {worker.__name__}, the worker of {name!r}, has no method {method}"
-                )
+    def model_config(self, role: str) -> dict[str, Any]:
+        """Return the config.json of a role's model."""
+        first = self.workers(role)[0]
+        reply: Any = self.ask(f"model_config of {role}", {first: [ModelConfigRequest(role=role)]})[first][0]
+        config: dict[str, Any] = json.loads(reply.config_json)
+        return config
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -250,9 +243,6 @@ class WorkerGroup(GroupData, ABC):
                 f"{what} cannot be called: {self._submitted[0].title} has been submitted; flush() first, or withdraw() it"
             )
 
-    def _collect_done(self) -> None:
-        """Read the replies to flushes that have been answered, and that nobody has asked for."""
-
     def sync_weights(self, source: str, target: str, *, eta: float = 1.0, version: int | None = None) -> WeightReceipt:
         """Send the weights of one role to another, for example from an actor to its rollout, from worker to worker.
 
@@ -270,7 +260,6 @@ class WorkerGroup(GroupData, ABC):
                 before it is used; a rollout generates nothing until then.
         """
         with self._lock:
-            self.check_sync(source, target)
             self._check_nothing_submitted("sync_weights")
             hook = SyncParams(source=source, target=target, eta=eta, version=version)
             call = self._submit_hooks([hook], f"weights of {source} to {target}")
@@ -286,21 +275,21 @@ class WorkerGroup(GroupData, ABC):
 
     def _forget_data(self) -> None:
         """Forget all samples, which are lost, and what refers to them."""
-        self.buffer = SequenceBuffer()
+        self.data.forget()
         self._submitted, self._in_flight, self._interrupted = [], [], []
-        self._positions = {}
 
     # ---- what a transport implements ---------------------------------------------------------------------------------
-
-    def next_version(self) -> int:
-        """Return the version of the next columns."""
-        return next(self._versions)
 
     def workers(self, role: str) -> tuple[WorkerId, ...]:
         """Return the processes of a role, in rank order."""
         spec = self.role(role)
         ranks = range(self._pool_size(spec.pool)) if spec.ranks is None else spec.ranks
         return tuple(worker_id(spec.pool, rank) for rank in ranks)
+
+    def all_workers(self) -> list[WorkerId]:
+        """Return all processes on which there is a role."""
+        pools = sorted({role.pool for role in self.roles.values()})
+        return [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
 
     def sync_backend(self, source: str, target: str) -> CommBackend:
         """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
@@ -323,8 +312,25 @@ class WorkerGroup(GroupData, ABC):
         """
 
     @abstractmethod
+    def is_usable(self) -> bool:
+        """Return whether the processes can be sent requests."""
+
+    @abstractmethod
+    def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
+        """Send processes requests that need no flush, and return the replies.
+
+        Args:
+            what: What is asked, for messages.
+            requests: The requests of each process.
+        """
+
+    @abstractmethod
     def _run(self, manifest: FlushManifest) -> None:
         """Send the calls of a flush, and let them know how to wait."""
+
+    @abstractmethod
+    def _collect_done(self) -> None:
+        """Read the replies to flushes that have been answered, and that were not asked for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -335,3 +341,15 @@ class WorkerGroup(GroupData, ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _moved_to_data(name: str) -> property:
+    def refuse(group: WorkerGroup) -> Any:
+        raise AttributeError(f"{type(group).__name__}.{name} has moved: use group.data.{name}")
+
+    return property(refuse)
+
+
+# Set, and not written, so that type checkers do not take them for attributes.
+for _name in ("put", "put_columns", "fetch", "spec", "get", "get_batch", "digests", "clear_data_cache", "buffer"):
+    setattr(WorkerGroup, _name, _moved_to_data(_name))

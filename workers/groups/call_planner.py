@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -21,11 +21,8 @@ from ..roles.batch_adapters import BatchAdapter, adapt_batch
 from ..roles.dispatch import Assignment, Dispatch, MiniBatches, assign_mini_batches, assign_rows, check_columns
 from ..roles.reference import ReferenceWorkerConfig
 from .group_call import GroupCall, PlannedHook, SampleCall
+from .group_data import GroupData, RoleProcesses
 from .shards import ShardedSamples, Shards
-
-if TYPE_CHECKING:
-    from .base import WorkerGroup
-
 
 _LOCATIONS = ("host", "disk", "device")
 
@@ -34,14 +31,15 @@ class CallPlanner:
     """Plans the calls of a group.
 
     Args:
-        group: The group.
+        group: The group's roles and processes.
+        data: Its data stores.
 
     Raises:
         ConfigError: The roles compute log-probabilities at different temperatures.
     """
 
-    def __init__(self, group: "WorkerGroup") -> None:
-        self._group = group
+    def __init__(self, group: RoleProcesses, data: GroupData) -> None:
+        self._group, self._data = group, data
         temperatures = {
             name: role.config.temperature
             for name, role in group.roles.items()
@@ -105,14 +103,14 @@ class CallPlanner:
         adapter: BatchAdapter | None = None
         if isinstance(args[0], DataRef):
             ref = args[0]
-            self._group.check_ref(ref)
+            self._data.check_ref(ref)
             shards = self._shards(role, infos, ref, dispatch, mini_batches)
             _check_columns(dispatch, options, len(ref))
         else:
             adapter = self._adapter(role, method, args[0])
             _check_columns(dispatch, options, adapter.batch.num_sequences)
             shards = self._shards_of_batch(role, infos, adapter.batch, dispatch, mini_batches)
-            ref = self._group.put_batch(adapter.batch, shards)
+            ref = self._data.put_batch(adapter.batch, shards)
         try:
             number = self._group.next_id()
             samples = ShardedSamples(ref=ref, shards=shards, extra_fields=self._extra_fields(role, method, ref))
@@ -120,20 +118,20 @@ class CallPlanner:
                 id=number,
                 title=title,
                 workers=workers,
-                message=_message(role, method, dispatch, args[1:], options, self._group.next_version(), adapter is not None),
+                message=_message(role, method, dispatch, args[1:], options, self._data.next_version(), adapter is not None),
                 before=[self._plan_hook(hook) for hook in before],
                 after=[
                     self._plan_evaluation(role, infos, hook) if isinstance(hook, Evaluate) else self._plan_hook(hook)
                     for hook in after
                 ],
-                data=self._group,
+                data=self._data,
                 dispatch=dispatch,
                 samples=samples,
                 adapter=adapter,
             )
         except BaseException:
             if adapter is not None:
-                self._group.drop(ref, workers)
+                self._data.drop(ref, workers)
             raise
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -181,7 +179,13 @@ class CallPlanner:
             raise ConfigError(f"sync_params: eta={hook.eta}; the weight of the new parameters must be between 0 and 1")
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63):
             raise ConfigError(f"sync_params: version={version!r}; it must be an integer of at least 0, or None")
-        group.check_sync(hook.source, hook.target)
+        for name, method in ((hook.source, "weights"), (hook.target, "load_weights")):
+            worker = group.role(name).worker
+            if not hasattr(worker, method):
+                raise ConfigError(
+                    f"sync_weights({hook.source!r}, {hook.target!r}): {worker.__name__}, the worker of {name!r}, has no method "
+                    f"{method}"
+                )
         sources, targets = group.workers(hook.source), group.workers(hook.target)
         # A moving average adds to what the target has, so its source is sent as it is.
         dtypes = {info.weight_dtype for info in group.rank_infos(hook.target)} if hook.eta == 1 else set()
@@ -198,7 +202,7 @@ class CallPlanner:
     def _plan_evaluation(self, role: str, infos: Sequence[RankInfo], hook: Evaluate) -> PlannedHook:
         if not isinstance(hook.data, DataRef):
             raise ConfigError(f"Evaluate(data=...) is a {type(hook.data).__name__}; put it first, and give the DataRef")
-        self._group.check_ref(hook.data)
+        self._data.check_ref(hook.data)
         dispatch = self._group.roles[role].dispatch(hook.method)
         if dispatch.returns != "numbers":
             raise ConfigError(f"Evaluate(method={hook.method!r}): {role}.{hook.method} does not return numbers; use evaluate")

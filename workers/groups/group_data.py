@@ -1,13 +1,11 @@
 """A group's data plane, as a controller sees it: put, fetch, get and drop samples that the workers hold."""
 
-import json
 import threading
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +15,14 @@ from ...engine.packing.batch import PackedBatch
 from ...engine.packing.convert import from_lists
 from ...generation.options import check_prompts
 from ..data_plane.data_ref import DataRef
-from ..data_plane.plan import Column, WorkerId, worker_id
+from ..data_plane.plan import Column, WorkerId
 from ..data_plane.samples import batch_of, column_of, columns_of
 from ..data_plane.sequence_buffer import SequenceBuffer, key_of
 from ..data_plane.store import DataStore
 from ..process.role_host import RoleSpec
 from ..protocol import data_messages as d
 from ..protocol.compute_messages import RankInfo
+from ..protocol.hooks import CommBackend
 from ..protocol.messages import Request
 from ..roles.batch_adapters import adapt_batch
 from ..roles.dispatch import assign_rows
@@ -35,7 +34,7 @@ class DatasetSize:
     """The size of a data set.
 
     Args:
-        samples: The number of samples of an epoch, over all shares.
+        samples: The number of samples of an epoch, over all shards.
         position: The position after the last fetch, counted over epochs.
     """
 
@@ -43,13 +42,75 @@ class DatasetSize:
     position: int
 
 
-class GroupData(ABC):
-    """The part of `WorkerGroup` that concerns the workers' data stores."""
+class RoleProcesses(Protocol):
+    """The roles of a group and the processes that they run on: what its data stores and the planning of its calls need of it."""
 
-    roles: dict[str, RoleSpec]
-    buffer: SequenceBuffer
-    _positions: dict[str, int]
-    _fetching: "threading.Lock"
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        """The roles by name."""
+        ...
+
+    def role(self, name: str) -> RoleSpec:
+        """Return a role; an error names the roles that there are."""
+        ...
+
+    def workers(self, role: str) -> tuple[WorkerId, ...]:
+        """Return the processes of a role, in rank order."""
+        ...
+
+    def all_workers(self) -> list[WorkerId]:
+        """Return all processes on which there is a role."""
+        ...
+
+    def rank_infos(self, role: str) -> Sequence[RankInfo]:
+        """Return the info of each process of a role, in rank order."""
+        ...
+
+    def sync_backend(self, source: str, target: str) -> CommBackend:
+        """Return the backend of the communicator over which a role's weights go to another one; empty if they go without."""
+        ...
+
+    def next_id(self) -> int:
+        """Return the id of the next request."""
+        ...
+
+    def is_usable(self) -> bool:
+        """Return whether the processes can be sent requests."""
+        ...
+
+    def ask(self, what: str, requests: Mapping[WorkerId, Sequence[Request]]) -> dict[WorkerId, list[Any]]:
+        """Send processes requests that need no flush, and return the replies.
+
+        Args:
+            what: What is asked, for messages.
+            requests: The requests of each process.
+        """
+        ...
+
+
+class GroupData:
+    """The data stores of a group's workers, as a controller sees them.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: RoleProcesses) -> None:
+        self._group = group
+        self.buffer = SequenceBuffer()
+        """What the workers' data stores hold."""
+        self._positions: dict[str, int] = {}
+        self._fetching = threading.Lock()
+        self._versions = count(1)
+
+    def forget(self) -> None:
+        """Forget all samples, which are lost."""
+        self.buffer = SequenceBuffer()
+        self._positions = {}
+
+    def next_version(self) -> int:
+        """Return the version of the next columns."""
+        return next(self._versions)
 
     def put(self, batch: Any, role: str | None = None) -> DataRef:
         """Put a batch into the data stores of a role's workers, distributed as for a call of the role.
@@ -58,8 +119,8 @@ class GroupData(ABC):
             batch: The batch, in a format of `workers.roles.batch_adapters`; or prompts, as lists of token ids.
             role: The role, which should be that of the first call; the group's first role if not given.
         """
-        role = next(iter(self.roles)) if role is None else role
-        infos = self.rank_infos(role)
+        role = next(iter(self._group.roles)) if role is None else role
+        infos = self._group.rank_infos(role)
         if isinstance(batch, PackedBatch):
             extra_fields = batch.extra_fields
         else:
@@ -68,7 +129,7 @@ class GroupData(ABC):
             extra_fields = frozenset()
         groups = None if batch.group_ids is None else batch.groups()
         assignment = assign_rows(batch.lengths, groups, infos[0].dp_size, infos[0].attention_ratio)
-        shards = Shards(workers=self.workers(role), infos=infos, assignment=assignment)
+        shards = Shards(workers=self._group.workers(role), infos=infos, assignment=assignment)
         return self.put_batch(batch, shards, extra_fields)
 
     def put_batch(self, batch: PackedBatch, shards: Shards, extra_fields: frozenset[str] | None = None) -> DataRef:
@@ -84,7 +145,7 @@ class GroupData(ABC):
                 kinds, tensors = [column for column, _ in columns], [values for _, values in columns]
                 requests[name] = [d.Put(ids=[ids[row] for row in rows], lengths=part.lengths, columns=kinds, tensors=tensors)]
                 stored.append((name, rows, kinds))
-        self._ask("putting samples", requests)
+        self._group.ask("putting samples", requests)
         self.buffer.create(ids, batch.lengths, None if batch.group_ids is None else batch.groups())
         for name, rows, kinds in stored:
             self.buffer.add([ids[row] for row in rows], [batch.lengths[row] for row in rows], kinds, [name])
@@ -152,7 +213,7 @@ class GroupData(ABC):
                     tensors=[values for _, values in pairs],
                 )
             ]
-        self._ask("putting columns", requests)
+        self._group.ask("putting columns", requests)
         for worker, own in by_worker.items():
             self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[worker], [worker])
         return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, extra_fields=frozenset())
@@ -178,7 +239,7 @@ class GroupData(ABC):
             # Said to all shares, so that they stay together whatever happens to one of them.
             first = self._positions.get(name, 0) if start is None else start
             request = d.Fetch(role=name, count=samples, start=first)
-            answers = self._ask(f"fetch of {name}", {worker: [request] for worker in self.workers(name)})
+            answers = self._group.ask(f"fetch of {name}", {worker: [request] for worker in self._group.workers(name)})
             self._positions[name] = first + samples
         replies: dict[str, Any] = {worker: some[0] for worker, some in answers.items()}
         found: list[tuple[int, str, int, int | None]] = []
@@ -208,16 +269,9 @@ class GroupData(ABC):
     def spec(self, role: str | None = None) -> DatasetSize:
         """Return the size of a role's data set, by which a controller knows the steps of an epoch."""
         name = self._role_with_data(role)
-        first = self.workers(name)[0]
-        reply: Any = self._ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
+        first = self._group.workers(name)[0]
+        reply: Any = self._group.ask(f"spec of {name}", {first: [d.Spec(role=name)]})[first][0]
         return DatasetSize(samples=reply.samples, position=self._positions.get(name, 0))
-
-    def model_config(self, role: str) -> dict[str, Any]:
-        """Return the config.json of a role's model."""
-        first = self.workers(role)[0]
-        reply: Any = self._ask(f"model_config of {role}", {first: [d.ModelConfigRequest(role=role)]})[first][0]
-        config: dict[str, Any] = json.loads(reply.config_json)
-        return config
 
     def get(self, ref: DataRef, fields: Sequence[str]) -> dict[str, Tensor]:
         """Return fields of samples: `[T, ...]` of their tokens or `[N, ...]`, in the order of the reference.
@@ -259,7 +313,7 @@ class GroupData(ABC):
         for (name, ids_), own in together.items():
             requests[name].append(d.Get(ids=list(ids_), keys=own))
         store, lengths = DataStore(), dict(zip(ref.ids, ref.lengths, strict=True))
-        for name, replies in self._ask("getting samples", requests).items():
+        for name, replies in self._group.ask("getting samples", requests).items():
             for request, reply in zip(requests[name], replies, strict=True):
                 found: Any = (request, reply)
                 ids = found[0].ids
@@ -274,7 +328,7 @@ class GroupData(ABC):
         """
         self.check_ref(ref)
         request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
-        found = self._ask(f"digests of {role}", {name: [request] for name in self.workers(role)})
+        found = self._group.ask(f"digests of {role}", {name: [request] for name in self._group.workers(role)})
         return {name: replies[0].digest for name, replies in found.items()}
 
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
@@ -285,16 +339,14 @@ class GroupData(ABC):
             fields: The fields to drop; all data of the samples if not given.
         """
         self._check_owner(ref)
-        pools = sorted({role.pool for role in self.roles.values()})
-        everyone = [worker_id(pool, rank) for pool in pools for rank in range(self._pool_size(pool))]
-        self.drop(ref, everyone, [ref.key_of(name) for name in fields])
+        self.drop(ref, self._group.all_workers(), [ref.key_of(name) for name in fields])
 
     def drop(self, ref: DataRef, workers: Sequence[WorkerId], keys: Sequence[str] = ()) -> None:
         """Drop samples, or some of their columns, that no process but these holds."""
         self.buffer.drop(ref.ids, keys)
-        if self._is_usable():
+        if self._group.is_usable():
             request = d.ClearDataCache(ids=list(ref.ids), keys=list(keys))
-            self._ask("clearing the data cache", {worker: [request] for worker in workers})
+            self._group.ask("clearing the data cache", {worker: [request] for worker in workers})
 
     def check_ref(self, ref: DataRef) -> None:
         """Check that a reference can be used.
@@ -314,36 +366,12 @@ class GroupData(ABC):
 
     def _role_with_data(self, role: str | None) -> str:
         if role is not None:
-            self.workers(role)
+            self._group.workers(role)
             return role
-        names = [name for name, spec in self.roles.items() if spec.dataset is not None]
+        names = [name for name, spec in self._group.roles.items() if spec.dataset is not None]
         if len(names) != 1:
             raise ConfigError(
                 f"{'no role has' if not names else ', '.join(names) + ' have'} a data set; "
                 f"{'give RoleSpec(..., dataset=DatasetSpec(...))' if not names else 'say which, with role='}"
             )
         return names[0]
-
-    @abstractmethod
-    def next_version(self) -> int:
-        """Return the version of the next columns."""
-
-    @abstractmethod
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
-        """Send each process requests that need no flush, and return the replies."""
-
-    @abstractmethod
-    def _is_usable(self) -> bool:
-        """Return whether the processes can be sent requests."""
-
-    @abstractmethod
-    def workers(self, role: str) -> tuple[WorkerId, ...]:
-        """Return the processes of a role, in rank order."""
-
-    @abstractmethod
-    def _pool_size(self, pool: str) -> int:
-        """Return the number of processes of a pool."""
-
-    @abstractmethod
-    def rank_infos(self, role: str) -> Sequence[RankInfo]:
-        """Return the info of each process of the role, in rank order."""

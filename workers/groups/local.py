@@ -89,7 +89,8 @@ class LocalWorkerGroup(WorkerGroup):
     def _pool_size(self, pool: str) -> int:
         return dist.get_world_size()
 
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
+        """See `WorkerGroup.is_usable`."""
         return not self._closed
 
     def _run(self, manifest: FlushManifest) -> None:
@@ -122,6 +123,9 @@ class LocalWorkerGroup(WorkerGroup):
                 continue
             call.replies = dict(zip(everyone, replies, strict=True))
 
+    def _collect_done(self) -> None:
+        """A flush has run when it returns, so nothing is left to read."""
+
     def _raise_alone(self, request: ComputeRequest, outcome: Reply | BaseException | None) -> None:
         """Raise an error whose peers may be inside a collective that no message can end.
 
@@ -136,8 +140,8 @@ class LocalWorkerGroup(WorkerGroup):
         if not isinstance(outcome, Exception) or (collective and not isinstance(outcome, HookError | DataMissingError)):
             raise outcome
 
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
-        """Execute this process's own requests, and exchange the replies."""
+    def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """See `WorkerGroup.ask`. Executes this process's own requests, and exchanges the replies."""
         self._check_open()
         error: Exception | None = None
         own: list[Any] = []

@@ -271,7 +271,8 @@ class RemoteWorkerGroup(WorkerGroup):
         if self._broken is not None:
             raise WorkerLostError(f"this group cannot be used: {self._broken}; rebuild() it from the last checkpoints")
 
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
+        """See `WorkerGroup.is_usable`."""
         return self._broken is None
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -289,7 +290,8 @@ class RemoteWorkerGroup(WorkerGroup):
         self.role(role)
         return self._infos[role]
 
-    def _ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+    def ask(self, what: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Any]]:
+        """See `WorkerGroup.ask`."""
         self._check_whole()
         return self._exchange(what, requests)
 
