@@ -71,7 +71,7 @@ class ContinuousGenerator(BaseGenerator):
         with torch.inference_mode():
             ids = torch.tensor([prompt], device=self._lm.device)
             expected = self._lm.model(input_ids=ids).logits[0, -1].float().log_softmax(-1).tolist()
-        stream = TokenStream(self, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
+        stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
         self.waiting[stream.id] = stream
         self.step()
         if stream.error is not None and is_out_of_memory(stream.error):

@@ -224,7 +224,7 @@ class BaseGenerator(ABC):
         if request_id in self.waiting or request_id in self.running:
             raise ConfigError(f"there is a request with the id {request_id!r} already; choose another one")
         stop_tokens = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else limits.end_tokens)
-        stream = TokenStream(self, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample), images)
+        stream = TokenStream(self.step, request_id, prompt, options, stop_tokens, seed_of(options.seed, row, sample), images)
         self.waiting[request_id] = stream
         return stream
 

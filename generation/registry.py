@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from ..engine.errors import ConfigError
 from ..engine.registry import print_list
+from .options import RolloutConfig
 
 if TYPE_CHECKING:
     from .generator import BaseGenerator
-    from .options import RolloutConfig
 
 ENTRY_POINT_GROUP = "drivetrain.generators"
 _PACKAGE = __name__.rpartition(".")[0]
@@ -105,7 +105,7 @@ def generator_class(name: str) -> "type[BaseGenerator]":
     return found
 
 
-def build_generator(config: "RolloutConfig") -> "BaseGenerator":
+def build_generator(config: RolloutConfig) -> "BaseGenerator":
     """Build the generator that a configuration names.
 
     Raises:

@@ -19,6 +19,7 @@ from drivetrain.workers.data_plane.plan import Column, worker_id
 from drivetrain.workers.data_plane.redistributor import Need
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.groups.group_call import FlushManifest, GroupCall, PlannedHook, transfer
+from drivetrain.workers.process.flush import run_flush
 from drivetrain.workers.process.worker import ModelWorker, WorkerSettings
 from drivetrain.workers.protocol import hooks as h
 from drivetrain.workers.protocol.compute_messages import Call, CallOk, ComputeRequest, Empty, Flush, FlushOk
@@ -127,8 +128,8 @@ def outcomes_of(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReq
     # Every rank returns its result, so that all can be compared.
     requests = [msgspec.structs.replace(r, wants_result=True) if isinstance(r, Call) else r for r in requests]
     for request in requests:
-        worker.submit(request)
-    return [outcome for _, outcome in worker.flush(flush, requests)]
+        worker.check_request(request)
+    return [outcome for _, outcome in run_flush(worker, flush, requests)]
 
 
 def rank_programs(seed: int, count: int, orders: int) -> int:

@@ -410,8 +410,8 @@ def test_every_operation_is_answered_by_its_reply_or_an_error_that_it_declares()
 def test_a_hook_is_refused_where_it_cannot_be() -> None:
     worker = ModelWorker(WorkerSettings())
     common: dict[str, Any] = {"id": 1, "role": "a", "method": "m", "ids": []}
-    worker.submit(c.TrainStep(**common, post_hooks=[EVALUATE]))
-    worker.submit(c.Inference(**common, pre_hooks=[TRANSFER]))
+    worker.check_request(c.TrainStep(**common, post_hooks=[EVALUATE]))
+    worker.check_request(c.Inference(**common, pre_hooks=[TRANSFER]))
     refused: list[tuple[c.ComputeRequest, str]] = [
         (c.TrainStep(**common, pre_hooks=[EVALUATE]), "evaluate cannot come before train_step; it can come after train_step"),
         (c.Inference(**common, post_hooks=[EVALUATE]), "evaluate cannot come after inference; it can come after train_step"),
@@ -421,7 +421,7 @@ def test_a_hook_is_refused_where_it_cannot_be() -> None:
     ]
     for request, message in refused:
         with pytest.raises(OpError, match=message) as found:
-            worker.submit(request)
+            worker.check_request(request)
         assert found.value.kind == "bad_request"
     with pytest.raises(FrameError) as unknown:
         JSON.decode_request(b'{"op":"empty","pre_hooks":[{"hook":"explode"}]}')

@@ -12,6 +12,7 @@ from ...engine.errors import ConfigError, DataMissingError, HookError, WorkerLos
 from ...engine.parallel.collectives import all_gather_object
 from ...engine.parallel.process_groups import DEFAULT_TIMEOUT, init_distributed
 from ..data_plane.plan import rank_of, worker_id
+from ..process.flush import run_flush
 from ..process.role_host import RoleSpec
 from ..process.worker import ModelWorker, WorkerSettings
 from ..protocol.compute_messages import ComputeRequest, RankInfo
@@ -103,9 +104,9 @@ class LocalWorkerGroup(WorkerGroup):
         if name in manifest.workers:
             requests = manifest.requests_for(name)
             for request in requests:
-                self._worker.submit(request)
+                self._worker.check_request(request)
             flush = manifest.flush(everyone)
-            outcomes = {id(request): outcome for request, outcome in self._worker.flush(flush, requests)}
+            outcomes = {id(request): outcome for request, outcome in run_flush(self._worker, flush, requests)}
             acknowledged = outcomes[id(flush)]
             if isinstance(acknowledged, BaseException):
                 # All ranks have this error.

@@ -9,25 +9,20 @@ Every rank goes through the same order and leaves out what it has no part in, so
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...engine.errors import HookError, ManifestError, RemoteError
 from ..protocol.compute_messages import ComputeReply, ComputeRequest, Flush, FlushOk
 from ..protocol.hooks import WireHook, name_of
 from ..protocol.manifest import digest_of, order_of
 from ..protocol.messages import Reply, Request
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .hooks import abandon_hook, run_hook
+from .worker import AbandonedError, ModelWorker
 
 CallOutcome = tuple[Request, Reply | BaseException]
 
 
-class AbandonedError(BaseException):
-    """The watchdog has answered for a request, and ends the process. Not an Exception, so that nothing goes on after it."""
-
-
-def run_flush(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
+def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
     """Run the requests that wait for a flush, and yield what has come of the flush and of each of them.
 
     Args:
@@ -65,7 +60,7 @@ def run_flush(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeReq
         for hook in request.post_hooks:
             if error is not None and not isinstance(error, HookError):
                 # Who waits for this process in another pool is told why nothing comes.
-                worker.abandon_hook(hook, f"{worker.title_of(request)} failed: {error}")
+                abandon_hook(worker, hook, f"{worker.title_of(request)} failed: {error}")
                 continue
             try:
                 results[request.id].append(_run_hook(worker, request, hook, "after"))
@@ -87,7 +82,7 @@ def run_flush(worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeReq
 
 
 def _prepare(
-    worker: "ModelWorker",
+    worker: ModelWorker,
     flush: Flush,
     requests: Sequence[ComputeRequest],
     ranks: Sequence[int],
@@ -115,13 +110,13 @@ def _prepare(
     return failures
 
 
-def _run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook, when: str) -> Any:
+def _run_hook(worker: ModelWorker, request: ComputeRequest, hook: WireHook, when: str) -> Any:
     with worker.executing(request, f"{name_of(hook)} {when} {worker.title_of(request)}"):
-        return worker.run_hook(request, hook)
+        return run_hook(worker, request, hook)
 
 
 def _compare(
-    worker: "ModelWorker", flush: Flush, requests: Sequence[ComputeRequest], ranks: Sequence[int]
+    worker: ModelWorker, flush: Flush, requests: Sequence[ComputeRequest], ranks: Sequence[int]
 ) -> ManifestError | None:
     rank = worker.settings.rank
     own = _difference(flush, requests)
@@ -156,7 +151,7 @@ def _difference(flush: Flush, requests: Sequence[ComputeRequest]) -> str | None:
 
 
 def _exchange_failures(
-    worker: "ModelWorker",
+    worker: ModelWorker,
     flush: Flush,
     stage: str,
     request: ComputeRequest,

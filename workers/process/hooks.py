@@ -1,17 +1,15 @@
 """Runs the hooks of requests."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..protocol.compute_messages import ComputeRequest, TrainStep
 from ..protocol.hooks import DataTransferHook, EvaluateHook, Offload, Save, SyncParams, WireHook
 from .handlers import check_role
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .worker import ModelWorker
 
 
-def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> Any:
+def run_hook(worker: ModelWorker, request: ComputeRequest, hook: WireHook) -> Any:
     """Run one hook, and return its result for the reply. Collective over the processes that are sent it."""
     if isinstance(hook, DataTransferHook):
         worker.data.run(worker.id, hook.rounds, hook.title)
@@ -35,7 +33,7 @@ def run_hook(worker: "ModelWorker", request: ComputeRequest, hook: WireHook) -> 
     return sync_params(worker, hook)
 
 
-def abandon_hook(worker: "ModelWorker", hook: WireHook, reason: str) -> None:
+def abandon_hook(worker: ModelWorker, hook: WireHook, reason: str) -> None:
     """Tell processes of other pools, which wait for this one, that a hook does not run here."""
     if not isinstance(hook, SyncParams) or worker.data.links is None:
         return
@@ -51,7 +49,7 @@ def abandon_hook(worker: "ModelWorker", hook: WireHook, reason: str) -> None:
         worker.data.links.send(target, hook.title, [], error=reason)
 
 
-def _evaluate(worker: "ModelWorker", request: ComputeRequest, hook: EvaluateHook) -> dict[str, float]:
+def _evaluate(worker: ModelWorker, request: ComputeRequest, hook: EvaluateHook) -> dict[str, float]:
     from .data_handlers import batch_for
 
     assert isinstance(request, TrainStep)

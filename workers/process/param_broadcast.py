@@ -12,7 +12,7 @@ bucket, and at the end the sums over the bytes of all buckets. Both sides comput
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -29,9 +29,7 @@ from ..protocol import comm_id as comm_ids
 from ..protocol.hooks import SyncParams
 from .param_sync import load_stream, rounded
 from .pool_communicator import Broadcast, PoolCommunicator
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .worker import ModelWorker
 
 BUCKET_BYTES = 64 * 2**20
 """Size of a bucket, unless a single tensor is larger; three are on the source's device at a time, one on each target's."""
@@ -44,7 +42,7 @@ next message of that process."""
 Contents = Sequence[tuple[str, str, tuple[int, ...], str]]
 
 
-def broadcast_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
+def broadcast_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters to another pool. Collective over the processes of both roles.
 
     Returns:
@@ -125,7 +123,7 @@ class BucketSums:
 # ---- the source ---------------------------------------------------------------------------------------------------------
 
 
-def _send_all(worker: "ModelWorker", links: Links, hook: SyncParams) -> dict[str, Any]:
+def _send_all(worker: ModelWorker, links: Links, hook: SyncParams) -> dict[str, Any]:
     """Send all weights, and read their stream to its end whatever happens: the other processes of the source take part in it."""
     with ExitStack() as stack:
         stream: Iterator[tuple[str, Tensor]] = iter(())
@@ -209,7 +207,7 @@ class BucketSender:
             self._links.send(target, self._hook.title, [], about=about)
 
 
-def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParams) -> PoolCommunicator:
+def _agreed_as_source(worker: ModelWorker, links: Links, hook: SyncParams) -> PoolCommunicator:
     """Return the communicator of a transfer, a new one unless all targets are in the present one.
 
     Raises:
@@ -235,7 +233,7 @@ def _agreed_as_source(worker: "ModelWorker", links: Links, hook: SyncParams) -> 
 # ---- the target ---------------------------------------------------------------------------------------------------------
 
 
-def _received(worker: "ModelWorker", links: Links, hook: SyncParams, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
+def _received(worker: ModelWorker, links: Links, hook: SyncParams, sums: BucketSums) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets as they arrive; they stay as they are.
 
     Raises:
@@ -289,7 +287,7 @@ def _members(hook: SyncParams) -> tuple[str, ...]:
     return (hook.backend, hook.sources[0], *hook.targets)
 
 
-def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
+def _connect(worker: ModelWorker, hook: SyncParams, meeting: str, rank: int, listener: Any = None) -> PoolCommunicator:
     """Return a new communicator, which the next transfer uses again."""
     communicator = worker.communicators[_members(hook)] = PoolCommunicator(
         comm_ids.parse(meeting),
@@ -304,7 +302,7 @@ def _connect(worker: "ModelWorker", hook: SyncParams, meeting: str, rank: int, l
     return communicator
 
 
-def _discard(worker: "ModelWorker", hook: SyncParams, reason: str = "") -> None:
+def _discard(worker: ModelWorker, hook: SyncParams, reason: str = "") -> None:
     """End the communicator of a transfer, if there is one; the next transfer makes another."""
     present = worker.communicators.pop(_members(hook), None)
     if present is not None:

@@ -9,7 +9,7 @@ bytes travel. A digest of each tensor travels with it, and one of all of them at
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +22,7 @@ from ..data_plane.digests import StreamDigest
 from ..data_plane.plan import pool_of, rank_of
 from ..data_plane.store import DTYPES
 from ..protocol.hooks import SyncParams
-
-if TYPE_CHECKING:
-    from .worker import ModelWorker
+from .worker import ModelWorker
 
 SETTLE_S = 1.0
 """For how long to wait, once a transfer has ended, for what is still being read. More memory would be held until the next one."""
@@ -32,7 +30,7 @@ SETTLE_S = 1.0
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | None:
+def sync_params(worker: ModelWorker, hook: SyncParams) -> dict[str, Any] | None:
     """Take part in a transfer of parameters. Collective over the processes of both roles.
 
     Returns:
@@ -79,9 +77,7 @@ def sync_params(worker: "ModelWorker", hook: SyncParams) -> dict[str, Any] | Non
     }
 
 
-def _channels(
-    worker: "ModelWorker", hook: SyncParams, groups: EngineGroups
-) -> tuple[list[BucketChannel], BucketChannel | None]:
+def _channels(worker: ModelWorker, hook: SyncParams, groups: EngineGroups) -> tuple[list[BucketChannel], BucketChannel | None]:
     """Return where this process sends to, and from where it receives."""
     name, root = worker.id, hook.sources[0]
     remote = [target for target in hook.targets if target not in hook.sources]
@@ -116,7 +112,7 @@ def remote_target(hook: SyncParams) -> str | None:
     return remote[0] if remote and pool_of(remote[0]) != pool_of(hook.sources[0]) else None
 
 
-def load_stream(worker: "ModelWorker", hook: SyncParams, pairs: NamedTensors) -> None:
+def load_stream(worker: ModelWorker, hook: SyncParams, pairs: NamedTensors) -> None:
     """Load a stream into the target, and read it to its end whatever happens: others take part in it."""
     try:
         worker.host.load_weights(hook.target, pairs, hook.eta, hook.version)

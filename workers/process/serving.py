@@ -9,8 +9,7 @@ from ...generation.scheduler import Event, RequestProgress, Scheduler
 from ..protocol.messages import Id, Reply
 from ..protocol.stream_messages import Embed, EmbedOk, NewTokens, Stream, StreamOk, Tokens
 from . import metrics
-from .flush import AbandonedError
-from .worker import ModelWorker, OpError, error_of
+from .worker import AbandonedError, ModelWorker, OpError, error_of
 
 ScheduledRequest = Stream | Embed
 

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,13 +19,12 @@ from ...generation.scheduler import RequestCancelledError, SchedulerSettings
 from ..data_plane.plan import worker_id
 from ..protocol.codec import text
 from ..protocol.comm_id import CommId
-from ..protocol.compute_messages import Call, ComputeRequest, Flush, SampleRequest
-from ..protocol.hooks import EvaluateHook, SyncParams, WireHook, name_of
+from ..protocol.compute_messages import Call, ComputeRequest, SampleRequest
+from ..protocol.hooks import EvaluateHook, SyncParams, name_of
 from ..protocol.manifest import needed_ids
 from ..protocol.messages import Error, Reply, Request
 from ..protocol.names import Names, Program
 from ..protocol.operations import COMMON_ERRORS, ErrorKind, Op, Registry
-from .flush import AbandonedError, CallOutcome, run_flush
 
 if TYPE_CHECKING:
     from ..data_plane.manager import DataManager
@@ -42,6 +41,10 @@ _FOLDER = Path(__file__).parent
 MAX_SECONDS = 1e8
 """Longer times overflow the clocks of torch."""
 INIT_MARGIN_S = 30.0
+
+
+class AbandonedError(BaseException):
+    """The watchdog has answered for a request, and ends the process. Not an Exception, so that nothing continues after it."""
 
 
 class OpError(Exception):
@@ -220,7 +223,7 @@ class ModelWorker:
             self._agreement = Agreement(self.settings.rank, self.settings.flush_s, self.settings.timeout_s, self.name)
         return self._agreement
 
-    def submit(self, request: ComputeRequest) -> None:
+    def check_request(self, request: ComputeRequest) -> None:
         """Check a request that is to wait for a flush.
 
         Raises:
@@ -252,22 +255,6 @@ class ModelWorker:
         """End the effect of `hold`."""
         if ids := needed_ids(request, self.id):
             self.data.store.release(ids)
-
-    def flush(self, flush: Flush, requests: Sequence[ComputeRequest]) -> Iterator[CallOutcome]:
-        """Run the requests that wait for a flush; see `manifest`."""
-        return run_flush(self, flush, requests)
-
-    def run_hook(self, request: ComputeRequest, hook: WireHook) -> Any:
-        """Run a hook of a request, and return its result for the reply. Collective over the processes that are sent it."""
-        from .hooks import run_hook
-
-        return run_hook(self, request, hook)
-
-    def abandon_hook(self, hook: WireHook, reason: str) -> None:
-        """Tell processes of other pools that take part in a hook that it does not run here."""
-        from .hooks import abandon_hook
-
-        abandon_hook(self, hook, reason)
 
     def check_samples(self, request: ComputeRequest) -> None:
         """Check that the samples which a request works on are in the store.
