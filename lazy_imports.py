@@ -47,6 +47,7 @@ MOVED_MODULES = {
     "workers.embeddings.worker": "workers.roles.embedder",
     "workers.groups.hooks": "workers.protocol.hooks",
     "workers.groups.planned": "workers.groups.group_call",
+    "workers.groups.receipts": "workers.groups.base",
     "workers.groups.sample_calls": "workers.groups.group_call",
     "workers.losses": "losses",
     "workers.model_worker": "workers.process",

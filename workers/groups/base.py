@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Self
 
 from ...engine.errors import ConfigError, DrivetrainError, WorkerError
@@ -23,7 +24,23 @@ from ..roles.dispatch import MiniBatches
 from .call_planner import CallPlanner
 from .group_call import FlushManifest, GroupCall
 from .group_data import GroupData
-from .receipts import WeightReceipt, agreed_receipt
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReceipt:
+    """What all processes of a transfer of weights agree on.
+
+    Args:
+        version: The version of the weights; None if the transfer named none.
+        tensors: The number of tensors.
+        bytes: Their size.
+        digest: The digest of their names and bytes.
+    """
+
+    version: int | None
+    tensors: int
+    bytes: int
+    digest: str
 
 
 class RoleHandle:
@@ -341,6 +358,28 @@ class WorkerGroup(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def agreed_receipt(replies: Mapping[str, Mapping[str, Any] | None]) -> WeightReceipt:
+    """Return the receipt that all processes have given.
+
+    Args:
+        replies: The receipt of each process, by worker; None of one that has neither sent nor loaded anything.
+
+    Raises:
+        WorkerError: They differ; the message says which processes have what.
+    """
+    receipts = {worker: WeightReceipt(**reply) for worker, reply in replies.items() if reply is not None}
+    # The most frequent one first.
+    distinct = sorted({*receipts.values()}, key=lambda r: -sum(other == r for other in receipts.values()))
+    if len(distinct) > 1:
+        shown = "; ".join(
+            f"{', '.join(worker for worker, own in receipts.items() if own == receipt)}: {receipt.tensors} tensors, version "
+            f"{receipt.version}, digest {receipt.digest[:12]}"
+            for receipt in distinct
+        )
+        raise WorkerError(f"the processes have different weights after the transfer ({shown}); sync them again")
+    return distinct[0]
 
 
 def _moved_to_data(name: str) -> property:

@@ -24,7 +24,7 @@ from .group_call import GroupCall, PlannedHook, SampleCall
 from .group_data import GroupData, RoleProcesses
 from .shards import ShardedSamples, Shards
 
-_LOCATIONS = ("host", "disk", "device")
+_PLACES = ("host", "disk", "device")
 
 
 class CallPlanner:
@@ -154,8 +154,8 @@ class CallPlanner:
         group = self._group
         if isinstance(hook, Offload):
             group.role(hook.role).dispatch("to")
-            if hook.place not in _LOCATIONS:
-                raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_LOCATIONS)}")
+            if hook.place not in _PLACES:
+                raise ConfigError(f"Offload(place={hook.place!r}); it must be one of {', '.join(_PLACES)}")
             return PlannedHook(message=hook, workers=group.workers(hook.role))
         if isinstance(hook, Save):
             group.role(hook.role).dispatch("save_checkpoint")

@@ -178,45 +178,47 @@ class GroupData:
         """
         self.check_ref(ref)
         number, bounds = self.next_version(), [0, *accumulate(ref.lengths)]
-        given = [("token", name, torch.as_tensor(values)) for name, values in (tokens or {}).items()]
-        given += [("sequence", name, torch.as_tensor(values)) for name, values in (rows or {}).items()]
+        added = [("token", name, torch.as_tensor(values)) for name, values in (tokens or {}).items()]
+        added += [("sequence", name, torch.as_tensor(values)) for name, values in (rows or {}).items()]
         if both := sorted((tokens or {}).keys() & (rows or {}).keys()):
             raise BatchError(f"put_columns: {both[0]!r} is given for tokens and for rows; use two names")
-        if not given:
+        if not added:
             raise BatchError("put_columns: there are no columns; give tokens={name: values} or rows={name: values}")
-        for per, name, values in given:
-            wanted = ref.num_tokens if per == "token" else len(ref)
+        for per, name, values in added:
+            expected = ref.num_tokens if per == "token" else len(ref)
             if "@" in name:
                 raise BatchError(f"put_columns: {name!r} has an @, which begins the version of a column; use another name")
-            if values.dim() == 0 or len(values) != wanted:
-                raise BatchError(f"{name} is {list(values.shape)}; it must have {wanted} rows, one per {per}")
+            if values.dim() == 0 or len(values) != expected:
+                raise BatchError(f"{name} is {list(values.shape)}; it must have {expected} rows, one per {per}")
         by_worker: dict[WorkerId, list[int]] = defaultdict(list)
         for row, sample in enumerate(ref.ids):
             columns_here = self.buffer.record(sample).columns
             by_worker[next(iter(columns_here.values())).origin].append(row)
         requests: dict[str, list[Request]] = {}
         columns: dict[str, list[Column]] = {}
-        for worker, own in by_worker.items():
-            at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in own])
+        for worker, sample_rows in by_worker.items():
+            at = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in sample_rows])
             pairs = [
                 column_of(key_of(name, number), "token", values[at])
                 if per == "token"
-                else column_of(key_of(name, number), "sequence", values[own])
-                for per, name, values in given
+                else column_of(key_of(name, number), "sequence", values[sample_rows])
+                for per, name, values in added
             ]
             columns[worker] = [column for column, _ in pairs]
             requests[worker] = [
                 d.Put(
-                    ids=[ref.ids[row] for row in own],
-                    lengths=[ref.lengths[row] for row in own],
+                    ids=[ref.ids[row] for row in sample_rows],
+                    lengths=[ref.lengths[row] for row in sample_rows],
                     columns=columns[worker],
                     tensors=[values for _, values in pairs],
                 )
             ]
         self._group.ask("putting columns", requests)
-        for worker, own in by_worker.items():
-            self.buffer.add([ref.ids[row] for row in own], [ref.lengths[row] for row in own], columns[worker], [worker])
-        return replace(ref, keys={name: key_of(name, number) for _, name, _ in given}, extra_fields=frozenset())
+        for worker, sample_rows in by_worker.items():
+            self.buffer.add(
+                [ref.ids[row] for row in sample_rows], [ref.lengths[row] for row in sample_rows], columns[worker], [worker]
+            )
+        return replace(ref, keys={name: key_of(name, number) for _, name, _ in added}, extra_fields=frozenset())
 
     def fetch(self, samples: int, role: str | None = None, *, start: int | None = None) -> DataRef:
         """Let the workers of a role load the next samples of its data set, each its own share.
@@ -239,10 +241,10 @@ class GroupData:
             # Said to all shares, so that they stay together whatever happens to one of them.
             first = self._positions.get(name, 0) if start is None else start
             request = d.Fetch(role=name, count=samples, start=first)
-            answers = self._group.ask(f"fetch of {name}", {worker: [request] for worker in self._group.workers(name)})
+            by_worker = self._group.ask(f"fetch of {name}", {worker: [request] for worker in self._group.workers(name)})
             self._positions[name] = first + samples
-        replies: dict[str, Any] = {worker: some[0] for worker, some in answers.items()}
-        found: list[tuple[int, str, int, int | None]] = []
+        replies: dict[str, Any] = {worker: reply for worker, (reply,) in by_worker.items()}
+        loaded: list[tuple[int, str, int, int | None]] = []
         keys: dict[str, str] = {}
         for reply in replies.values():
             if not reply.ids:
@@ -251,10 +253,10 @@ class GroupData:
                 raise BatchError(f"the samples have {', '.join(keys)} on one rank and {', '.join(reply.fields)} on another")
             keys = {title: column.key for title, column in reply.fields.items()}
             groups = reply.group_ids or [None] * len(reply.ids)
-            found += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
-        found.sort(key=lambda item: item[0])
-        ids, lengths = [sample for _, sample, _, _ in found], [length for _, _, length, _ in found]
-        groups = [group for _, _, _, group in found if group is not None] or None
+            loaded += zip(reply.positions, reply.ids, reply.lengths, groups, strict=True)
+        loaded.sort(key=lambda item: item[0])
+        ids, lengths = [sample for _, sample, _, _ in loaded], [length for _, _, length, _ in loaded]
+        groups = [group for _, _, _, group in loaded if group is not None] or None
         self.buffer.create(ids, lengths, groups)
         for worker, reply in replies.items():
             self.buffer.add(reply.ids, reply.lengths, list(reply.fields.values()), [worker])
@@ -309,15 +311,13 @@ class GroupData:
         together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
         for (name, key), ids in by_worker.items():
             together[name, tuple(ids)].append(key)
-        requests: dict[str, list[Request]] = defaultdict(list)
-        for (name, ids_), own in together.items():
-            requests[name].append(d.Get(ids=list(ids_), keys=own))
+        requests: dict[WorkerId, list[d.Get]] = defaultdict(list)
+        for (name, ids_), keys_ in together.items():
+            requests[name].append(d.Get(ids=list(ids_), keys=keys_))
         store, lengths = DataStore(), dict(zip(ref.ids, ref.lengths, strict=True))
         for name, replies in self._group.ask("getting samples", requests).items():
             for request, reply in zip(requests[name], replies, strict=True):
-                found: Any = (request, reply)
-                ids = found[0].ids
-                store.put(ids, [lengths[i] for i in ids], list(zip(found[1].columns, found[1].tensors, strict=True)))
+                store.put(request.ids, [lengths[i] for i in request.ids], list(zip(reply.columns, reply.tensors, strict=True)))
         return store
 
     def digests(self, ref: DataRef, role: str) -> dict[str, str]:
@@ -328,8 +328,8 @@ class GroupData:
         """
         self.check_ref(ref)
         request = d.Digest(ids=list(ref.ids), keys=list(ref.keys.values()))
-        found = self._group.ask(f"digests of {role}", {name: [request] for name in self._group.workers(role)})
-        return {name: replies[0].digest for name, replies in found.items()}
+        replies = self._group.ask(f"digests of {role}", {name: [request] for name in self._group.workers(role)})
+        return {name: reply.digest for name, (reply,) in replies.items()}
 
     def clear_data_cache(self, ref: DataRef, *fields: str) -> None:
         """Drop samples from all stores, and empty the caches of the devices.
