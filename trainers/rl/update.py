@@ -66,13 +66,13 @@ def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[Da
     rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if phases.algorithm.needs_baselines:
-        known = [row.baseline for row in answers.rows if row.baseline is not None]
-        if len(known) < len(answers):
+        baselines_given = [row.baseline for row in answers.rows if row.baseline is not None]
+        if len(baselines_given) < len(answers):
             raise ConfigError(
-                f"{len(answers) - len(known)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                f"{len(answers) - len(baselines_given)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
                 "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
             )
-        baselines = phases.adaptive.shape_others(known)
+        baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
     batch |= phases.group.put_columns(batch, rows=columns)
     with phases.timed("advantages"):
