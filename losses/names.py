@@ -1,10 +1,9 @@
-"""The names of losses, estimators and criteria, for settings and for the functions that they choose. Does not import torch."""
+"""The names of ratios, aggregations, divergences and criteria, for settings and for the functions that they choose. Imports no torch."""
 
 from typing import Literal
 
 Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Objective = Literal["clipped", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "gmpo", "clip_cov", "kl_cov"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 PairLoss = Literal[
@@ -44,17 +43,3 @@ Rejection = Literal[
     "seq_max_k3",
 ]
 """What of the difference is bounded: the estimates of single tokens, or their sum, mean or largest one in a response."""
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "pass_at_k",
-    "rloo",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-WITHOUT_GROUPS: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "remax"})
-"""Estimators that do not compare the responses to one prompt."""

@@ -212,7 +212,7 @@ grpo rewards.use=[answer] rl.loss.kl_coef=1e30  =>  rl.loss.kl_coef=1e+30; it mu
 grpo rewards.use=[answer] group.nproc=1000000  =>  group.nproc=1000000; it must be at most 4096
 grpo rewards.use=[answer] group.pools={rollout: 9999}  =>  group.pools.rollout=9999; it must be at most 4096
 grpo rewards.use=[answer] model.lora.alpha=32  =>  the role actor (actor.model, actor.engine, or what they inherit): model.lora.alpha=32.0
-grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of grpo, dr_grpo, dapo, gspo, cispo, sa
+grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of cispo, clip_cov, dapo
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1

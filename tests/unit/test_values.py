@@ -131,7 +131,7 @@ def test_configurations_come_back() -> None:
         model=ModelConfig(path="m"),
         engine=EngineConfig(options=FSDPOptions()),
         optim=OptimConfig(lr=1e-3),
-        loss=PolicyLoss(clip_high=0.28),
+        loss=PolicyLoss.from_settings(clip_high=0.28),
         extra_fields=("uids",),
     )
     for binary in (True, False):
