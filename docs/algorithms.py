@@ -44,7 +44,9 @@ def advantages(spec: AlgorithmSpec) -> str:
         return "none"
     kind = ESTIMATORS.get(spec.advantage["estimator"])
     parts = [f"`{kind.name}`"]
-    parts += [f"`{name}={str(value).lower()}`" for name, value in spec.advantage.items() if name not in ("estimator", "kl_coef")]
+    parts += [
+        f"`{name}={str(value).lower()}`" for name, value in spec.advantage.items() if name not in ("estimator", "kl_coef")
+    ]
     parts += [f"KL {spec.advantage['kl_coef']} in the reward"] if "kl_coef" in spec.advantage else []
     parts += ["groups of equal rewards are replaced (`rl.dynamic_sampling`)"] if spec.dynamic_sampling else []
     return "; ".join(parts)

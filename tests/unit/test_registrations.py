@@ -124,7 +124,9 @@ def with_file(folder: Path, name: str, text: str) -> Path:
 def test_an_objective_is_one_file_which_an_entry_point_names(tmp_path: Path) -> None:
     assert EXAMPLE is not None
     path = with_entry_point(tmp_path, "tanh", EXAMPLE[1])
-    found = read(path, ["rl.algorithm=tanh_grpo", "rl.loss.sharpness=4"], ["rl.algorithm=tanh_grpo"], ["rl.loss.objective=tanh"])
+    found = read(
+        path, ["rl.algorithm=tanh_grpo", "rl.loss.sharpness=4"], ["rl.algorithm=tanh_grpo"], ["rl.loss.objective=tanh"]
+    )
     assert "tanh: how soon the gradient fades" in found["help"]
     assert " | tanh_grpo) [grpo]" in found["help"]
     assert "| `tanh_grpo` |  | the ratio through a hyperbolic tangent | `grpo` | unpublished |" in found["page"]
