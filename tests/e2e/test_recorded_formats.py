@@ -22,10 +22,10 @@ from drivetrain.losses.registry import ByName
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import PPOConfig
 from drivetrain.trainers.config.runs import SFTConfig
+from drivetrain.trainers.offline.trainer import SFTTrainer
 from drivetrain.trainers.rl.algorithms import published
 from drivetrain.trainers.rl.phase_commands import main as rl_phase
 from drivetrain.trainers.rl.trainer import PPOTrainer
-from drivetrain.trainers.trainer import SFTTrainer
 from drivetrain.workers.protocol.codec import Codec
 from drivetrain.workers.protocol.compute_messages import Call
 from drivetrain.workers.protocol.names import Names

@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_method_is_not_resumed(task: Path, tmp_path: Pat
 
     make_sft_task(tmp_path)
     assert sft(sft_words(tmp_path, "trainer.max_steps=1", "trainer.loggers=[]", "trainer.export_hf=false")) == 0
-    with pytest.raises(CheckpointError, match="is from a SFT run, and this run of reinforcement learning cannot resume"):
+    with pytest.raises(CheckpointError, match="is from a SFT run, and this rl run cannot resume"):
         train(task, tmp_path / "run", "trainer.max_steps=2")
 
 

@@ -31,7 +31,6 @@ from drivetrain.trainers.methods.base import TrainingMethod
 from drivetrain.trainers.methods.preference import PreferenceMethod
 from drivetrain.trainers.methods.reward import RewardMethod
 from drivetrain.trainers.tasks.addition import make_tokenizer
-from drivetrain.trainers.validate import sample_budget
 from helpers.engines import build
 from helpers.files import module_of
 
@@ -350,7 +349,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_step(method: TrainingMethod, config: Any) -> Any:
     """A step over all rows, through the trainer's own reading of data and its reference."""
-    data = load_data(config, method.kind, sample_budget(config, method))
+    data = load_data(config.model, config.data, kind=method.kind, budget=method.budget)
     samples = data.train
     method.check()
     with build_engine(config) as engine:

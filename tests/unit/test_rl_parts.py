@@ -212,6 +212,7 @@ def test_an_update_computes_the_entropy_that_no_pass_before_it_has(words: list[s
         config=config,
         algorithm=algorithm,
         roles=unused,
+        ranks=unused,
         group=unused,
         rewards=None,
         tokenizer=None,

@@ -170,11 +170,11 @@ class Summary:
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
 
-    def lines(self, left: Mapping[str, str]) -> list[str]:
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
         """Format the summary, one string per line.
 
         Args:
-            left: The outputs of the run: the location of each by name.
+            outputs: The location of each output of the run, by name.
         """
         rows: dict[str, str] = {}
         if self._speeds:
@@ -192,7 +192,7 @@ class Summary:
         if self._evaluated:
             lowest, step = min(self._evaluated)
             rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
-        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
+        return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]
 
 
 def format_percent(value: float) -> str:

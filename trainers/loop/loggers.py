@@ -31,6 +31,13 @@ class Logger(Protocol):
         """Flush and close the logger."""
 
 
+class SummaryLogger(Logger, Protocol):
+    """A logger with statistics of the whole run."""
+
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
+        """Format the statistics and the location of each output, one string per line."""
+
+
 class JSONL:
     """A logger that writes one JSON object per line, after dropping old records past the step that the run resumes from."""
 
@@ -174,6 +181,25 @@ class Panel:
     curves: Mapping[str, tuple[str, str]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Display:
+    """How the numbers of a run are shown.
+
+    Args:
+        lines: What the lines of the console look like.
+        summary: What collects the statistics that are printed at the end.
+        plot_name: The name of the plot among the run's outputs.
+        plot_file: Its file in the run's folder.
+        panels: What is plotted, from top to bottom.
+    """
+
+    lines: Lines
+    summary: SummaryLogger
+    plot_name: str
+    plot_file: str
+    panels: Sequence[Panel]
+
+
 LOSS = (
     Panel(
         ylabel="loss (nats per supervised token)",
@@ -182,7 +208,7 @@ LOSS = (
 )
 
 
-def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel] = LOSS) -> None:
+def plot_metrics(metrics: Path, picture: Path, title: str, panels: Sequence[Panel]) -> None:
     """Plot numbers of a `metrics.jsonl` as a PNG.
 
     Args:

@@ -142,11 +142,11 @@ class RLSummary:
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
 
-    def lines(self, left: Mapping[str, str]) -> list[str]:
+    def lines(self, outputs: Mapping[str, str]) -> list[str]:
         """Format the summary, one string per line.
 
         Args:
-            left: The outputs of the run: the location of each by name.
+            outputs: The location of each output of the run, by name.
         """
         rows: dict[str, str] = {}
         if self._records:
@@ -166,4 +166,4 @@ class RLSummary:
             rows["evaluation"] = "; ".join(
                 f"{name} {self._evaluated[0][name]:.4g} at first, {self._evaluated[-1][name]:.4g} at last" for name in names
             )
-        return [f"{name:12} {value}" for name, value in {**rows, **left}.items()]
+        return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]

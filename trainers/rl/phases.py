@@ -15,6 +15,7 @@ from ...workers.data_plane.data_ref import DataRef
 from ...workers.groups.base import WorkerGroup
 from ..config.rl import RLConfig
 from ..data.prompts import Prompt
+from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
 from .answers import Answer, Answers, decoded
@@ -31,13 +32,13 @@ class Phases:
         config: The run's settings.
         algorithm: The algorithm.
         roles: The roles.
+        ranks: The processes of the controller.
         group: The group that they run in.
         rewards: The rewards; None if no answers are judged.
         tokenizer: The tokenizer of the policy.
         memory_manager: What moves the state of roles.
         adaptive: The settings that a run adapts.
         is_random: Whether the policy computes random numbers while it is trained, as with dropout.
-        step: The number of the step.
         seconds: The duration of each phase in this step, by name.
         tokens: The number of tokens that each phase has processed in this step, by name.
     """
@@ -45,13 +46,13 @@ class Phases:
     config: RLConfig
     algorithm: Algorithm
     roles: Roles
+    ranks: TrainerRanks
     group: WorkerGroup
     rewards: RewardRunner | None
     tokenizer: Any
     memory_manager: MemoryManager
     adaptive: Adaptive
     is_random: bool = False
-    step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 

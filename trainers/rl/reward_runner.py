@@ -10,8 +10,8 @@ from ...rewards.sample import OUTCOME_KINDS, RewardSample
 from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
+from ..loop.ranks import TrainerRanks
 from .answers import Answer
-from .controllers import Controllers
 
 log = logging.getLogger(__name__)
 SHOWN = 80
@@ -24,14 +24,14 @@ class RewardRunner:
     Args:
         config: The run's settings.
         functions: Reward functions of the program, beside those of `rewards.use`.
-        controllers: The processes of the controller.
+        ranks: The processes of the controller.
 
     Raises:
         ConfigError: There is no reward, or one cannot be used.
     """
 
-    def __init__(self, config: RLConfig, functions: Sequence[RewardTarget], controllers: Controllers) -> None:
-        self._controllers = controllers
+    def __init__(self, config: RLConfig, functions: Sequence[RewardTarget], ranks: TrainerRanks) -> None:
+        self._ranks = ranks
         self._scorer: RewardScorer | None = None
         self._shown: set[str] = set()
 
@@ -39,7 +39,7 @@ class RewardRunner:
             self._scorer = RewardScorer(config.rewards, functions, models=(REWARD_MODEL,))
             return self._scorer.names
 
-        self.names: list[str] = controllers.run_on_rank0(start)
+        self.names: list[str] = ranks.run_on_rank0(start)
         """The names of the rewards."""
         if (wanted := config.rl.eval_reward) is not None and wanted not in self.names:
             self.close()
@@ -64,7 +64,7 @@ class RewardRunner:
                 samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
                 self._scorer.check(samples, [prompt.name for prompt in some])
 
-        self._controllers.run_on_rank0(check)
+        self._ranks.run_on_rank0(check)
 
     def submit(self, answers: Sequence[Answer]) -> PendingScores | None:
         """Begin to judge answers, and return at once; None in a process that computes no rewards.
@@ -106,7 +106,7 @@ class RewardRunner:
                 first += len(part)
             return found
 
-        scores = self._controllers.run_on_rank0(wait)
+        scores = self._ranks.run_on_rank0(wait)
         if isinstance(scores, RewardError):
             raise scores
         judged: list[Answer] = []

@@ -33,7 +33,7 @@ PRELOAD = (
     "drivetrain.cli",
     "drivetrain.engine.fsdp.engine",
     "drivetrain.engine.mcore.engine",
-    "drivetrain.trainers.run",
+    "drivetrain.trainers.offline.run",
     "drivetrain.trainers.rl.trainer",
     "drivetrain.workers.process.worker",
 )

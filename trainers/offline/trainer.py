@@ -1,28 +1,32 @@
-"""The trainers on given answers as Python classes, on which the commands are written."""
+"""The trainers on a fixed dataset as Python classes, which the commands run."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from ..engine.errors import ConfigError
-from ..engine.loss import Loss
-from .config.data import DataConfig
-from .config.runs import DPOConfig, RMConfig, RunConfig, SFTConfig
-from .data.python_data import EVAL, TRAIN, Formatting, PythonData, Rows
-from .dry_run import DryRun, dry_run
-from .loop.answer_metrics import Metric
-from .loop.parts import Callback
-from .methods.base import TrainingMethod
-from .methods.preference import PreferenceMethod
-from .methods.reward import RewardMethod
-from .methods.sft import SFTMethod
-from .run import Extensions, RunOutcome, run
+from ...engine.errors import ConfigError
+from ...engine.loss import Loss
+from ..base_trainer import BaseTrainer
+from ..config.data import DataConfig
+from ..config.runs import DPOConfig, RMConfig, RunConfig, SFTConfig
+from ..data.python_data import EVAL, TRAIN, Formatting, PythonData, Rows
+from ..loop.answer_metrics import AnswerMetrics, Metric
+from ..loop.callbacks import Callback, check_callbacks
+from ..loop.early_stopping import EarlyStopping
+from ..methods.base import TrainingMethod
+from ..methods.preference import PreferenceMethod
+from ..methods.reward import RewardMethod
+from ..methods.sft import SFTMethod
+from ..validate import check_outputs
+from .dry_run import DryRun, measure
+from .run import OfflineRun, evaluation_metrics, open_run
 
 C = TypeVar("C", bound=RunConfig)
 
 
-class Trainer(Generic[C]):
-    """A trainer on given answers: the base class of `SFTTrainer`, `DPOTrainer` and `RewardTrainer`.
+class Trainer(BaseTrainer[C, DryRun]):
+    """A trainer on a fixed dataset: the base class of `SFTTrainer`, `DPOTrainer` and `RewardTrainer`.
 
     In a notebook it runs in this process; under torchrun every process makes the same trainer and calls `train`.
 
@@ -41,7 +45,6 @@ class Trainer(Generic[C]):
         ConfigError: An argument is of another type, or contradicts the settings.
     """
 
-    config_class: ClassVar[type[RunConfig]]
     method_class: ClassVar[type[TrainingMethod]]
 
     def __init__(
@@ -55,52 +58,59 @@ class Trainer(Generic[C]):
         metrics: Sequence[Metric] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        if not isinstance(config, self.config_class):
-            raise ConfigError(
-                f"config is a {type(config).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
-            )
-        _check_callbacks(callbacks)
+        super().__init__(config)
+        check_callbacks(callbacks)
         _check_loss(loss)
-        self._extensions = Extensions(
-            data=PythonData.of(train_data, eval_data, formatting), metrics=tuple(metrics), callbacks=tuple(callbacks)
+        self._python = PythonData.of(train_data, eval_data, formatting)
+        self._loss, self._metrics, self._callbacks = loss, tuple(metrics), tuple(callbacks)
+        self.config = replace(config, data=_data_of(config.data, self._python))
+
+    def check(self) -> None:
+        """Check everything that can be checked without data and without a model. Not collective.
+
+        Raises:
+            ConfigError: A setting is wrong; the message names the setting, its value and how to fix it.
+        """
+        trainer, method = self.config.trainer, self.make_method()
+        self.config.check()
+        method.check()
+        if self._metrics and not trainer.generate:
+            raise ConfigError(
+                "metrics are given, which measure generated answers, but trainer.generate=0; set it to their number"
+            )
+        EarlyStopping.of(trainer, evaluation_metrics(method, self._answer_metrics))
+        check_outputs(trainer)
+
+    def open_run(self, *, is_dry: bool = False) -> AbstractContextManager[OfflineRun]:
+        """Read the data, initialize the engine and resume. Collective over all processes of the job.
+
+        Args:
+            is_dry: Whether nothing is to be written.
+        """
+        return open_run(
+            self.config,
+            self.make_method(),
+            self._answer_metrics,
+            python=self._python,
+            callbacks=self._callbacks,
+            is_dry=is_dry,
         )
-        self.config: C = replace(config, data=_data_of(config.data, self._extensions.data))
-        self._loss = loss
 
-    def train(self) -> RunOutcome:
-        """Train from start to finish, or from the last checkpoint on. Collective over all processes of the job.
+    def make_first_step(self) -> DryRun:
+        """Make a step on the longest samples, and report its memory. Collective.
 
-        Returns:
-            How training ended, and where its outputs are.
-
-        Raises:
-            DrivetrainError: A setting, a file, a row or a callback is wrong; the message names it. Raised on all ranks.
+        No folder is created or locked, so that it may run beside the run itself, if there is enough memory.
         """
-        return run(self.config, self._method(), self._extensions)
+        with self.open_run(is_dry=True) as run:
+            return measure(run)
 
-    def dry_run(self) -> DryRun:
-        """Do everything up to and including the first step, write nothing, and report the memory. Collective.
-
-        Raises:
-            DrivetrainError: A setting, a file, a row or the model is wrong; the message names it. Raised on all ranks.
-        """
-        return dry_run(self.config, self._method(), self._extensions)
-
-    def _method(self) -> TrainingMethod:
+    def make_method(self) -> TrainingMethod:
+        """Return the training method, with the loss of the program if it has given one."""
         return self.method_class(self.config, self._loss)
 
-
-def _check_callbacks(callbacks: Sequence[Callback]) -> None:
-    hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"callbacks has {callback!r}, which is no Callback; derive its class from drivetrain.Callback")
-        # A method that nothing calls would be taken for one that does nothing.
-        unknown = sorted(name for name in dir(callback) if name.startswith("on_") and name not in hooks)
-        if unknown:
-            raise ConfigError(
-                f"{type(callback).__name__} has the method {unknown[0]}, which nothing calls; a Callback has {', '.join(hooks)}"
-            )
+    @property
+    def _answer_metrics(self) -> AnswerMetrics:
+        return AnswerMetrics.of(self.config.trainer.metrics, self._metrics)
 
 
 def _check_loss(loss: Loss | None) -> None:
