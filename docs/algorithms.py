@@ -42,7 +42,7 @@ def advantages(spec: AlgorithmSpec) -> str:
     """Return what an algorithm's advantages are."""
     if spec.advantage is None:
         return "none"
-    kind = ESTIMATORS.get(spec.advantage["estimator"])
+    kind = ESTIMATORS.get(spec.advantage.get("estimator", "gae"))
     parts = [f"`{kind.name}`"]
     parts += [
         f"`{name}={str(value).lower()}`" for name, value in spec.advantage.items() if name not in ("estimator", "kl_coef")
@@ -56,7 +56,7 @@ def algorithms_table() -> str:
     """Return the table of algorithms."""
     lines = ["| `rl.algorithm` | recipe | loss | advantages | paper |", "|---|---|---|---|---|"]
     for name, spec in ALGORITHMS.all().items():
-        loss = spec.summary or OBJECTIVES.get((spec.loss or {})["objective"]).summary
+        loss = spec.summary or OBJECTIVES.get((spec.loss or {}).get("objective", "clipped")).summary
         lines.append(f"| `{name}` | {recipe_of(name)} | {loss} | {advantages(spec)} | {linked(spec.paper)} |")
     return "\n".join(lines)
 

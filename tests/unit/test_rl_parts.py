@@ -161,6 +161,16 @@ def test_settings_change_the_algorithm() -> None:
     assert online.loss == PreferenceLoss(kind="ipo", beta=0.3, temperature=0.7)
 
 
+def test_another_objective_keeps_what_both_have() -> None:
+    found = resolve(config("rl.algorithm=dapo", "rl.loss.objective=clip_cov", "rl.loss.dual_clip=0")).loss
+    assert found == PolicyLoss.from_settings(objective="clip_cov", clip_high=0.28)
+    assert resolve(config("rl.loss.objective=sapo", "rl.loss.tau_positive=2")).loss == PolicyLoss.from_settings(
+        objective="sapo", tau_positive=2.0, aggregation="seq-mean-token-mean", kl_coef=0.04
+    )
+    estimated = resolve(config("rl.algorithm=dr_grpo", "rl.advantage.estimator=pass_at_k")).advantage
+    assert estimated == AdvantageConfig.from_settings(estimator="pass_at_k", scale=False)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -169,6 +179,16 @@ def test_settings_change_the_algorithm() -> None:
         (["rl.algorithm=cispo", "rl.loss.dual_clip=3"], r"rl\.loss\.dual_clip=3\.0 is not used by the objective cispo"),
         (["rl.algorithm=sapo", "rl.loss.clip_low=0.1"], r"rl\.loss\.clip_low=0\.1 is not used by the objective sapo"),
         (["rl.loss.tau_positive=2"], r"rl\.loss\.tau_positive=2\.0 is not used by the objective clipped"),
+        (
+            ["rl.algorithm=gspo", "rl.loss.objective=cispo"],
+            r"rl\.loss\.objective=cispo does not use ratio=sequence, which rl\.algorithm=gspo sets",
+        ),
+        (
+            ["rl.loss.objective=gmpo", "rl.loss.aggregation=token-mean"],
+            r"objective=gmpo with aggregation=token-mean.*rl\.algorithm=grpo",
+        ),
+        (["rl.advantage.lam=0.9"], r"rl\.advantage\.lam=0\.9 is not used by the estimator grpo"),
+        (["rl.advantage.kl_estimator=k2"], r"rl\.advantage\.kl_estimator=k2 is not used by the estimator grpo .* kl_coef=0"),
         (["rl.rejection.token_k1=0.5"], r"rl\.rejection\.token_k1=0\.5; give it \[LOW, HIGH\]"),
         (["rl.rejection.k1=2"], r"rl\.rejection\.k1: there is no such criterion; choose one of token_k1"),
         (
