@@ -1,6 +1,6 @@
 """Write what depends on the registered losses into the pages: `python -m docs.algorithms`.
 
-The tables of algorithms, objectives and estimators in `rl.md`, and the number of algorithms in the README.
+The tables of algorithms, objectives and estimators in `rl.md`, that of losses of pairs in `dpo.md`, and the number of algorithms in the README.
 """
 
 import re
@@ -14,11 +14,13 @@ import yaml
 from drivetrain.losses.algorithms import ALGORITHMS, AlgorithmSpec
 from drivetrain.losses.estimators.base import ESTIMATORS
 from drivetrain.losses.objectives.base import OBJECTIVES
+from drivetrain.losses.pair_losses.base import PAIR_LOSSES
 from drivetrain.losses.registry import LossRegistry
 from drivetrain.trainers.config.parse import RECIPES
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "rl.md", ROOT / "README.md"
+PAIRS = ROOT / "docs" / "dpo.md"
 NAMED = ("grpo", "dapo", "gspo", "rloo", "ppo", "online_dpo")
 """The algorithms that the README names."""
 
@@ -75,6 +77,17 @@ def choices_table(registry: LossRegistry[Any], section: str) -> str:
     return "\n".join(lines)
 
 
+def pairs_table() -> str:
+    """Return the table of losses of pairs, with that of single answers."""
+    lines = ["| `dpo.loss` | loss of a pair | further settings | paper |", "|---|---|---|---|"]
+    for name, spec in PAIR_LOSSES.all().items():
+        settings = ", ".join(f"`{setting}`" for setting in sorted(spec.reads))
+        lines.append(f"| `{name}` | {spec.summary} | {settings} | {linked(spec.paper)} |")
+    paper = linked("Ethayarajh et al. 2024, arXiv:2402.01306")
+    lines.append(f"| `kto` | of one answer: w (1 - s(± beta (r - z0))) | `desirable_weight`, `undesirable_weight` | {paper} |")
+    return "\n".join(lines)
+
+
 def filled(text: str, parts: Mapping[str, str]) -> str:
     """Return a page with the text between each pair of markers replaced.
 
@@ -98,6 +111,7 @@ def pages() -> dict[Path, str]:
     }
     return {
         PAGE: filled(PAGE.read_text(), {name: f"\n\n{table}\n\n" for name, table in tables.items()}),
+        PAIRS: filled(PAIRS.read_text(), {"losses of pairs": f"\n\n{pairs_table()}\n\n"}),
         README: filled(README.read_text(), {"other algorithms": str(len(ALGORITHMS.all().keys() - set(NAMED)))}),
     }
 

@@ -6,27 +6,6 @@ Ratio = Literal["token", "sequence", "sequence-token"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-PairLoss = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "exo_pair",
-    "robust",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "discopop",
-    "simpo",
-    "orpo",
-    "cpo",
-]
-SMOOTHED: frozenset[str] = frozenset({"sigmoid", "cpo", "simpo", "exo_pair", "robust", "aot"})
-"""Losses that assume a fraction of flipped labels."""
-BY_DIVERGENCE: frozenset[str] = frozenset({"sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop"})
-"""Losses of the difference between the two sides' distances to the reference, which another divergence may measure."""
 Level = Literal["token", "sequence"]
 Correction = Literal["truncate", "mask"]
 Rejection = Literal[

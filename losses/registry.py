@@ -19,7 +19,7 @@ from ..engine.errors import ConfigError
 
 ENTRY_POINT_GROUP = "drivetrain.losses"
 _PACKAGE = __name__.rpartition(".")[0]
-PLACES = ("algorithms", "objectives", "estimators")
+PLACES = ("algorithms", "objectives", "estimators", "pair_losses")
 """The modules of the built-in registrations, and the packages of such modules."""
 
 Chosen = TypeVar("Chosen")

@@ -1,4 +1,4 @@
-"""Objectives, estimators and algorithms are each registered in one place: one more is one more file."""
+"""Objectives, estimators, algorithms and losses of pairs are each registered in one place: one more is one more file."""
 
 import json
 import math
@@ -44,9 +44,34 @@ class HalvesEstimator(Estimator):
 
 algorithm("by_halves", summary="PPO's", paper="unpublished", loss={"dual_clip": None}, advantage={"estimator": "halves"})
 '''
+PAIRS = '''
+"""A loss of pairs for a test."""
+
+from drivetrain.losses.pair_losses.base import pair_loss
+
+
+@pair_loss("linear", "-beta m", paper="unpublished", reads=("divergence",))
+def linear(s, x):
+    return -s.beta * x.margin
+'''
+OF_PAIRS = """
+from drivetrain.losses.preference import PreferenceLoss
+from drivetrain.trainers.config.methods import PreferenceConfig
+from drivetrain.trainers.methods.preference import preference_loss
+
+settings = PreferenceConfig(loss="linear", beta=0.5, divergence="forward_kl")
+settings.check()
+loss = preference_loss(settings)
+assert loss.needs_reference
+fields = {"chosen": [1.0, 0.0], "reference_log_probs": [-1.0, -1.0]}
+batch = from_lists([[1, 2], [1, 3]], supervised=[[False, True]] * 2, group_ids=[0, 0], sequence_fields=fields)
+outputs = TokenOutputs(mask=loss.tokens(batch), log_probs=torch.tensor([-0.5, 0.0, -2.0, 0.0]))
+found["pairs"] = {"loss": float(loss(outputs, batch).terms["preference"]), "page": pages()[PAIRS]}
+print(json.dumps(found))
+"""
 READ = """
 import json, sys
-from docs.algorithms import PAGE, README, pages
+from docs.algorithms import PAGE, PAIRS, README, pages
 from drivetrain.trainers.config.parse import help_text, parse
 from drivetrain.trainers.config.rl import GRPOConfig
 
@@ -90,9 +115,9 @@ def run(code: str, *words: str, path: Path) -> "subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def read(path: Path, *runs: list[str]) -> dict[str, Any]:
+def read(path: Path, *runs: list[str], more: str = "") -> dict[str, Any]:
     """What a program says, with what is in a folder, of its settings, and of runs with some of them."""
-    done = run(READ, json.dumps(runs), path=path)
+    done = run(READ + more, json.dumps(runs), path=path)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -141,13 +166,17 @@ def test_an_objective_is_one_file_which_an_entry_point_names(tmp_path: Path) -> 
         assert got["loss"] == pytest.approx(sum(each) / 2, rel=1e-4)
 
 
-def test_an_estimator_is_one_file_of_the_repository(tmp_path: Path) -> None:
-    path = with_file(tmp_path, "losses/estimators/halves.py", ESTIMATOR)
-    found = read(path, ["rl.algorithm=by_halves"], ["rl.advantage.estimator=halves", "rl.advantage.part=0.25"])
+def test_an_estimator_and_a_loss_of_pairs_are_one_file_each(tmp_path: Path) -> None:
+    path = with_file(with_entry_point(tmp_path, "linear", PAIRS), "losses/estimators/halves.py", ESTIMATOR)
+    found = read(path, ["rl.algorithm=by_halves"], ["rl.advantage.estimator=halves", "rl.advantage.part=0.25"], more=OF_PAIRS)
     assert "halves: the share of the advantage that is used" in found["help"]
     assert "| `by_halves` |  | PPO's | `halves` | unpublished |" in found["page"]
     assert "| `halves` | a share of the reward less the mean of the group | `part` | unpublished |" in found["page"]
     assert [got["advantages"] for got in found["runs"]] == [[0.5, 0.0, -0.5, 0.0], [0.25, 0.0, -0.25, 0.0]]
+    assert "ipo | linear | nca_pair" in found["help"]
+    assert "hinge, ipo, linear, robust, sigmoid" in found["help"]
+    assert "| `linear` | -beta m | `divergence` | unpublished |" in found["pairs"]["page"]
+    assert found["pairs"]["loss"] == pytest.approx(-0.5 * ((1 - math.exp(-0.5)) - (1 - math.exp(1.0))))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +185,7 @@ def test_an_estimator_is_one_file_of_the_repository(tmp_path: Path) -> None:
         (["rl.algorithm=tanh_grpo"], r"rl\.algorithm=tanh_grpo; it must be one of cispo"),
         (["rl.loss.objective=tanh"], r"rl\.loss\.objective=tanh; it must be one of cispo"),
         (["rl.loss.sharpness=4"], r"unknown setting 'rl\.loss\.sharpness'"),
+        (["dpo.loss=linear"], r"dpo\.loss=linear; it must be one of aot"),
         (["rl.advantage.part=0.5"], r"unknown setting 'rl\.advantage\.part'"),
     ],
 )
