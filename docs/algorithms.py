@@ -96,9 +96,10 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
         parts: The name of the markers, and what belongs between them.
     """
     for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name} -->).*?(<!-- end -->)", re.DOTALL)
-        assert len(pattern.findall(text)) == 1, name
-        text = pattern.sub(lambda found, part=part: f"{found[1]}{part}{found[2]}", text)
+        begin, end = f"<!-- {name} -->", "<!-- end -->"
+        before, marker, after = text.partition(begin)
+        assert marker, name
+        text = f"{before}{begin}{part}{end}{after.partition(end)[2]}"
     return text
 
 

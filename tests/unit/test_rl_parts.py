@@ -188,7 +188,7 @@ def test_another_objective_keeps_what_both_have() -> None:
             r"objective=gmpo with aggregation=token-mean.*rl\.algorithm=grpo",
         ),
         (["rl.advantage.lam=0.9"], r"rl\.advantage\.lam=0\.9 is not used by the estimator grpo"),
-        (["rl.advantage.kl_estimator=k2"], r"rl\.advantage\.kl_estimator=k2 is not used by the estimator grpo .* kl_coef=0"),
+        (["rl.advantage.kl_estimator=k2"], r"rl\.advantage\.kl_estimator=k2 is not used by the estimator grpo .*kl_coef=0"),
         (["rl.rejection.token_k1=0.5"], r"rl\.rejection\.token_k1=0\.5; give it \[LOW, HIGH\]"),
         (["rl.rejection.k1=2"], r"rl\.rejection\.k1: there is no such criterion; choose one of token_k1"),
         (
