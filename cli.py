@@ -58,8 +58,8 @@ def _run(arguments: list[str]) -> int:
     command, rest = arguments[0], arguments[1:]
     if command in COMMANDS:
         return _call(command, COMMANDS[command], rest)
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    close_matches = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
     print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
@@ -132,12 +132,12 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     options: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
-        name, given, value = word.partition("=")
+        name, separator, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name not in ("--nproc", *LAUNCHER_OPTIONS):
             rest.append(word)
             continue
-        value = value if given else next(words, "")
+        value = value if separator else next(words, "")
         if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
             raise ValueError(
                 f"--nproc {value}: give the number of processes on this machine, from 1 to {MOST_PROCESSES}".replace("  ", " ")

@@ -127,10 +127,10 @@ def spec_of(name: str) -> BackendSpec:
     """
     known = _known()
     if name not in known:
-        near = get_close_matches(name, known, n=1)
+        close_matches = get_close_matches(name, known, n=1)
         hint = (
-            f"did you mean {near[0]!r}?"
-            if near
+            f"did you mean {close_matches[0]!r}?"
+            if close_matches
             else "a backend of your own comes with the package that provides it; sharding is engine.parallel.*, offloading engine.offload.*"
         )
         raise ConfigError(f"engine.backend={name!r} is unknown; available: {', '.join(sorted(known))}; {hint}")

@@ -124,9 +124,9 @@ class CheckpointManifest:
             )
         expected, actual = count(entry["bytes"]), self.store.size(name)
         if actual != expected:
-            shown = "missing" if actual is None else f"{actual} bytes"
+            actual_text = "missing" if actual is None else f"{actual} bytes"
             raise DamagedError(
-                f"{self.store}/{name} is {shown}; the manifest says {expected} bytes: the checkpoint is damaged"
+                f"{self.store}/{name} is {actual_text}; the manifest says {expected} bytes: the checkpoint is damaged"
             )
         if len(entry["xxh3"]) != -(-expected // CHUNK_BYTES) or not all(isinstance(d, str) for d in entry["xxh3"]):
             raise ValueError(f"{name} has {len(entry['xxh3'])} checksums for {expected} bytes")

@@ -35,8 +35,8 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any], path: str) 
     known = config.to_dict()
     for name, value in overrides.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            close_matches = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
             raise ModelError(f"model.overrides.{name}={value}: the config of {path} has no such setting{hint}")
         if name in ("model_type", "architectures", "auto_map"):
             raise ModelError(

@@ -107,10 +107,10 @@ def help_text(cls: type, usage: str) -> str:
     for section, members in sections.items():
         lines += ["", f"{section}:"]
         for key in members:
-            shown = list(key.default) if isinstance(key.default, tuple) else key.default
+            default = list(key.default) if isinstance(key.default, tuple) else key.default
             named = [part for part in key.type.split(" | ") if part != "None"]
             choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
-            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if shown is None else shown}]")
+            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if default is None else default}]")
     return "\n".join(lines)
 
 
@@ -192,14 +192,14 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
     known = {key.name for key in keys(cls)}
     if options is not None:
         known |= {key.name for key in keys(options, "engine.options.")}
-    own = {name: parent for name, parent, _ in own_sections(cls)}
+    parents = {name: parent for name, parent, _ in own_sections(cls)}
     for name, _, section in own_sections(cls):
         known |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     nested = [key for name, _, section in own_sections(cls) for key in keys(section, f"{name}.")]
     switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} <= {*key.type.split(" | ")}]
     free = {key.name for key in [*keys(cls), *nested] if key.type.startswith("dict[")} | {
-        f"{name}.options" for name in own if f"{name}.options" in known
+        f"{name}.options" for name in parents if f"{name}.options" in known
     }
     try:
         for layer in layers:
@@ -217,7 +217,7 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             with read_write(base.engine):  # a frozen dataclass becomes a read-only node
                 base.engine.options = OmegaConf.structured(options)
         merged = OmegaConf.merge(base, *layers)
-        for name, parent in own.items():
+        for name, parent in parents.items():
             _inherit(merged, name, parent, layers)
         result = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, TypeError) as e:
@@ -251,13 +251,13 @@ def _escaped(value: Any) -> Any:
 
 def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) -> None:
     """Set a section that is given in part to that of the top level, with what is given."""
-    given = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
-    if not given:
+    nodes = [node for layer in layers if (node := OmegaConf.select(layer, name)) is not None]
+    if not nodes:
         return
     top = OmegaConf.select(merged, parent)
     base = OmegaConf.structured(OmegaConf.to_object(top))
     if parent == "engine":
-        backend = next((b for node in reversed(given) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
+        backend = next((b for node in reversed(nodes) if (b := OmegaConf.select(node, "backend")) is not None), top.backend)
         if backend != top.backend:
             options = options_class(str(backend))
             with read_write(base):
@@ -266,7 +266,7 @@ def _inherit(merged: Any, name: str, parent: str, layers: Sequence[DictConfig]) 
     with read_write(merged):
         section = OmegaConf.select(merged, holder)
         with read_write(section):
-            section[last] = OmegaConf.merge(base, *given)
+            section[last] = OmegaConf.merge(base, *nodes)
         try:
             OmegaConf.to_object(section[last])
         except ConfigError as e:
@@ -305,8 +305,8 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     if depth == 0 and path.parent == RECIPES and path.is_file() and name not in built_in:
         raise ConfigError(f"recipe={name} belongs to another trainer; this one has {', '.join(built_in)}")
     if not path.is_file():
-        near = difflib.get_close_matches(name, built_in, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        close_matches = difflib.get_close_matches(name, built_in, n=1)
+        hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
         raise ConfigError(
             f"recipe={name} does not exist; {hint}the built-in recipes are {', '.join(built_in)}; or give the path of a "
             ".yaml file"
@@ -335,8 +335,8 @@ def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
         if name in known or any(k.startswith(f"{name}.") for k in known) or any(name.startswith(f"{k}.") for k in free):
             continue
         if name.startswith("engine.options."):
-            own = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
-            raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {own}")
+            options = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
+            raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {options}")
         raise ConfigError(f"unknown setting {name!r}{hint_for(name, known)}")
 
 

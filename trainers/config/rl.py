@@ -125,9 +125,11 @@ class RLSettings(Settings):
                     raise ConfigError(
                         f"rl.{name}={getattr(self, name)} is not used without rl.{other}; set that, or remove rl.{name}"
                     )
-        given: list[tuple[str, Any]] = [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
-        given += [("rejection", self.rejection)] if self.rejection else []
-        for name, value in given:
+        corrections: list[tuple[str, Any]] = (
+            [("importance", self.importance)] if self.importance in ("truncate", "mask") else []
+        )
+        corrections += [("rejection", self.rejection)] if self.rejection else []
+        for name, value in corrections:
             if self.old_log_probs == "rollout":
                 raise ConfigError(
                     f"rl.{name}={value} with rl.old_log_probs=rollout: a correction compares the generator's "

@@ -82,8 +82,8 @@ def hint_for(name: str, known: Collection[str]) -> str:
     if full is None and last in ours:
         full = min((k for k in known if k.rpartition(".")[2] == last), key=lambda k: (k.count("."), k))
     if full is None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
+        close_matches = difflib.get_close_matches(name, known, n=1, cutoff=0.7) or difflib.get_close_matches(
             last, ours, n=1, cutoff=0.7
         )
-        full = next((k for k in sorted(known) if near and k.endswith(near[0])), None)
+        full = next((k for k in sorted(known) if close_matches and k.endswith(close_matches[0])), None)
     return f"{f'; did you mean {full!r}?' if full else ''} (--help lists all settings)"

@@ -128,8 +128,8 @@ def open_source(
         files = tuple(f for f in every if ending_of(f) != ".txt") or tuple(every)
         if not files:
             there = sorted({f.suffix or f.name for f in path.rglob("*") if f.is_file()})
-            found = f"it has {', '.join(there[:5])}" if there else "it is empty"
-            raise DataError(f"data folder {name} has no {_KINDS}; {found}")
+            contents = f"it has {', '.join(there[:5])}" if there else "it is empty"
+            raise DataError(f"data folder {name} has no {_KINDS}; {contents}")
         return DataSource(name, files, **options)
     if path.is_file():
         if ending_of(path) is None:
@@ -275,7 +275,11 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """
     for ours, theirs in columns.items():
         if ours not in COLUMNS:
-            near = difflib.get_close_matches(ours, COLUMNS, n=1)
-            hint = f"did you mean data.columns.{near[0]}={theirs}?" if near else f"the columns are {', '.join(COLUMNS)}"
+            close_matches = difflib.get_close_matches(ours, COLUMNS, n=1)
+            hint = (
+                f"did you mean data.columns.{close_matches[0]}={theirs}?"
+                if close_matches
+                else f"the columns are {', '.join(COLUMNS)}"
+            )
             turned = f" (it is our name=your name: data.columns.{theirs}={ours})" if theirs in COLUMNS else ""
             raise ConfigError(f"data.columns.{ours}={theirs}: there is no column {ours!r}; {hint}{turned}")

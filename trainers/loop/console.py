@@ -121,9 +121,9 @@ class Console:
         elif step % self._every == 0 or step == self._total:
             self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Print the answers to held-out samples."""
-        for answer in given[:SHOWN_ANSWERS]:
+        for answer in completions[:SHOWN_ANSWERS]:
             last = f"expected {answer.wanted!r}" if answer.rewards is None else f"rewards {answer.shown_rewards}"
             self._out.print(f"  {answer.prompt!r}\n    answer {answer.answer!r}\n    {last}", markup=False, soft_wrap=True)
 
@@ -164,7 +164,7 @@ class Summary:
         self._skipped += record["skipped"]
         self._seconds += record["seconds"]
 
-    def answers(self, step: int, given: Sequence[HeldOutCompletion]) -> None:
+    def answers(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:

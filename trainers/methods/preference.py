@@ -75,7 +75,7 @@ class PreferenceMethod(TrainingMethod):
     def setup(self, engine: BaseEngine, tokenizer: Any, samples: TokenDataset | None, held_out: TokenDataset | None) -> None:
         """Build the reference, or compute its log-probabilities. Collective."""
         if self._needs_reference:
-            datasets = [some for some in (samples, held_out) if some is not None]
+            datasets = [dataset for dataset in (samples, held_out) if dataset is not None]
             self._reference = build_reference(self._config, engine, datasets)
 
     def batch(self, engine: BaseEngine, global_batch: GlobalBatch, *, training: bool) -> PackedBatch:

@@ -126,16 +126,16 @@ def _check_loss(loss: Loss | None) -> None:
 
 def _data_of(data: DataConfig, python: PythonData) -> DataConfig:
     """Return the settings with the names of the rows in memory."""
-    given: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for name, setting in ((TRAIN, "train"), (EVAL, "eval")):
         if name not in python.rows:
             continue
         if named := getattr(data, setting):
             raise ConfigError(f"{name} is given, and data.{setting}={list(named)} too; give one of them")
-        given[setting] = (name,)
+        names[setting] = (name,)
     if EVAL in python.rows and not (data.train or TRAIN in python.rows):
         raise ConfigError(f"{EVAL} is given, but neither {TRAIN} nor data.train; give the rows or the files to train on")
-    return replace(data, **given)
+    return replace(data, **names)
 
 
 class SFTTrainer(Trainer[SFTConfig]):

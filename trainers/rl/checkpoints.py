@@ -97,10 +97,10 @@ class RunCheckpoints:
         setting = self._config.trainer.resume
         damaged: list[str] = []
         while True:
-            found = self._ranks.run_on_rank0(lambda: self._find(setting, damaged))
-            if found is None:
+            checkpoint = self._ranks.run_on_rank0(lambda: self._find(setting, damaged))
+            if checkpoint is None:
                 return None
-            folder, root, step, extra = found
+            folder, root, step, extra = checkpoint
             try:
                 self.load(folder, f"{self._critic_root(root)}/{Path(folder).name}")
             except DrivetrainError as e:

@@ -231,10 +231,10 @@ class MemoryManager:
                 parts.setdefault(self._planned(role, part, allocation, phase), []).append(
                     f"{role} {part} {_size(allocation.bytes)}"
                 )
-            shown = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
-            lines.append(f"{phase}: {shown}")
+            places = "; ".join(f"{place}: {', '.join(parts[place])}" for place in PLACES if place in parts)
+            lines.append(f"{phase}: {places}")
             if not self._takes_turns:
-                return [f"all the time: {shown}"]
+                return [f"all the time: {places}"]
         return lines
 
     def _planned(self, role: str, part: RolePart, allocation: Allocation, phase: str) -> RolePlace:

@@ -136,7 +136,7 @@ class RLSummary:
         target = self._evaluated if record.get("split") == "eval" else self._records
         target.append({name: record[name] for name in kept if name in record})
 
-    def answers(self, step: int, given: Sequence[ShownAnswer]) -> None:
+    def answers(self, step: int, completions: Sequence[ShownAnswer]) -> None:
         """Ignore answers, which are not part of the summary."""
 
     def close(self) -> None:

@@ -122,8 +122,8 @@ def _rollout(paths: Sequence[Path], settings: Sequence[str]) -> int:
         first = 0
         while cursor.epoch == 0:
             chosen, cursor = next(batches)
-            some = [prompts.train[i] for i in chosen]
-            parts.append(phases.rollout(some, version=None, seed=phases.seed(0, first), first=first))
+            prompts_of_batch = [prompts.train[i] for i in chosen]
+            parts.append(phases.rollout(prompts_of_batch, version=None, seed=phases.seed(0, first), first=first))
             first += len(chosen)
         answers = join(parts)
         _write(phases, answers, paths[0], step=0)
@@ -213,11 +213,13 @@ def _compare(expected: Mapping[str, float], metrics: Mapping[str, float], config
         if name not in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
             continue
         # Losses of advantages with a mean of zero are differences of larger numbers, so small ones are compared on the scale of 1.
-        found = metrics.get(name, math.nan)
-        difference = abs(found - value) / max(abs(value), 1.0 if kind == "loss" else 1e-12)
+        repeated = metrics.get(name, math.nan)
+        difference = abs(repeated - value) / max(abs(value), 1.0 if kind == "loss" else 1e-12)
         equal = difference <= TOLERANCE[kind]
         worst = max(worst, int(not equal and exact))
-        print(f"{name:16} {value:.9g} recorded, {found:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}")
+        print(
+            f"{name:16} {value:.9g} recorded, {repeated:.9g} now, difference {difference:.1e}{'' if equal else '  (differs)'}"
+        )
     if worst:
         print("error: the repeated step is not the recorded one", file=sys.stderr)
     else:

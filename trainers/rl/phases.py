@@ -163,9 +163,9 @@ class Phases:
             first: The number of the first prompt in the step.
         """
         with self.timed("rollout"):
-            given = self.group.put([prompt.ids for prompt in prompts], role="rollout")
-            ref = self.group["rollout"].generate(given, options, version=version)
-            self.group.clear_data_cache(given)
+            prompt_ref = self.group.put([prompt.ids for prompt in prompts], role="rollout")
+            ref = self.group["rollout"].generate(prompt_ref, options, version=version)
+            self.group.clear_data_cache(prompt_ref)
         rows = self._read(ref, prompts, options.samples, first)
         if version is not None and (others := {made for row in rows for made in row.versions} - {version}):
             raise ModelError(
@@ -184,8 +184,8 @@ class Phases:
         tokenizer and send no texts.
         """
         with self.timed("read"):
-            found = self.group.get(ref, ["input_ids", "versions", "finished"])
-            ids, versions = (found[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
+            columns = self.group.get(ref, ["input_ids", "versions", "finished"])
+            ids, versions = (columns[name].split(list(ref.lengths)) for name in ("input_ids", "versions"))
         rows = []
         for i, (tokens, made_by) in enumerate(zip(ids, versions, strict=True)):
             prompt = prompts[i // samples]
@@ -196,7 +196,7 @@ class Phases:
                     group=first + i // samples,
                     tokens=answer,
                     text=decoded(self.tokenizer, answer),
-                    finished=bool(found["finished"][i]),
+                    finished=bool(columns["finished"][i]),
                     # Runs of equal versions, of which there are few, before Python sees them.
                     versions=tuple(sorted({*made_by.unique_consecutive().tolist()} - {-1})),
                 )

@@ -41,9 +41,9 @@ class RewardRunner:
 
         self.names: list[str] = ranks.run_on_rank0(start)
         """The names of the rewards."""
-        if (wanted := config.rl.eval_reward) is not None and wanted not in self.names:
+        if (eval_reward := config.rl.eval_reward) is not None and eval_reward not in self.names:
             self.close()
-            raise ConfigError(f"rl.eval_reward={wanted} is no reward; they are {', '.join(self.names)}")
+            raise ConfigError(f"rl.eval_reward={eval_reward} is no reward; they are {', '.join(self.names)}")
 
     @property
     def asks_model(self) -> bool:
@@ -60,9 +60,11 @@ class RewardRunner:
         def check() -> None:
             assert self._scorer is not None
             for prompts in sets:
-                some = [prompts[i] for i in range(len(prompts))]
-                samples = [RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in some]
-                self._scorer.check(samples, [prompt.name for prompt in some])
+                all_prompts = [prompts[i] for i in range(len(prompts))]
+                samples = [
+                    RewardSample(prompt=prompt.content, completion="", columns=prompt.columns) for prompt in all_prompts
+                ]
+                self._scorer.check(samples, [prompt.name for prompt in all_prompts])
 
         self._ranks.run_on_rank0(check)
 
@@ -94,17 +96,17 @@ class RewardRunner:
         """
 
         def wait() -> list[Scores] | RewardError:
-            found, first = [], 0
+            scores, first = [], 0
             for part in pending:
                 assert part is not None
                 values = None if model is None else {REWARD_MODEL: model[first : first + len(part)]}
                 try:
-                    found.append(part.result(models=values))
+                    scores.append(part.result(models=values))
                 except RewardError as e:
                     # All processes have to raise this one, after which they save together.
                     return e
                 first += len(part)
-            return found
+            return scores
 
         scores = self._ranks.run_on_rank0(wait)
         if isinstance(scores, RewardError):
@@ -157,9 +159,9 @@ def check_judged(answers: Sized, counts: Mapping[str, float]) -> None:
         RewardError: None is left; the message says what the rewards made of them.
     """
     if not len(answers):
-        shown = (
+        failures = (
             ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if "/" in name) or "no reward was responsible"
         )
         raise RewardError(
-            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({shown}), so there is nothing to learn from"
+            f"none of {counts.get('dropped', 0):.0f} answers could be judged ({failures}), so there is nothing to learn from"
         )
