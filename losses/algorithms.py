@@ -33,27 +33,14 @@ ALGORITHMS: LossRegistry[AlgorithmSpec] = LossRegistry("algorithm")
 """The algorithms, with the settings of their papers or, where these say nothing, of common implementations."""
 
 
-def algorithm(
-    name: str,
-    *,
-    paper: str,
-    loss: Mapping[str, Any] | None,
-    advantage: Mapping[str, Any] | None,
-    dynamic_sampling: bool = False,
-    summary: str = "",
-) -> None:
+def algorithm(name: str, **spec: Any) -> None:
     """Register an algorithm.
 
     Args:
         name: Its name, the value of `rl.algorithm`.
-        paper: See `AlgorithmSpec`.
-        loss: See `AlgorithmSpec`.
-        advantage: See `AlgorithmSpec`.
-        dynamic_sampling: See `AlgorithmSpec`.
-        summary: See `AlgorithmSpec`.
+        spec: The fields of `AlgorithmSpec`.
     """
-    spec = AlgorithmSpec(loss=loss, advantage=advantage, dynamic_sampling=dynamic_sampling, summary=summary, paper=paper)
-    ALGORITHMS.add(name, spec)
+    ALGORITHMS.add(name, AlgorithmSpec(**spec))
 
 
 _GROUPED = {"estimator": "grpo"}

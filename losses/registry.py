@@ -6,8 +6,8 @@ The built-in ones are in `PLACES`, which are imported as a whole. A third party 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -187,64 +187,39 @@ class ByName:
             )
 
 
-@dataclass(frozen=True)
-class FlatSetting:
-    """A setting that at least one entry of a registry has.
-
-    Args:
-        name: Its name.
-        type: Its type, the same for all entries.
-        help: Its help line, with the names of the entries.
-    """
-
-    name: str
-    type: Any
-    help: str
-
-
-def flat_settings(registry: LossRegistry[Any]) -> Iterator[FlatSetting]:
-    """Yield the settings of all entries of a registry, each once.
-
-    Raises:
-        ConfigError: Two entries have a setting of the same name with different types.
-    """
-    types: dict[str, Any] = {}
-    lines: dict[str, dict[str, list[str]]] = {}
-    for name, kind in registry.all().items():
-        hints = get_type_hints(kind)
-        for f in fields(kind):
-            if types.setdefault(f.name, hints[f.name]) != hints[f.name]:
-                raise ConfigError(
-                    f"the setting {f.name} of {registry.kind}={name} has another type elsewhere; give it another name"
-                )
-            lines.setdefault(f.name, {}).setdefault(f.metadata.get("help", ""), []).append(name)
-    for setting_name, by_help in lines.items():
-        help = "; ".join(f"{', '.join(names)}: {line}" for line, names in by_help.items())
-        yield FlatSetting(setting_name, types[setting_name], help)
-
-
 def with_settings_of(registry: LossRegistry[Any], part: str) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
     """Return a decorator that gives a class of settings, before it becomes a dataclass, those of all entries; each may be null.
+
+    Their help lines begin with the names of the entries.
 
     Args:
         registry: The registry.
         part: The field that names an entry, whose type becomes the names that there are.
 
     Raises:
-        ConfigError: A setting of an entry has the name of one that the class has itself.
+        ConfigError: A setting of an entry has the name of one that the class has itself, or two entries have one with different types.
     """
 
     def extend(cls: type[SettingsClass]) -> type[SettingsClass]:
-        added: dict[str, Any] = {}
-        for one in flat_settings(registry):
-            if one.name in cls.__annotations__:
-                raise ConfigError(
-                    f"the setting {one.name} of an {registry.kind} is one of {cls.__name__} itself; give it another name"
-                )
-            added[one.name] = one.type | None
-            setattr(cls, one.name, setting(None, one.help))
+        own, types = cls.__annotations__, dict[str, Any]()
+        lines: dict[str, dict[str, list[str]]] = {}
+        for name, kind in registry.all().items():
+            hints = get_type_hints(kind)
+            for f in fields(kind):
+                if f.name in own:
+                    raise ConfigError(
+                        f"the setting {f.name} of {registry.kind}={name} is one of {cls.__name__} itself; give it another name"
+                    )
+                if types.setdefault(f.name, hints[f.name]) != hints[f.name]:
+                    raise ConfigError(
+                        f"the setting {f.name} of {registry.kind}={name} has another type elsewhere; give it another name"
+                    )
+                lines.setdefault(f.name, {}).setdefault(f.metadata.get("help", ""), []).append(name)
+        for name, by_help in lines.items():
+            setattr(cls, name, setting(None, "; ".join(f"{', '.join(names)}: {line}" for line, names in by_help.items())))
         names: Any = Literal[tuple(registry.all())]  # type: ignore[misc]
-        cls.__annotations__ = {part: names | None, **added, **{k: v for k, v in cls.__annotations__.items() if k != part}}
+        nullable = {name: hint | None for name, hint in types.items()}
+        cls.__annotations__ = {part: names | None, **nullable, **{name: hint for name, hint in own.items() if name != part}}
         return cls
 
     return extend

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..registry import LossRegistry
 
@@ -38,7 +38,7 @@ class PairLossSpec:
     function: PairFunction
     summary: str
     paper: str
-    reads: frozenset[str] = frozenset()
+    reads: tuple[str, ...] = ()
     needs_reference: bool = True
     needs_matching: bool = False
     per_token: bool = False
@@ -50,45 +50,17 @@ PAIR_LOSSES: LossRegistry[PairLossSpec] = LossRegistry("loss")
 """The losses of pairs by their names, which are values of `dpo.loss`."""
 
 
-def pair_loss(
-    name: str,
-    summary: str,
-    *,
-    paper: str,
-    reads: tuple[str, ...] = (),
-    needs_reference: bool = True,
-    needs_matching: bool = False,
-    per_token: bool = False,
-    sft_weight: float = 0.0,
-    check: Callable[[PreferenceLoss], None] | None = None,
-) -> Callable[[PairFunction], PairFunction]:
+def pair_loss(name: str, summary: str, **traits: Any) -> Callable[[PairFunction], PairFunction]:
     """Return a decorator that registers a function as a loss of pairs.
 
     Args:
         name: Its name, a value of `dpo.loss`.
-        summary: See `PairLossSpec`.
-        paper: See `PairLossSpec`.
-        reads: See `PairLossSpec`.
-        needs_reference: See `PairLossSpec`.
-        needs_matching: See `PairLossSpec`.
-        per_token: See `PairLossSpec`.
-        sft_weight: See `PairLossSpec`.
-        check: See `PairLossSpec`.
+        summary: Its formula, for the docs.
+        traits: The other fields of `PairLossSpec`.
     """
 
     def add(function: PairFunction) -> PairFunction:
-        spec = PairLossSpec(
-            function=function,
-            summary=summary,
-            paper=paper,
-            reads=frozenset(reads),
-            needs_reference=needs_reference,
-            needs_matching=needs_matching,
-            per_token=per_token,
-            sft_weight=sft_weight,
-            check=check,
-        )
-        PAIR_LOSSES.add(name, spec)
+        PAIR_LOSSES.add(name, PairLossSpec(function=function, summary=summary, **traits))
         return function
 
     return add

@@ -203,7 +203,7 @@ def test_what_is_not_registered_is_unknown(words: list[str], message: str) -> No
         ('"tanh",', '"clipped",', "two registrations of objective=clipped"),
         ('"tanh_grpo",', '"grpo",', "two registrations of algorithm=grpo"),
         ("sharpness: float", "clip_low: int", "the setting clip_low of objective=tanh has another type elsewhere"),
-        ("sharpness: float", "kl_coef: float", "the setting kl_coef of an objective is one of PolicyLossConfig itself"),
+        ("sharpness: float", "kl_coef: float", "the setting kl_coef of objective=tanh is one of PolicyLossConfig itself"),
         ("from dataclasses", "from no_such_module", "entry point tanh = tanh of group drivetrain.losses cannot be imported"),
     ],
 )
