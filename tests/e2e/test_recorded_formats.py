@@ -97,8 +97,14 @@ def test_every_published_loss_of_before_is_that_of_today() -> None:
     assert len(lines) == 20
     for record in map(json.loads, lines):
         today = published(record["algorithm"])
-        message = Call(id=1, role="actor", method="update", args=[record["loss"], record["advantage"]])
-        assert load(message, [], Names()).args == [today.loss, today.advantage]
+        plain = [record["loss"], record["advantage"]]
+        loaded = load(Call(id=1, role="actor", method="update", args=plain), [], Names()).args
+        recorded = load(Call(id=1, role="actor", method="update", args=[part["fields"] for part in plain]), [], Names()).args
+        assert loaded == [today.loss, today.advantage]
+        for part, values in zip(loaded, recorded, strict=True):
+            settings = part.settings()
+            assert settings == {name: values[name] for name in settings}
+            assert settings.keys() == {f.name for f in (*fields(part), *fields(getattr(part, part.part)))}
 
 
 def test_a_name_that_never_was_is_refused() -> None:

@@ -23,6 +23,7 @@ from drivetrain.engine.fsdp.options import FSDPOptions
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.losses.objectives.base import Objective
+from drivetrain.losses.objectives.clipped import ClippedObjective
 from drivetrain.losses.policy import PolicyLoss
 from drivetrain.workers.protocol import operations as protocol
 from drivetrain.workers.protocol.codec import Codec
@@ -161,7 +162,14 @@ class Doubled(Objective):
     times: float = 2.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Narrow(ClippedObjective):
+    """Has the name of what it is derived from."""
+
+
 def test_an_objective_that_is_not_registered_comes_back_as_an_object() -> None:
+    narrow = PolicyLoss(objective=Narrow(clip_low=0.1))
+    assert through(narrow, Names(collect(narrow))) == narrow
     loss = PolicyLoss(objective=Doubled(times=3.0), kl_coef=0.1)
     assert loss.settings()["objective"] == Doubled(times=3.0)
     for binary in (True, False):
