@@ -138,12 +138,12 @@ def loss_of_step(phases: Phases) -> PolicyLoss:
 def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
     """Return the batch with the mark of the tokens that the loss treats differently, if it does."""
     loss = phases.algorithm.loss
-    if not (isinstance(loss, PolicyLoss) and loss.selects_by_covariance):
+    selection = loss.objective.selection if isinstance(loss, PolicyLoss) else None
+    if selection is None:
         return batch
-    bounds = loss.cov_bounds if loss.objective == "clip_cov" else None
     seed = seed_of(phases.config.data.seed, step)
     marks: DataRef = phases.group["advantage"].select_by_covariance(
-        batch, fraction=loss.cov_fraction, bounds=bounds, seed=seed
+        batch, fraction=selection.fraction, bounds=selection.bounds, seed=seed
     )
     return marks
 
