@@ -118,6 +118,7 @@ soak: $(SETUP)
 
 docs: $(SETUP)
 	$(PY) -m docs.reference
+	$(PY) -m docs.algorithms
 	$(PY) -m docs.sizes
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"

@@ -55,9 +55,9 @@ def _run(arguments: list[str]) -> int:
             f"error: {arguments[0]} belongs behind a command, as in drivetrain sft {' '.join(arguments)} ...", file=sys.stderr
         )
         return 2
-    command, rest = arguments[0], arguments[1:]
+    command, words = arguments[0], arguments[1:]
     if command in COMMANDS:
-        return _call(command, COMMANDS[command], rest)
+        return _call(command, COMMANDS[command], words)
     close_matches = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
     print(f"error: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -128,14 +128,14 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     from .engine.config import MOST_PROCESSES
 
-    rest: list[str] = []
+    settings: list[str] = []
     options: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         name, separator, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name not in ("--nproc", *LAUNCHER_OPTIONS):
-            rest.append(word)
+            settings.append(word)
             continue
         value = value if separator else next(words, "")
         if name == "--nproc" and not (value.isdigit() and 0 < int(value) <= MOST_PROCESSES):
@@ -145,7 +145,7 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         if not value:
             raise ValueError(f"{name} has no value; it is passed to torchrun")
         options[name] = value
-    return rest, options
+    return settings, options
 
 
 if __name__ == "__main__":

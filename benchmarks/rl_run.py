@@ -60,7 +60,7 @@ def bare(config: RLConfig, prompts: list[list[int]]) -> dict[str, float]:
     generator = build_generator(rollout_config(config))
     options = SamplingOptions(max_tokens=config.rollout.max_tokens, samples=case.GROUP, seed=1)
     engine = engine_class("fsdp")(model=config.model, engine=config.engine, optim=config.optim).initialize()
-    loss = PolicyLoss(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
+    loss = PolicyLoss.from_settings(aggregation="seq-mean-token-mean", dual_clip=None, on_policy=True)
     seconds: dict[str, list[float]] = {"rollout": [], "update": []}
     for _ in range(case.STEPS):
         start = time.perf_counter()

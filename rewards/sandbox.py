@@ -238,15 +238,15 @@ def _watch(
 
 
 def _write(number: int, inputs: dict[int, memoryview], unregister: Callable[[int], object]) -> None:
-    rest = inputs[number]
+    unwritten = inputs[number]
     try:
-        sent = os.write(number, rest[:65536]) if rest else 0
+        sent = os.write(number, unwritten[:65536]) if unwritten else 0
     except BlockingIOError:
         return
     except BrokenPipeError:
         # It does not read all of it, or has ended.
-        sent = len(rest)
-    inputs[number] = rest[sent:]
+        sent = len(unwritten)
+    inputs[number] = unwritten[sent:]
     if not inputs[number]:
         unregister(number)
         os.close(number)

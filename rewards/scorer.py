@@ -131,10 +131,10 @@ class RewardScorer:
         if not self.names:
             raise ConfigError("there is no reward; name one in rewards.use, such as answer, or module:function")
         for setting in ("weights", "settings"):
-            known = self.names if setting == "weights" else list(self._targets)
-            if unknown := sorted(set(getattr(config, setting)) - set(known)):
+            names = self.names if setting == "weights" else list(self._targets)
+            if unknown := sorted(set(getattr(config, setting)) - set(names)):
                 raise ConfigError(
-                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(known)})"
+                    f"rewards.{setting} has {', '.join(unknown)}, which rewards.use has not ({', '.join(names)})"
                 )
         self._pool = RewardPool(config.workers, config.timeout_s, config.memory_mb, tuple(self._targets.values()))
         try:
@@ -290,7 +290,7 @@ class RewardScorer:
                 elif self._config.on_failure == "drop":
                     totals[row] = math.nan
         # An answer that no function had anything to say about has no reward, which is not a reward of 0.
-        rewards = [total if known else math.nan for total, known in zip(totals, judged, strict=True)]
+        rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
     def close(self) -> None:

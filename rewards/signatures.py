@@ -92,15 +92,15 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         "samples": {"samples"},
         "each": _GIVEN,
     }[convention]
-    rest = {name: p for name, p in named.items() if name not in sample_parameters}
+    column_parameters = {name: p for name, p in named.items() if name not in sample_parameters}
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Signature(
         convention=convention,
         # Those that wait for a network wait together.
         at_once=convention in _BATCHED or is_async,
         named=frozenset(named),
-        required=frozenset(name for name, p in rest.items() if p.default is p.empty),
-        optional=frozenset(name for name, p in rest.items() if p.default is not p.empty),
+        required=frozenset(name for name, p in column_parameters.items() if p.default is p.empty),
+        optional=frozenset(name for name, p in column_parameters.items() if p.default is not p.empty),
         takes_all=len(named) < len(parameters),
     )
 

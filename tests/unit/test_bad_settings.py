@@ -177,7 +177,7 @@ dpo dpo.beta=nan  =>  dpo.beta=nan; it must be more than 0
 dpo dpo.beta=-0.1  =>  dpo.beta=-0.1; it must be more than 0
 dpo dpo.beta=1e30  =>  dpo.beta=1e+30; it must be at most 1000
 dpo dpo.beta=1e-30  =>  dpo.beta=1e-30; it must be at least 1e-06
-dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of sigmoid, ipo, hinge, exo_pair, robust, nc
+dpo dpo.loss=dpo  =>  dpo.loss=dpo; it must be one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.label_smoothing=0.5  =>  dpo.label_smoothing=0.5; it is a fraction of flipped labels, at least 0 and below 0.5
 dpo dpo.loss=simpo dpo.gamma=-1  =>  dpo.gamma=-1.0; it is a margin and must be 0 or more
 dpo dpo.loss=simpo reference.path=/x  =>  reference.* is set with dpo.loss=simpo, which has no reference; unset it
@@ -189,7 +189,7 @@ dpo reference.mode=none  =>  reference.mode=none; it must be one of auto, model,
 dpo reference.backend=nope  =>  the reference cannot be built (it is model.path; reference.path is unset): engine.backend='nope' is 
 dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each answer with another one in the batch; use at least 2
 dpo dpo.loss_weights={sigmoid: 0}  =>  dpo.loss_weights.sigmoid=0.0; it must be a number above 0
-dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of sigmoid, ipo, hinge, exo_pair, robust, nca_pair, bco_pair, s
+dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.divergence=kl  =>  dpo.divergence=kl; it must be one of reverse_kl, forward_kl, js_divergence, a
 dpo data.learn=all  =>  data.learn=all: DPO compares entire answers; unset it
 dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or b
@@ -208,7 +208,7 @@ grpo rewards.use=[answer] rl.loss.kl_coef=1e30  =>  rl.loss.kl_coef=1e+30; it mu
 grpo rewards.use=[answer] group.nproc=1000000  =>  group.nproc=1000000; it must be at most 4096
 grpo rewards.use=[answer] group.pools={rollout: 9999}  =>  group.pools.rollout=9999; it must be at most 4096
 grpo rewards.use=[answer] model.lora.alpha=32  =>  the role actor (actor.model, actor.engine, or what they inherit): model.lora.alpha=32.0
-grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of grpo, dr_grpo, dapo, gspo, cispo, sa
+grpo rewards.use=[answer] rl.algorithm=grop  =>  rl.algorithm=grop; it must be one of cispo, clip_cov, dapo
 grpo rewards.use=[answer] rl.mini_batch_size=0  =>  rl.mini_batch_size=0; it must be at least 1
 grpo rewards.use=[answer] rl.epochs=0  =>  rl.epochs=0; it must be at least 1
 grpo rewards.use=[answer] rollout.max_tokens=0  =>  rollout.max_tokens=0; it must be at least 1

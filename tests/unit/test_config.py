@@ -259,6 +259,7 @@ def test_every_setting_is_read_by_somebody() -> None:
         ["-m", "drivetrain.trainers.sft", "--help"],
         ["-m", "drivetrain.trainers.dpo", "--help"],
         ["-m", "drivetrain.trainers.rm", "--help"],
+        ["-m", "drivetrain.trainers.grpo", "--help"],
         ["-m", "drivetrain.cli", "--help"],
     ],
 )
@@ -289,6 +290,7 @@ def test_help_answers_without_torch(words: list[str]) -> None:
         "engine.capabilities",
         "engine.fsdp.options",
         "trainers.config.parse",
+        "trainers.config.rl",
         "trainers.config.runs",
         "trainers.sft",
         "cli",

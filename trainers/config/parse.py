@@ -69,10 +69,10 @@ def _type_name(hint: Any) -> str:
     if hint == bool | Literal["auto"]:
         return "auto | true | false"
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    literal, _, rest = text.removeprefix("typing.Optional[").partition("]")
+    literal, _, suffix = text.removeprefix("typing.Optional[").partition("]")
     if literal.startswith("typing.Literal["):
         names = literal.removeprefix("typing.Literal[").replace("'", "").split(", ")
-        return " | ".join([*names, "None"] if text.startswith("typing.Optional[") or "None" in rest else names)
+        return " | ".join([*names, "None"] if text.startswith("typing.Optional[") or "None" in suffix else names)
     return text.replace("typing.", "").replace("NoneType", "None")
 
 
@@ -189,21 +189,21 @@ def _merged(cls: type[Config], layers: Sequence[DictConfig]) -> Config:
             log.warning("engine.backend=%s: ignoring engine.options of the recipe's engine (%s)", backend, ", ".join(ignored))
             layers[0].engine.pop("options")
     options = options_class(str(backend))
-    known = {key.name for key in keys(cls)}
+    setting_names = {key.name for key in keys(cls)}
     if options is not None:
-        known |= {key.name for key in keys(options, "engine.options.")}
+        setting_names |= {key.name for key in keys(options, "engine.options.")}
     parents = {name: parent for name, parent, _ in own_sections(cls)}
     for name, _, section in own_sections(cls):
-        known |= {key.name for key in keys(section, f"{name}.")}
+        setting_names |= {key.name for key in keys(section, f"{name}.")}
     lists = [key.name for key in keys(cls) if key.type.startswith("tuple[str")]
     nested = [key for name, _, section in own_sections(cls) for key in keys(section, f"{name}.")]
     switches = [key.name for key in [*keys(cls), *nested] if {"on", "off"} <= {*key.type.split(" | ")}]
     free = {key.name for key in [*keys(cls), *nested] if key.type.startswith("dict[")} | {
-        f"{name}.options" for name in parents if f"{name}.options" in known
+        f"{name}.options" for name in parents if f"{name}.options" in setting_names
     }
     try:
         for layer in layers:
-            _check_keys(layer, known, free)
+            _check_keys(layer, setting_names, free)
             _check_renamed(layer)
             for name in lists:
                 if isinstance(value := OmegaConf.select(layer, name), str):
@@ -279,12 +279,12 @@ def _words(cls: type, words: Sequence[str]) -> DictConfig:
         if "=" not in word or word.startswith("-"):
             if word.startswith("--") and "=" in word:
                 raise ConfigError(f"{word!r} is not a setting; write {word.lstrip('-')}")
-            name, known = word.lstrip("-").replace("-", "_"), [key.name for key in keys(cls)]
+            name, setting_names = word.lstrip("-").replace("-", "_"), [key.name for key in keys(cls)]
             hint = "write key=value, for example engine.parallel.cp=2 (--help lists all settings)"
-            if name == "recipe" or name in known:
+            if name == "recipe" or name in setting_names:
                 hint = f"write {name}=VALUE"
-            elif (found := hint_for(name, known)).startswith((";", ":")):
-                hint = found.lstrip(";: ")
+            elif (suggestion := hint_for(name, setting_names)).startswith((";", ":")):
+                hint = suggestion.lstrip(";: ")
             raise ConfigError(f"{word!r} is not a setting; {hint}")
         try:
             OmegaConf.from_dotlist([_quoted(word)])
@@ -330,14 +330,20 @@ def _recipe(name: str, built_in: Sequence[str], depth: int = 0) -> DictConfig:
     return DictConfig(OmegaConf.merge(_recipe(str(base), built_in, depth + 1), loaded))
 
 
-def _check_keys(layer: DictConfig, known: set[str], free: set[str]) -> None:
+def _check_keys(layer: DictConfig, setting_names: set[str], free: set[str]) -> None:
     for name in _leaves(layer):
-        if name in known or any(k.startswith(f"{name}.") for k in known) or any(name.startswith(f"{k}.") for k in free):
+        if (
+            name in setting_names
+            or any(k.startswith(f"{name}.") for k in setting_names)
+            or any(name.startswith(f"{k}.") for k in free)
+        ):
             continue
         if name.startswith("engine.options."):
-            options = ", ".join(sorted(k.removeprefix("engine.options.") for k in known if k.startswith("engine.options.")))
+            options = ", ".join(
+                sorted(k.removeprefix("engine.options.") for k in setting_names if k.startswith("engine.options."))
+            )
             raise ConfigError(f"unknown setting {name!r}; this backend's engine.options are {options}")
-        raise ConfigError(f"unknown setting {name!r}{hint_for(name, known)}")
+        raise ConfigError(f"unknown setting {name!r}{hint_for(name, setting_names)}")
 
 
 def _check_renamed(layer: DictConfig) -> None:

@@ -221,14 +221,14 @@ def _choose(names: Sequence[str], source: str, *, columns: Mapping[str, str]) ->
         DataError: The columns do not include those of any row form.
     """
     ours = {theirs: name for name, theirs in columns.items()}
-    known = {name: ours.get(name, name) for name in names}
-    if not any(set(form) <= set(known.values()) for form in FORMS.values()):
+    columns_by_name = {name: ours.get(name, name) for name in names}
+    if not any(set(form) <= set(columns_by_name.values()) for form in FORMS.values()):
         required = " or ".join(" and ".join(form) for form in FORMS.values())
         raise DataError(
             f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}. Columns of other names are given as in "
             "data.columns={prompt: question}"
         )
-    return [name for name in names if known[name] in COLUMNS]
+    return [name for name in names if columns_by_name[name] in COLUMNS]
 
 
 def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:

@@ -299,10 +299,10 @@ class StreamLoader(Batches):
                 position += len(taken)
                 if len(waiting) < self.batch_size and not (ends and position >= len(order)):
                     continue
-                rest = position < len(order)
+                has_more = position < len(order)
                 progress = raw.cursor.fraction + (end - raw.cursor.fraction) * position / len(order)
                 inside = replace(raw.cursor, position=position, progress=progress, digest=digest)
-                yield batch_of(waiting, width), inside if rest else replace(raw.following, progress=raw.following.fraction)
+                yield batch_of(waiting, width), inside if has_more else replace(raw.following, progress=raw.following.fraction)
                 waiting = []
             if ends and waiting:
                 # The last block of the epoch has no samples of its own.

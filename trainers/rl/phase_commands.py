@@ -189,7 +189,7 @@ def replay(path: Path, settings: Sequence[str] = (), out: Path | None = None) ->
             phases.group[role].load_checkpoint(str(_inside(path.parent, folder)))
         phases.adaptive.restore(bundle.adaptive)
         ref = phases.group.data.put(bundle.batch, role="actor").with_prefixes(_prefixes(bundle))
-        _, metrics = train_on(phases, Answers(ref=ref, rows=bundle.rows), {}, step=bundle.step)
+        _, _, metrics = train_on(phases, Answers(ref=ref, rows=bundle.rows), {}, step=bundle.step)
         exported = None if out is None else phases.group["actor"].export(str(out.absolute()))
     return Replayed(bundle=bundle, config=config, metrics=metrics, exported=exported)
 

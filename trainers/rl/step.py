@@ -51,8 +51,14 @@ def make_step(
     else:
         answers, counts, cursor = collector.collect(cursor, step=step, version=step - 1)
     answers = phases.score(answers)
-    answers, metrics = train_on(phases, answers, counts, step=step, bundles=bundles)
-    metrics = {**metrics, "tokens": answers.ref.num_tokens, "staleness": staleness(answers.rows, step - 1)}
+    answers, counts, metrics = train_on(phases, answers, counts, step=step, bundles=bundles)
+    metrics = {
+        **answer_metrics(answers.rows),
+        **counts,
+        "tokens": answers.ref.num_tokens,
+        "staleness": staleness(answers.rows, step - 1),
+        **metrics,
+    }
     phases.discard(answers.ref)
     with phases.timed("sync"):
         phases.memory_manager.sync(step)
@@ -61,7 +67,7 @@ def make_step(
 
 def train_on(
     phases: Phases, answers: Answers, counts: dict[str, float], *, step: int, bundles: StepBundles | None = None
-) -> tuple[Answers, dict[str, float]]:
+) -> tuple[Answers, dict[str, float], dict[str, float]]:
     """Collect the rewards of scored answers, estimate advantages, and update the critic and the policy.
 
     Args:
@@ -72,7 +78,7 @@ def train_on(
         bundles: What writes replay bundles of steps; None writes none.
 
     Returns:
-        The answers that were learned from, with their rewards; and metrics.
+        The answers that were learned from, with their rewards; numbers of what happened to others; and the metrics of the update.
 
     Raises:
         RewardError: Too many answers could not be judged.
@@ -89,4 +95,4 @@ def train_on(
     metrics = update(phases, answers, batch, metrics, step)
     if bundles is not None and bundle is not None:
         bundles.write(bundle, metrics)
-    return answers, {**answer_metrics(answers.rows), **counts, **metrics}
+    return answers, counts, metrics

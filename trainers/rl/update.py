@@ -66,13 +66,13 @@ def estimate_advantages(phases: Phases, answers: Answers, step: int) -> tuple[Da
     rewards = phases.adaptive.shape_rewards([row.reward for row in answers.rows])
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
     if phases.algorithm.needs_baselines:
-        known = [row.baseline for row in answers.rows if row.baseline is not None]
-        if len(known) < len(answers):
+        baselines_given = [row.baseline for row in answers.rows if row.baseline is not None]
+        if len(baselines_given) < len(answers):
             raise ConfigError(
-                f"{len(answers) - len(known)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
+                f"{len(answers) - len(baselines_given)} of {len(answers)} answers have no baseline, the reward of the most likely answer to "
                 "their prompt, which rl.algorithm=remax needs; drivetrain grpo generates and judges those as well"
             )
-        baselines = phases.adaptive.shape_others(known)
+        baselines = phases.adaptive.shape_others(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
     batch |= phases.group.data.put_columns(batch, rows=columns)
     with phases.timed("advantages"):
@@ -138,12 +138,12 @@ def loss_of_step(phases: Phases) -> PolicyLoss:
 def _selected(phases: Phases, batch: DataRef, step: int) -> DataRef:
     """Return the batch with the mark of the tokens that the loss treats differently, if it does."""
     loss = phases.algorithm.loss
-    if not (isinstance(loss, PolicyLoss) and loss.selects_by_covariance):
+    selection = loss.objective.selection if isinstance(loss, PolicyLoss) else None
+    if selection is None:
         return batch
-    bounds = loss.cov_bounds if loss.objective == "clip_cov" else None
     seed = seed_of(phases.config.data.seed, step)
     marks: DataRef = phases.group["advantage"].select_by_covariance(
-        batch, fraction=loss.cov_fraction, bounds=bounds, seed=seed
+        batch, fraction=selection.fraction, bounds=selection.bounds, seed=seed
     )
     return marks
 
